@@ -1,0 +1,58 @@
+# The two commands: `make demo` and `make test`. Both make .venv, build what they need and run.
+# Variables: PYTHON (the Python that makes .venv), CUTLASS_EXT_ARCHS, MAX_JOBS (as for setup.py).
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip install -q --disable-pip-version-check
+TOOLS  := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+CMAKE  := $(TOOLS) cmake
+JOBS   := $(if $(MAX_JOBS),-j $(MAX_JOBS))
+LINTERS := ruff==0.17.5 clang-format==23.1.5
+FORMATTED := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.hpp csrc/*/*.hpp csrc/*/*.cu csrc/*/*/*.hpp tests/cpp/* bench/*.cu bench/*.hpp)
+
+.PHONY: demo test bench sweep verify-gpu build cpp configure lint format clean
+
+demo: build                                  ## attention on the best device, next to PyTorch; table and plot
+	$(PY) -m cutlass_ext.bench --plot build/demo --json build/demo/bench.json
+
+test: build cpp                              ## every test that this machine can run
+	$(TOOLS) ctest --test-dir build/cmake --output-on-failure
+	$(PY) -m pytest
+	$(PY) tests/check_build.py
+
+bench: configure                             ## the timing binary, build/cmake/bench/fmha_bench
+	$(CMAKE) --build build/cmake --target fmha_bench $(JOBS)
+
+sweep: $(VENV)/ready                         ## the same with every tile shape that fits, build/sweep/bench/fmha_bench
+	$(CMAKE) -S . -B build/sweep -G Ninja -DPython_EXECUTABLE="$(CURDIR)/$(PY)" -DFMHA_SWEEP=ON
+	$(CMAKE) --build build/sweep --target fmha_bench $(JOBS)
+
+verify-gpu: build cpp                        ## on a GPU: tests and compute-sanitizer, written to tests/gpu_verified.json
+	$(PY) tests/verify_gpu.py
+
+build: $(VENV)/ready                         ## the Python package, in place; recompiles only what changed
+	$(PY) setup.py -q build_ext --inplace
+	@test -e $(VENV)/installed || $(PIP) --no-deps --no-build-isolation -e . && touch $(VENV)/installed
+
+cpp: configure
+	$(CMAKE) --build build/cmake --target tests $(JOBS)
+
+configure: $(VENV)/ready
+	$(CMAKE) -S . -B build/cmake -G Ninja -DPython_EXECUTABLE="$(CURDIR)/$(PY)"
+
+$(VENV)/ready: requirements.txt tools/setup_venv.py
+	$(PYTHON) tools/setup_venv.py $(VENV)
+	@touch $@
+
+lint: $(VENV)/ready
+	$(PIP) $(LINTERS)
+	$(PY) -m ruff check . && $(PY) -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(FORMATTED)
+
+format: $(VENV)/ready
+	$(PIP) $(LINTERS)
+	$(PY) -m ruff check -q --fix . ; $(PY) -m ruff format -q .
+	$(VENV)/bin/clang-format -i $(FORMATTED)
+
+clean:
+	rm -rf build cutlass_ext/_C.abi3.so *.egg-info

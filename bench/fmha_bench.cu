@@ -1,0 +1,52 @@
+// fmha_bench: times the library's kernels without torch or Python, on Google Benchmark: --benchmark_filter=REGEX,
+// --benchmark_format=json, --benchmark_out=FILE. Needs a driver and nothing else.
+#include <string>
+
+#include "workload.hpp"
+
+namespace cutlass_ext::bench {
+namespace {
+
+void time_library(benchmark::State& state, Case const& c) {
+  ForwardParams shape;
+  shape.batch = c.batch;
+  shape.n_q = shape.n_kv = c.n;
+  shape.heads_q = shape.heads_kv = c.heads;
+  shape.head_dim = shape.head_dim_v = c.head_dim;
+  shape.window_right = c.causal ? 0 : -1;
+  Plan plan;
+  cudaError_t const error = plan_forward(shape, DType::Float32, "auto", 0, true, &plan);
+  if (error != cudaSuccess) return state.SkipWithError(cudaGetErrorString(error));
+  if (!plan.kernel) return state.SkipWithError(plan.reason.c_str());
+  state.SetLabel(plan.reason);
+  run(state, c, plan.num_splits, [&](ForwardParams const& params, cudaStream_t stream) { return run_forward(plan, params, stream); });
+}
+
+void register_library() {
+  static Case const cases[] = {
+      {4, 512, 16, 64},  {8, 59, 16, 64},   {1, 2048, 16, 64}, {2, 8192, 16, 64}, {2, 4096, 16, 128}, {1, 4096, 16, 256},
+      {1, 256, 1, 64},   {1, 1024, 1, 64},  {2, 256, 4, 64},   {2, 1024, 4, 64},  {10, 1024, 64, 32},
+  };
+  for (Case c : cases) {
+    for (bool causal : {false, true}) {
+      c.causal = causal;
+      benchmark::RegisterBenchmark(("fmha/" + c.name()).c_str(), time_library, c)->UseManualTime()->Unit(benchmark::kMicrosecond);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace cutlass_ext::bench
+
+int main(int argc, char** argv) {
+  cutlass_ext::bench::register_library();
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  cudaDeviceProp device;
+  if (cudaGetDeviceProperties(&device, 0) != cudaSuccess) {
+    fprintf(stderr, "fmha_bench: no CUDA device, or a driver older than 580 (CUDA 13)\n");
+    return 1;
+  }
+  benchmark::AddCustomContext("gpu", device.name);
+  benchmark::RunSpecifiedBenchmarks();
+}

@@ -1,0 +1,51 @@
+// Every tile shape of the CUDA-core FMHA that fits a multiprocessor, for the head_dim that CMake sets as SWEEP_HEAD_DIM; linked into
+// fmha_bench by -DFMHA_SWEEP=ON. How the tiles in csrc/kernels were chosen: the table is in bench/results.
+#include <string>
+
+#include "kernels/simt_kernel.hpp"
+#include "workload.hpp"
+
+namespace cutlass_ext::bench {
+namespace {
+
+constexpr int kSharedLimit = 227 * 1024;      // of a block on sm_90; smaller GPUs refuse the launch and the row says so
+
+void time_tile(benchmark::State& state, Kernel const& kernel, Case const& c) {
+  int ctas = 0;
+  cudaError_t error = cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
+  if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel.entry, kernel.threads, kernel.shared_bytes);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return state.SkipWithError(cudaGetErrorString(error));
+  }
+  cudaFuncAttributes attributes;
+  cudaFuncGetAttributes(&attributes, kernel.entry);
+  state.counters["CTAs"] = ctas;
+  state.counters["registers"] = attributes.numRegs;
+  state.counters["spilled"] = static_cast<double>(attributes.localSizeBytes);
+  run(state, c, 1, kernel.launch);
+}
+
+template <int B_r, int B_c, int Threads>
+void register_tile() {
+  using Fmha = simt::FMHA<B_r, B_c, SWEEP_HEAD_DIM, float, Threads>;
+  if constexpr (Fmha::kSharedBytes <= kSharedLimit) {
+    Kernel const kernel = simt_kernel<B_r, B_c, SWEEP_HEAD_DIM, Threads>();
+    for (bool causal : {false, true}) {
+      Case const c{SWEEP_HEAD_DIM == 128 ? 1 : 2, 4096, 16, SWEEP_HEAD_DIM, causal};
+      std::string const name = "tile/" + c.name() + "/Br" + std::to_string(B_r) + "/Bc" + std::to_string(B_c) + "/threads" + std::to_string(Threads);
+      benchmark::RegisterBenchmark(name.c_str(), time_tile, kernel, c)->UseManualTime()->Unit(benchmark::kMicrosecond);
+    }
+  }
+}
+
+template <int B_r>
+void register_rows() {
+  register_tile<B_r, 32, 128>(), register_tile<B_r, 64, 128>(), register_tile<B_r, 96, 128>(), register_tile<B_r, 128, 128>();
+  register_tile<B_r, 32, 256>(), register_tile<B_r, 64, 256>(), register_tile<B_r, 96, 256>(), register_tile<B_r, 128, 256>();
+}
+
+[[maybe_unused]] bool const registered = (register_rows<32>(), register_rows<64>(), register_rows<96>(), register_rows<128>(), true);
+
+}  // namespace
+}  // namespace cutlass_ext::bench

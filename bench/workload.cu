@@ -1,0 +1,135 @@
+// See workload.hpp.
+#include "workload.hpp"
+
+#include <cmath>
+#include <cstdio>
+#include <vector>
+
+namespace cutlass_ext::bench {
+namespace {
+
+/// Uniform in [-sqrt(3), sqrt(3)], so variance 1, from a 64-bit mix of the index (splitmix64; Steele, Lea and Flood, OOPSLA 2014).
+__host__ __device__ float value_at(uint64_t index) {
+  uint64_t z = index * 0x9e3779b97f4a7c15ull;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+  return (static_cast<float>((z ^ (z >> 31)) >> 40) * (2.f / (1 << 24)) - 1.f) * 1.7320508f;
+}
+
+__global__ void fill_random(float* data, int64_t n, uint64_t seed) {
+  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x) data[i] = value_at(seed + i);
+}
+
+class DeviceBuffer {
+ public:
+  explicit DeviceBuffer(int64_t n) {
+    if (cudaMalloc(&data_, n * sizeof(float)) != cudaSuccess) data_ = nullptr;
+  }
+  ~DeviceBuffer() { cudaFree(data_); }
+  DeviceBuffer(DeviceBuffer const&) = delete;
+  float* get() const { return data_; }
+
+ private:
+  float* data_ = nullptr;
+};
+
+/// Largest error of a few rows against the formula in float64, relative to the largest output; the inputs are recomputed from their indices.
+double sampled_error(Case const& c, float const* out, uint64_t const (&seeds)[3]) {
+  int64_t const row_stride = int64_t(c.heads) * c.head_dim;
+  auto input = [&](int tensor, int b, int row, int head, int col) {
+    return double(value_at(seeds[tensor] + (int64_t(b) * c.n + row) * row_stride + head * c.head_dim + col));
+  };
+  double error = 0, largest = 0;
+  for (int sample = 0; sample < 4; ++sample) {
+    int const b = sample % c.batch, head = sample * 5 % c.heads, row = int(int64_t(c.n - 1) * sample / 3);
+    int const keys = c.causal ? row + 1 : c.n;
+    std::vector<double> s(keys), o(c.head_dim);
+    double m = -INFINITY, l = 0;
+    for (int j = 0; j < keys; ++j) {
+      for (int x = 0; x < c.head_dim; ++x) s[j] += input(0, b, row, head, x) * input(1, b, j, head, x);
+      s[j] /= std::sqrt(double(c.head_dim));
+      m = std::max(m, s[j]);
+    }
+    for (int j = 0; j < keys; ++j) {
+      double const p = std::exp(s[j] - m);
+      l += p;
+      for (int x = 0; x < c.head_dim; ++x) o[x] += p * input(2, b, j, head, x);
+    }
+    std::vector<float> got(c.head_dim);
+    cudaMemcpy(got.data(), out + (int64_t(b) * c.n + row) * row_stride + head * c.head_dim, c.head_dim * sizeof(float), cudaMemcpyDeviceToHost);
+    for (int x = 0; x < c.head_dim; ++x) {
+      double const difference = std::abs(got[x] - o[x] / l);
+      error = difference <= error ? error : difference;      // NaN counts as an error
+      largest = std::max(largest, std::abs(o[x] / l));
+    }
+  }
+  return error / largest;
+}
+
+}  // namespace
+
+std::string Case::name() const {
+  return "b" + std::to_string(batch) + "/n" + std::to_string(n) + "/h" + std::to_string(heads) + "/d" + std::to_string(head_dim) +
+         (causal ? "/causal" : "/full");
+}
+
+void run(benchmark::State& state, Case const& c, int splits, std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch) {
+  int64_t const elements = int64_t(c.batch) * c.n * c.heads * c.head_dim, rows = int64_t(c.batch) * c.n * c.heads;
+  int64_t const partial_rows = splits > 1 ? splits * rows : 0;
+  DeviceBuffer q(elements), k(elements), v(elements), o(elements), lse(rows), o_partial(partial_rows * c.head_dim), lse_partial(partial_rows);
+  if (!q.get() || !k.get() || !v.get() || !o.get()) return state.SkipWithError("out of device memory");
+  uint64_t const seeds[] = {1ull << 60, 2ull << 60, 3ull << 60};
+  DeviceBuffer const* inputs[] = {&q, &k, &v};
+  for (int i = 0; i < 3; ++i) fill_random<<<1024, 256>>>(inputs[i]->get(), elements, seeds[i]);
+  cudaMemset(o.get(), 0xff, elements * sizeof(float));      // NaN: an unwritten output shows
+
+  ForwardParams p;
+  p.q = q.get();
+  p.k = k.get();
+  p.v = v.get();
+  p.o = o.get();
+  p.lse = lse.get();
+  p.q_stride = p.k_stride = p.v_stride = p.o_stride = {int64_t(c.n) * c.heads * c.head_dim, int64_t(c.heads) * c.head_dim, c.head_dim};
+  p.batch = c.batch;
+  p.n_q = p.n_kv = c.n;
+  p.heads_q = p.heads_kv = c.heads;
+  p.head_dim = p.head_dim_v = c.head_dim;
+  p.softmax_scale = 1.f / std::sqrt(float(c.head_dim));
+  p.window_right = c.causal ? 0 : -1;
+  p.num_splits = splits;
+  p.o_partial = o_partial.get();
+  p.lse_partial = lse_partial.get();
+
+  cudaStream_t stream;
+  cudaEvent_t begin, end;
+  cudaStreamCreate(&stream);
+  cudaEventCreate(&begin);
+  cudaEventCreate(&end);
+  cudaDeviceSynchronize();
+  cudaError_t error = launch(p, stream);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+  double const wrong = error == cudaSuccess ? sampled_error(c, o.get(), seeds) : 0;
+  if (error != cudaSuccess) {
+    state.SkipWithError(cudaGetErrorString(error));
+  } else if (!(wrong < 1e-5)) {
+    state.SkipWithError(("wrong result: error " + std::to_string(wrong)).c_str());
+  }
+  for (auto _ : state) {
+    cudaEventRecord(begin, stream);
+    launch(p, stream);
+    cudaEventRecord(end, stream);
+    cudaEventSynchronize(end);
+    float ms;
+    cudaEventElapsedTime(&ms, begin, end);
+    state.SetIterationTime(ms * 1e-3);
+  }
+  double const pairs = c.causal ? double(c.n) * (c.n + 1) / 2 : double(c.n) * c.n;
+  using benchmark::Counter;
+  state.counters["TFLOP/s"] = Counter(4e-12 * c.batch * c.heads * c.head_dim * pairs, Counter::kIsIterationInvariantRate);
+  state.counters["GB/s"] = Counter(4e-9 * elements * sizeof(float), Counter::kIsIterationInvariantRate);
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  cudaStreamDestroy(stream);
+}
+
+}  // namespace cutlass_ext::bench

@@ -1,0 +1,87 @@
+// The online softmax (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691, section 3.1) in the exp2
+// domain: running maximum m, running sum l, rescaling of O. Called by every main loop on the rows that a thread holds.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "score_mod.hpp"
+
+namespace cutlass_ext {
+
+/// ex2.approx: 2 ulp of fp32, one instruction of the special-function unit; 0 for -inf.
+CUTE_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// Maximum over the `Lanes` lanes of a warp that differ in the bits from `Stride` up; every one of them gets it.
+template <int Lanes, int Stride>
+CUTE_DEVICE float warp_max(float x) {
+  CUTE_UNROLL
+  for (int mask = Stride; mask < Lanes * Stride; mask *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, mask));
+  return x;
+}
+
+/// Sum over the same lanes, in an order that is the same in every run.
+template <int Lanes, int Stride>
+CUTE_DEVICE float warp_sum(float x) {
+  CUTE_UNROLL
+  for (int mask = Stride; mask < Lanes * Stride; mask *= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
+  return x;
+}
+
+/// m and l of the `Rows` rows that a thread shares with `Lanes` lanes at `Stride`. l stays a sum over the thread's own columns
+/// until `finish`: one shuffle tree a row instead of one a tile.
+template <int Rows, int Lanes, int Stride>
+struct OnlineSoftmax {
+  float m[Rows];
+  float l[Rows];
+
+  CUTE_DEVICE OnlineSoftmax() {
+    CUTE_UNROLL
+    for (int i = 0; i < Rows; ++i) {
+      m[i] = -INFINITY;
+      l[i] = 0.f;
+    }
+  }
+
+  /// S becomes P = exp2(S - m); l and O follow the new maximum.
+  template <class ScoreTensor, class OutTensor>
+  CUTE_DEVICE void update(ScoreTensor& S, OutTensor& O) {
+    CUTE_UNROLL
+    for (int i = 0; i < Rows; ++i) {
+      float tile_max = S(i, 0);
+      CUTE_UNROLL
+      for (int j = 1; j < cute::size<1>(S); ++j) tile_max = fmaxf(tile_max, S(i, j));
+      float const m_new = fmaxf(m[i], warp_max<Lanes, Stride>(tile_max));
+      float const base = m_new == -INFINITY ? 0.f : m_new;      // a row without a visible key so far: all of P is 0
+      float const rescale = exp2_approx(m[i] - base);
+      m[i] = m_new;
+      float sum = 0.f;
+      CUTE_UNROLL
+      for (int j = 0; j < cute::size<1>(S); ++j) {
+        S(i, j) = exp2_approx(S(i, j) - base);
+        sum += S(i, j);
+      }
+      l[i] = l[i] * rescale + sum;
+      CUTE_UNROLL
+      for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= rescale;
+    }
+  }
+
+  /// Normalises row `i` of O, the sink included, and returns its lse (natural log); a row without keys gives 0 and the sink.
+  template <class OutTensor>
+  CUTE_DEVICE float finish(int i, OutTensor& O, float sink_log2) {
+    float const m_all = fmaxf(m[i], sink_log2);
+    float const base = m_all == -INFINITY ? 0.f : m_all;
+    float const rescale = exp2_approx(m[i] - base);
+    float const sum = warp_sum<Lanes, Stride>(l[i]) * rescale + exp2_approx(sink_log2 - base);
+    float const factor = sum == 0.f ? 0.f : rescale / sum;
+    CUTE_UNROLL
+    for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= factor;
+    return sum == 0.f ? -INFINITY : (base + log2f(sum)) * kLn2;
+  }
+};
+
+}  // namespace cutlass_ext

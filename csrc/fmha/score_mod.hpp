@@ -1,0 +1,49 @@
+// Scale, softcap, ALiBi: from Q K^T to scores in the log2 domain, which is what the online softmax exponentiates.
+// Called by every main loop. The sink joins in OnlineSoftmax::finish and in the merge of splits.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "params.hpp"
+
+namespace cutlass_ext {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+struct ScoreMod {
+  float softcap_log2;       // softcap * log2(e); 0: off
+  float alibi_slope_log2;   // slope * log2(e); 0: off
+  float sink_log2;          // sink * log2(e); -inf: none
+
+  CUTE_DEVICE ScoreMod(ForwardParams const& params, int batch, int head)
+      : softcap_log2(params.softcap * kLog2e),
+        alibi_slope_log2(params.alibi_slopes ? params.alibi_slopes[batch * params.alibi_batch_stride + head] * kLog2e : 0.f),
+        sink_log2(params.sink ? params.sink[head] * kLog2e : -INFINITY) {}
+
+  /// What Q is multiplied by before the product, so that a plain score needs no instruction of its own: Q K^T then is the
+  /// score in the log2 domain, or the argument of tanh.
+  CUTE_HOST_DEVICE static float query_scale(ForwardParams const& params) {
+    return params.softcap > 0.f ? params.softmax_scale / params.softcap : params.softmax_scale * kLog2e;
+  }
+
+  /// Turns the products in `S` into scores. `p - j` of element (i, j) is `first_offset + offset(i, j)`, the latter known when unrolled.
+  template <class ScoreTensor, class Offset>
+  CUTE_DEVICE void apply(ScoreTensor& S, int first_offset, Offset offset) const {
+    if (softcap_log2 != 0.f) {
+      CUTE_UNROLL
+      for (int e = 0; e < cute::size(S); ++e) S(e) = softcap_log2 * tanhf(S(e));
+    }
+    if (alibi_slope_log2 != 0.f) {
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size<0>(S); ++i) {
+        CUTE_UNROLL
+        for (int j = 0; j < cute::size<1>(S); ++j) {
+          S(i, j) -= alibi_slope_log2 * fabsf(static_cast<float>(first_offset + offset(i, j)));
+        }
+      }
+    }
+  }
+};
+
+}  // namespace cutlass_ext

@@ -1,0 +1,323 @@
+// FMHA on CUDA cores: exact fp32 attention for one query tile and its visible key tiles.
+// Instantiated by csrc/kernels/simt_*.cu and by the tile sweep of bench/; launched through dispatch.cu.
+#pragma once
+
+#include <cute/tensor.hpp>
+#include <cute/arch/copy_sm80.hpp>
+
+#include "../online_softmax.hpp"
+#include "../params.hpp"
+#include "../scheduler.hpp"
+#include "../score_mod.hpp"
+#include "../visibility.hpp"
+#include "traits.hpp"
+
+namespace cutlass_ext::simt {
+
+/// A [rows, cols] matrix in global memory with a contiguous last dimension, of which a tile is copied.
+struct GlobalTile {
+  float const* data;
+  int64_t row_stride;
+  int rows;       // rows at or past this are filled with zeros
+  int cols;       // so are columns
+  bool aligned;   // 16-byte vectors allowed
+};
+
+CUTE_HOST_DEVICE bool allows_vectors(void const* data, Strides const& stride) {
+  return (reinterpret_cast<uintptr_t>(data) % 16 == 0) && ((stride.batch | stride.row | stride.head) % kVector == 0);
+}
+
+CUTE_DEVICE float4 load_vector(float const* smem) { return *reinterpret_cast<float4 const*>(smem); }
+CUTE_DEVICE float component(float4 const& v, int e) { return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w; }
+
+/// Starts the asynchronous copy of a K or V tile to shared memory. With `Predicated` false every row of the tile exists.
+template <class Traits, bool Predicated>
+CUTE_DEVICE void copy_kv_async(GlobalTile const& src, float* sKV) {
+  constexpr int RowsAPass = Traits::Threads / kPanelChunks;
+  int const chunk = threadIdx.x % kPanelChunks, row0 = threadIdx.x / kPanelChunks;
+  float const* src_row = src.data + row0 * src.row_stride + chunk * kVector;
+  CUTE_UNROLL
+  for (int pass = 0; pass < Traits::B_c / RowsAPass; ++pass, src_row += RowsAPass * src.row_stride) {
+    bool const row_exists = !Predicated || row0 + pass * RowsAPass < src.rows;
+    float* dst_row = sKV + (pass * RowsAPass + row0) * kPanel + chunk_offset(chunk, pass * (RowsAPass / 4) + row0 / 4);
+    CUTE_UNROLL
+    for (int panel = 0; panel < Traits::HeadDim / kPanel; ++panel) {
+      bool const exists = row_exists && panel * kPanel + chunk * kVector < src.cols;
+      float const* from = exists ? src_row + panel * kPanel : src.data;
+      float* to = dst_row + panel * Traits::B_c * kPanel;
+      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(*reinterpret_cast<uint128_t const*>(from), *reinterpret_cast<uint128_t*>(to), exists);
+    }
+  }
+}
+
+/// The same for tensors whose rows do not start at multiples of 16 bytes: an element a copy.
+template <class Traits>
+CUTE_DEVICE void copy_kv_async_unaligned(GlobalTile const& src, float* sKV) {
+  CUTE_NO_UNROLL
+  for (int i = threadIdx.x; i < Traits::B_c * Traits::HeadDim; i += Traits::Threads) {
+    int const row = i / Traits::HeadDim, col = i % Traits::HeadDim;
+    bool const exists = row < src.rows && col < src.cols;
+    float* to = sKV + (col / kPanel * Traits::B_c + row) * kPanel + chunk_offset(col % kPanel / kVector, row / 4) + col % kVector;
+    SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(exists ? src.data[row * src.row_stride + col] : src.data[0], *to, exists);
+  }
+}
+
+/// Copies the query tile to shared memory, transposed and times `scale`: the scale then costs no instruction a score, and P at a row's
+/// maximum is exactly 1.
+template <class Traits>
+CUTE_DEVICE void copy_q(GlobalTile const& src, float* sQ, float scale) {
+  constexpr int RowsAPass = Traits::Threads / kPanelChunks;
+  int const chunk = threadIdx.x % kPanelChunks;
+  CUTE_UNROLL
+  for (int panel = 0; panel < Traits::HeadDim / kPanel; ++panel) {
+    int const col = panel * kPanel + chunk * kVector;
+    CUTE_UNROLL
+    for (int pass = 0; pass < Traits::B_r / RowsAPass; ++pass) {
+      int const row = pass * RowsAPass + threadIdx.x / kPanelChunks;
+      float const* from = src.data + row * src.row_stride + col;
+      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (row < src.rows && col < src.cols) {
+        v = src.aligned ? *reinterpret_cast<float4 const*>(from) : make_float4(from[0], from[1], from[2], from[3]);
+      }
+      float* to = sQ + (row / kPanel * Traits::HeadDim + col) * kPanel + chunk_offset(row % kPanel / kVector, chunk) + row % kVector;
+      CUTE_UNROLL
+      for (int e = 0; e < kVector; ++e) to[e * kPanel] = component(v, e) * scale;
+    }
+  }
+}
+
+/// The lane's rows of one column of Q, or of one key of P: a chunk for each half panel of the warp.
+template <class Traits, int Columns>
+CUTE_DEVICE void load_rows(float (&x)[Traits::Rows], float const* smem, int column, int column_quad, LanePlace place) {
+  float const* rows = smem + (place.panel * Columns + column) * kPanel + chunk_offset(place.row_chunk, column_quad);
+  CUTE_UNROLL
+  for (int h = 0; h < Traits::Halves; ++h) {
+    float4 const v = load_vector(rows + h * Traits::PanelsApart * Columns * kPanel);
+    CUTE_UNROLL
+    for (int f = 0; f < kVector; ++f) x[h * kVector + f] = component(v, f);
+  }
+}
+
+// Both products run through the lane's outer product in a serpentine, and keep the operand that changes slowly in the register-reuse cache. An
+// FFMA then reads two registers, the fast operand and the accumulator, which fit one cycle if their parity differs: the fast operands of a
+// vector alternate in parity, and so can the accumulators. Products of vectors along the reduced dimension cannot have this (every
+// accumulator meets both parities): they ran at half a dispatch stall an FFMA, 37 TFLOP/s on an H200 (bench/results).
+
+/// S = Q K^T over `columns` columns (whole groups of 16; the copies have zeroed what lies past head_dim).
+template <class Traits, class ScoreTensor>
+CUTE_DEVICE void gemm_qk(ScoreTensor& S, float const* sQ, float const* sK, LanePlace place, int columns) {
+  constexpr int ChunksATurn = 4;
+  int const turns = columns / (ChunksATurn * kVector);
+  float4 k[2][Traits::Keys];
+  float q[2][Traits::Rows];
+  auto load_k = [&](int slot, int turn, int c) {
+    float const* k_chunk = sK + (turn / 2 * Traits::B_c + place.col * kVector) * kPanel + chunk_offset(turn % 2 * ChunksATurn + c, place.col);
+    CUTE_UNROLL
+    for (int j = 0; j < Traits::Keys; ++j) k[slot][j] = load_vector(k_chunk + (j / kVector * kPanel + j % kVector) * kPanel);
+  };
+  auto load_q = [&](int slot, int turn, int column) {
+    load_rows<Traits, Traits::HeadDim>(q[slot], sQ, turn * ChunksATurn * kVector + column, turn % 2 * ChunksATurn + column / kVector, place);
+  };
+  load_k(0, 0, 0);
+  load_q(0, 0, 0);
+  clear(S);
+  CUTE_NO_UNROLL
+  for (int turn = 0; turn < turns; ++turn) {
+    int const next_turn = turn + 1 < turns ? turn + 1 : 0;      // after the last turn for nothing: no branch
+    CUTE_UNROLL
+    for (int c = 0; c < ChunksATurn; ++c) {
+      load_k(1 - c % 2, c + 1 < ChunksATurn ? turn : next_turn, (c + 1) % ChunksATurn);
+      CUTE_UNROLL
+      for (int e = 0; e < kVector; ++e) {
+        int const column = c * kVector + e, next = column + 1;
+        load_q(next % 2, next < ChunksATurn * kVector ? turn : next_turn, next % (ChunksATurn * kVector));
+        CUTE_UNROLL
+        for (int j = 0; j < Traits::Keys; ++j) {
+          CUTE_UNROLL
+          for (int step = 0; step < Traits::Rows; ++step) {
+            int const i = j % 2 == 0 ? step : Traits::Rows - 1 - step;
+            S(i, j) = fmaf(component(k[c % 2][j], e), q[column % 2][i], S(i, j));
+          }
+        }
+      }
+    }
+  }
+}
+
+/// Puts the lane's part of P, transposed, where its warp reads it back.
+template <class Traits, class ScoreTensor>
+CUTE_DEVICE void store_p(ScoreTensor const& P, float* sP, LanePlace place) {
+  float* p_chunk = sP + (place.panel * Traits::B_c + place.col * kVector) * kPanel + chunk_offset(place.row_chunk, place.col);
+  CUTE_UNROLL
+  for (int h = 0; h < Traits::Halves; ++h) {
+    CUTE_UNROLL
+    for (int j = 0; j < Traits::Keys; ++j) {
+      int const i = h * kVector;
+      *reinterpret_cast<float4*>(p_chunk + (h * Traits::PanelsApart * Traits::B_c + j / kVector * kPanel + j % kVector) * kPanel) =
+          make_float4(P(i, j), P(i + 1, j), P(i + 2, j), P(i + 3, j));
+    }
+  }
+}
+
+/// O += P V. The operands of a key are loaded while the key before it is multiplied.
+template <class Traits, class OutTensor>
+CUTE_DEVICE void gemm_pv(OutTensor& O, float const* sP, float const* sV, LanePlace place) {
+  constexpr int KeysATurn = 16, Turns = Traits::B_c / KeysATurn;
+  float p[2][Traits::Rows], v[2][Traits::OutCols];
+  auto load = [&](int slot, int turn, int key) {
+    int const column = turn * KeysATurn + key, quad = turn % 2 * (KeysATurn / 4) + key / 4;
+    load_rows<Traits, Traits::B_c>(p[slot], sP, column, quad, place);
+    CUTE_UNROLL
+    for (int j = 0; j < Traits::OutCols / kVector; ++j) {
+      float4 const x = load_vector(sV + (j * Traits::B_c + column) * kPanel + chunk_offset(place.col, quad));
+      CUTE_UNROLL
+      for (int f = 0; f < kVector; ++f) v[slot][j * kVector + f] = component(x, f);
+    }
+  };
+  load(0, 0, 0);
+  CUTE_NO_UNROLL
+  for (int turn = 0; turn < Turns; ++turn) {
+    CUTE_UNROLL
+    for (int key = 0; key < KeysATurn; ++key) {
+      int const slot = key % 2;
+      if (key + 1 < KeysATurn) {
+        load(1 - slot, turn, key + 1);
+      } else {
+        load(1 - slot, turn + 1 < Turns ? turn + 1 : 0, 0);      // after the last turn for nothing: no branch
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < Traits::Rows; ++i) {
+        CUTE_UNROLL
+        for (int step = 0; step < Traits::OutCols; ++step) {
+          int const j = i % 2 == 0 ? step : Traits::OutCols - 1 - step;
+          O(i, j) = fmaf(p[slot][i], v[slot][j], O(i, j));
+        }
+      }
+    }
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__ ForwardParams const params) {
+  constexpr int B_r = Traits::B_r, B_c = Traits::B_c, Rows = Traits::Rows, Stages = Traits::Stages;
+  extern __shared__ __align__(128) unsigned char smem[];
+  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
+
+  WorkItem const work = Scheduler(params.batch, params.heads_q, params.n_q, B_r, params.num_splits)(blockIdx.x, B_r);
+  int leftpad;
+  Visibility const visibility = visibility_of(params, work.batch, &leftpad);
+  Range const tiles = split_range(visibility.tiles_of(work.row0, B_r, B_c), params.num_splits, work.split);
+  int const head_kv = work.head / (params.heads_q / params.heads_kv);
+  LanePlace const place(threadIdx.x);
+  int const first_row = work.row0 + place.panel * kPanel + place.row_chunk * kVector;
+  auto row_of = [](int i) { return i / kVector * Traits::PanelsApart * kPanel + i % kVector; };     // counted from the lane's first row
+  auto key_of = [](int j) { return j / kVector * kPanel + j % kVector; };                            // and from its first key
+
+  auto tile_at = [&](void const* base, Strides const& stride, int b, int head, int64_t row, int rows, int cols) {
+    return GlobalTile{static_cast<float const*>(base) + b * stride.batch + head * stride.head + row * stride.row, stride.row, rows, cols,
+                      allows_vectors(base, stride)};
+  };
+  // Items of the ring: K and V of the last tile, K and V of the tile before it, ... The last tile is the only one whose rows may end inside it.
+  auto load_item = [&](int item) {
+    if (item < 2 * tiles.size()) {
+      int const first_key = (tiles.end - 1 - item / 2) * B_c;
+      int const rows = visibility.len_kv - first_key;
+      bool const is_k = item % 2 == 0;
+      GlobalTile const src = is_k ? tile_at(params.k, params.k_stride, work.batch, head_kv, leftpad + first_key, rows, params.head_dim)
+                                  : tile_at(params.v, params.v_stride, work.batch, head_kv, leftpad + first_key, rows, params.head_dim_v);
+      float* dst = shared.kv[item % Stages];
+      if (!src.aligned) {
+        copy_kv_async_unaligned<Traits>(src, dst);
+      } else if (rows < B_c) {
+        copy_kv_async<Traits, true>(src, dst);
+      } else {
+        copy_kv_async<Traits, false>(src, dst);
+      }
+    }
+    cp_async_fence();
+  };
+  int item = 0;
+  // Waits for the next item, frees the slot of the item before it and starts the copy that goes there.
+  auto next_item = [&]() -> float const* {
+    cp_async_wait<Stages - 2>();
+    __syncthreads();
+    load_item(item + Stages - 1);
+    return shared.kv[item++ % Stages];
+  };
+
+  Tensor O = make_tensor<float>(Shape<Int<Rows>, Int<Traits::OutCols>>{});
+  Tensor S = make_tensor<float>(Shape<Int<Rows>, Int<Traits::Keys>>{});
+  OnlineSoftmax<Rows, kLaneCols, kLaneColStride> softmax;
+  ScoreMod const score_mod(params, work.batch, work.head);
+  clear(O);
+
+  if (tiles.size() > 0) {
+    CUTE_UNROLL
+    for (int i = 0; i < Stages - 1; ++i) load_item(i);
+    copy_q<Traits>(tile_at(params.q, params.q_stride, work.batch, work.head, work.row0, params.n_q - work.row0, params.head_dim), shared.q,
+                   ScoreMod::query_scale(params));
+  }
+
+  int const columns = (params.head_dim + 15) / 16 * 16;
+  for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+    gemm_qk<Traits>(S, shared.q, next_item(), place, columns);
+
+    int const first_key = tile * B_c + place.col * kVector;
+    score_mod.apply(S, visibility.start_pos + first_row - first_key, [&](int i, int j) { return row_of(i) - key_of(j); });
+    if (visibility.needs_mask(tile, work.row0, B_r, B_c)) {
+      Visibility const from_here = visibility.counted_from(first_key);
+      CUTE_UNROLL
+      for (int i = 0; i < Rows; ++i) {
+        Range const visible = from_here.keys_of_row(first_row + row_of(i));
+        CUTE_UNROLL
+        for (int j = 0; j < size<1>(S); ++j) {
+          if (key_of(j) < visible.begin || key_of(j) >= visible.end) S(i, j) = -INFINITY;
+        }
+      }
+    }
+    softmax.update(S, O);
+    store_p<Traits>(S, shared.p, place);
+
+    float const* sV = next_item();      // its barrier also orders this warp's stores of P before its loads
+    gemm_pv<Traits>(O, shared.p, sV, place);
+  }
+
+  bool const is_split = params.num_splits > 1;
+  CUTE_UNROLL
+  for (int i = 0; i < Rows; ++i) {
+    float const lse = softmax.finish(i, O, is_split ? -INFINITY : score_mod.sink_log2);
+    int const row = first_row + row_of(i);
+    if (row >= params.n_q) continue;
+    int64_t const lse_index = (int64_t(work.batch) * params.heads_q + work.head) * params.n_q + row;
+    int64_t const split_index = int64_t(work.split) * params.batch * params.heads_q * params.n_q + lse_index;
+    float* out = is_split ? params.o_partial + split_index * params.head_dim_v
+                          : static_cast<float*>(params.o) + work.batch * params.o_stride.batch + row * params.o_stride.row +
+                                work.head * params.o_stride.head;
+    if (place.col == 0) (is_split ? params.lse_partial[split_index] : params.lse[lse_index]) = lse;
+    CUTE_UNROLL
+    for (int j = 0; j < Traits::OutCols / kVector; ++j) {
+      int const col = j * kPanel + place.col * kVector;
+      if (col < params.head_dim_v) {
+        *reinterpret_cast<float4*>(out + col) = make_float4(O(i, 4 * j), O(i, 4 * j + 1), O(i, 4 * j + 2), O(i, 4 * j + 3));
+      }
+    }
+  }
+}
+
+/// The kernel of one tile shape: `FMHA<...>{}(params, stream)` launches it for every query tile and split of `params`.
+template <int B_r, int B_c, int HeadDim, class Element, int Threads>
+struct FMHA {
+  using Traits = simt::Traits<B_r, B_c, HeadDim, Element, Threads>;
+  static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
+  static constexpr auto kernel = &fmha_kernel<Traits>;
+
+  cudaError_t operator()(ForwardParams const& params, cudaStream_t stream) const {
+    int64_t const blocks = Scheduler(params.batch, params.heads_q, params.n_q, B_r, params.num_splits).size();
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+    kernel<<<static_cast<unsigned>(blocks), Threads, kSharedBytes, stream>>>(params);
+    return cudaGetLastError();
+  }
+};
+
+}  // namespace cutlass_ext::simt

@@ -1,0 +1,76 @@
+// Tile shapes, shared-memory layouts and the place of each lane in a warp's tile for the CUDA-core kernels.
+// Used by fmha.hpp; tests/cpp computes the bank of every shared-memory access from what stands here.
+#pragma once
+
+#include <cute/layout.hpp>
+#include <cute/swizzle_layout.hpp>
+#include <cute/atom/copy_atom.hpp>
+
+namespace cutlass_ext::simt {
+
+using namespace cute;
+
+constexpr int kVector = 4;         // floats of one 16-byte access: a "chunk", the unit of every swizzle
+constexpr int kPanel = 32;         // columns of a panel: one row of it is 128 bytes, all 32 banks once
+constexpr int kPanelChunks = kPanel / kVector;
+
+/// A tile of `Rows` x `Cols` floats as panels of 32 columns, so that the bank of an element depends on its chunk alone. The swizzle (chunk ^=
+/// row / 4, both within 8) then spreads over the banks the rows four apart that a warp touches at once.
+template <int Rows, int Cols>
+using PanelLayout = decltype(composition(
+    Swizzle<3, 2, 5>{}, Layout<Shape<Int<Rows>, Shape<Int<kPanel>, Int<Cols / kPanel>>>,
+                               Stride<Int<kPanel>, Stride<_1, Int<Rows * kPanel>>>>{}));
+
+/// The swizzle by hand, for lanes that know `row / 4` and `chunk`: element offset of a chunk in its row of a panel. tests/cpp holds it
+/// against PanelLayout.
+CUTE_HOST_DEVICE constexpr int chunk_offset(int chunk, int row_quad) { return (chunk ^ (row_quad & 7)) * kVector; }
+
+/// A warp is a grid of 4 x 8 lanes. A lane owns, of S, P and O alike, whole groups of 4 rows and of 4 columns: rows
+/// `row + 0..3` of every half panel of its warp, columns `32 j + 4 col + 0..3`. So P passes between the two products within the warp.
+/// Neighbouring lanes share a column and lanes two apart share a row, which lets the hardware serve both kinds of broadcast 16-byte load
+/// in one pass. The warp's half panels lie a fixed number of panels apart, so that one swizzled offset serves them all.
+struct LanePlace {
+  int panel;       // of the warp's first half panel
+  int row_chunk;   // chunk (of 8 in a panel) of the lane's four rows
+  int col;         // 0..7
+  CUTE_HOST_DEVICE explicit LanePlace(int thread)
+      : panel(thread / 64), row_chunk(((thread & 1) << 2) | ((thread >> 5 & 1) << 1) | (thread >> 4 & 1)), col(thread >> 1 & 7) {}
+};
+constexpr int kLaneRows = 4;
+constexpr int kLaneCols = 8;          // lanes that share a row: bits 1..3 of the lane
+constexpr int kLaneColStride = 2;
+constexpr int kHalfPanel = kLaneRows * kVector;
+
+template <int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_>
+struct Traits {
+  static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, Threads = Threads_;
+  using Element = Element_;
+  static constexpr int Warps = Threads / 32;
+  static constexpr int Halves = B_r / Warps / kHalfPanel;   // half panels of query rows of a warp
+  static constexpr int PanelsApart = Warps / 2;             // from one half panel of a warp to its next
+  static constexpr int Rows = Halves * kVector;             // rows of a thread
+  static constexpr int Keys = B_c / kLaneCols;              // columns of a thread in S and P
+  static constexpr int OutCols = HeadDim / kLaneCols;       // columns of a thread in O
+  static constexpr int Stages = 2;                          // ring slots that K and V tiles take in turn
+
+  static_assert(std::is_same_v<Element, float>, "the CUDA-core family computes in fp32");
+  static_assert(Threads % 64 == 0 && B_r % (Warps * kHalfPanel) == 0, "two warps share a panel, and each owns whole half panels of 16 query rows");
+  static_assert(B_r % kPanel == 0, "the query rows fill whole panels of 32");
+  static_assert(B_c % kPanel == 0, "B_c must be a multiple of 32: 8 lanes with a 16-byte vector each");
+  static_assert(HeadDim % kPanel == 0, "head_dim is padded to whole panels of 32 columns");
+  static_assert(B_r % (Threads / kPanelChunks) == 0 && B_c % (Threads / kPanelChunks) == 0, "a pass of the block copies whole rows of a panel");
+
+  // Q and P lie transposed: a lane then reads four rows of one column in a vector, and the two operands of a product that change from
+  // FFMA to FFMA come from registers of different parity (see gemm_qk).
+  using LayoutQ = PanelLayout<HeadDim, B_r>;
+  using LayoutKV = PanelLayout<B_c, HeadDim>;
+  using LayoutP = PanelLayout<B_c, B_r>;
+
+  struct SharedStorage {
+    alignas(128) Element q[cosize_v<LayoutQ>];
+    alignas(128) Element kv[Stages][cosize_v<LayoutKV>];
+    alignas(128) Element p[cosize_v<LayoutP>];
+  };
+};
+
+}  // namespace cutlass_ext::simt

@@ -1,0 +1,334 @@
+// torch.ops.cutlass_ext: checks arguments, fills ForwardParams, allocates, launches. The only file that knows torch, and that through
+// the LibTorch stable ABI alone. Imported as cutlass_ext._C, which registers the operators.
+#include <Python.h>
+
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <tuple>
+
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include "dispatch.hpp"
+
+namespace cutlass_ext {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// ---------------------------------------------------------------------------------------------- errors
+// The stable ABI raises RuntimeError only; cutlass_ext/_ops.py turns this form of it into the exception that it names.
+template <class... Parts>
+[[noreturn]] void fail(char const* exception, Parts const&... parts) {
+  std::ostringstream text;
+  text << "cutlass_ext." << exception << ": ";
+  (text << ... << parts);
+  throw std::runtime_error(text.str());
+}
+
+void check_cuda(cudaError_t error, char const* doing) {
+  if (error != cudaSuccess) fail("RuntimeError", doing, ": ", cudaGetErrorString(error));
+}
+
+std::string shape_of(Tensor const& t) {
+  std::ostringstream text;
+  text << '[';
+  for (int64_t i = 0; i < t.dim(); ++i) text << (i ? ", " : "") << t.size(i);
+  text << ']';
+  return text.str();
+}
+
+// ---------------------------------------------------------------------------------------------- arguments
+constexpr char kParameters[] =
+    "(Tensor q, Tensor k, Tensor v, bool causal, SymInt? start_pos, Tensor? start_positions, SymInt window_left, SymInt window_right, "
+    "float? softmax_scale, float softcap, Tensor? alibi_slopes, Tensor? sink, Tensor? seqused_k, Tensor? leftpad_k, SymInt num_splits, "
+    "str backend)";
+
+struct Arguments {
+  Tensor q, k, v;
+  bool causal;
+  std::optional<int64_t> start_pos;     // none, and no start_positions: "end"
+  OptionalTensor start_positions;
+  int64_t window_left, window_right;
+  std::optional<double> softmax_scale;
+  double softcap;
+  OptionalTensor alibi_slopes, sink, seqused_k, leftpad_k;
+  int64_t num_splits;
+  std::string backend;
+};
+
+/// An operator's boxed form from a function of Arguments, so that the parameter list stands once.
+template <auto Body>
+auto unpacked(Tensor q, Tensor k, Tensor v, bool causal, std::optional<int64_t> start_pos, OptionalTensor start_positions,
+              int64_t window_left, int64_t window_right, std::optional<double> softmax_scale, double softcap, OptionalTensor alibi_slopes,
+              OptionalTensor sink, OptionalTensor seqused_k, OptionalTensor leftpad_k, int64_t num_splits, std::string backend) {
+  return Body(Arguments{q, k, v, causal, start_pos, start_positions, window_left, window_right, softmax_scale, softcap, alibi_slopes, sink,
+                        seqused_k, leftpad_k, num_splits, backend});
+}
+
+constexpr int64_t kMaxLength = int64_t(1) << 29;      // visibility.hpp: positions are held to 32 bits
+constexpr int64_t kUnboundedWindow = int64_t(1) << 30;
+constexpr int64_t kMaxSplits = 1024;
+
+std::optional<DType> dtype_of(Tensor const& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float: return DType::Float32;
+    case ScalarType::Half: return DType::Float16;
+    case ScalarType::BFloat16: return DType::BFloat16;
+    default: return std::nullopt;
+  }
+}
+
+void check_same_device(char const* name, Tensor const& t, Tensor const& q) {
+  if (t.device() != q.device()) fail("ValueError", name, ": is on another device than q; move it there");
+}
+
+void check_operand(char const* name, Tensor const& t, Tensor const& q) {
+  if (t.dim() != 4) fail("ValueError", name, ": has shape ", shape_of(t), "; expected 4 dimensions [batch, seq, heads, head_dim]");
+  if (!dtype_of(t)) {
+    fail("TypeError", name, ": has dtype ", torch::headeronly::toString(t.scalar_type()), "; expected float32, float16 or bfloat16");
+  }
+  if (t.scalar_type() != q.scalar_type()) {
+    fail("TypeError", name, ": has dtype ", torch::headeronly::toString(t.scalar_type()), " and q ", torch::headeronly::toString(q.scalar_type()),
+         "; give q, k and v one dtype");
+  }
+  check_same_device(name, t, q);
+  if (t.size(0) != q.size(0)) fail("ValueError", name, ": has batch ", t.size(0), " and q has ", q.size(0), "; they must be equal");
+  int64_t const step = t.scalar_type() == ScalarType::Float ? 4 : 8;
+  int64_t const d = t.size(3);
+  if (d < step || d > 256 || d % step != 0) {
+    fail("ValueError", name, ": has head_dim ", d, "; expected a multiple of ", step, " from ", step, " to 256: pad the last dimension with zeros");
+  }
+  if (t.numel() != 0 && t.stride(3) != 1) {
+    fail("ValueError", name, ": its last dimension has stride ", t.stride(3), "; expected 1: call .contiguous() on it");
+  }
+  if (t.size(1) >= kMaxLength) fail("ValueError", name, ": has ", t.size(1), " rows; expected fewer than 2^29");
+}
+
+void check_vector(char const* name, OptionalTensor const& t, Tensor const& q, ScalarType dtype, int64_t length, char const* meaning) {
+  if (!t) return;
+  if (t->scalar_type() != dtype) {
+    fail("TypeError", name, ": has dtype ", torch::headeronly::toString(t->scalar_type()), "; expected ", torch::headeronly::toString(dtype));
+  }
+  if (t->dim() != 1 || t->size(0) != length) fail("ValueError", name, ": has shape ", shape_of(*t), "; expected ", meaning, " = [", length, "]");
+  if (length > 1 && t->stride(0) != 1) fail("ValueError", name, ": is not contiguous; call .contiguous() on it");
+  check_same_device(name, *t, q);
+}
+
+void check(Arguments const& a) {
+  check_operand("q", a.q, a.q);
+  check_operand("k", a.k, a.q);
+  check_operand("v", a.v, a.q);
+  int64_t const batch = a.q.size(0), heads_q = a.q.size(2), heads_kv = a.k.size(2);
+  if (a.q.size(3) != a.k.size(3)) fail("ValueError", "k: has head_dim ", a.k.size(3), " and q has ", a.q.size(3), "; they must be equal");
+  if (a.v.size(1) != a.k.size(1) || a.v.size(2) != heads_kv) {
+    fail("ValueError", "v: has shape ", shape_of(a.v), " and k ", shape_of(a.k), "; they must agree in all but the last dimension");
+  }
+  if (heads_q < 1) fail("ValueError", "q: has no heads; expected at least 1");
+  if (heads_kv < 1 || heads_q % heads_kv != 0) {
+    fail("ValueError", "k: has ", heads_kv, " heads and q has ", heads_q, "; the heads of q must be a multiple of those of k and v");
+  }
+  check_vector("start_pos", a.start_positions, a.q, ScalarType::Int, batch, "[batch]");
+  check_vector("seqused_k", a.seqused_k, a.q, ScalarType::Int, batch, "[batch]");
+  check_vector("leftpad_k", a.leftpad_k, a.q, ScalarType::Int, batch, "[batch]");
+  check_vector("sink", a.sink, a.q, ScalarType::Float, heads_q, "[heads_q]");
+  if (a.alibi_slopes && a.alibi_slopes->dim() == 2) {
+    Tensor const& t = *a.alibi_slopes;
+    if (t.scalar_type() != ScalarType::Float) {
+      fail("TypeError", "alibi_slopes: has dtype ", torch::headeronly::toString(t.scalar_type()), "; expected float32");
+    }
+    if (t.size(0) != batch || t.size(1) != heads_q) {
+      fail("ValueError", "alibi_slopes: has shape ", shape_of(t), "; expected [heads_q] = [", heads_q, "] or [batch, heads_q] = [", batch, ", ", heads_q, "]");
+    }
+    if (heads_q > 1 && t.stride(1) != 1) fail("ValueError", "alibi_slopes: its last dimension is not contiguous; call .contiguous() on it");
+    check_same_device("alibi_slopes", t, a.q);
+  } else {
+    check_vector("alibi_slopes", a.alibi_slopes, a.q, ScalarType::Float, heads_q, "[heads_q] or [batch, heads_q], here [heads_q]");
+  }
+  if (a.start_pos && (*a.start_pos <= -kMaxLength || *a.start_pos >= kMaxLength)) {
+    fail("ValueError", "start_pos: is ", *a.start_pos, "; expected a position between -2^29 and 2^29");
+  }
+  if (a.window_left < -1) fail("ValueError", "window: its left side is ", a.window_left, "; expected the number of keys before a row's own, or -1 for all");
+  if (a.window_right < -1) fail("ValueError", "window: its right side is ", a.window_right, "; expected the number of keys after a row's own, or -1 for all");
+  if (a.softmax_scale && !(*a.softmax_scale > 0 && std::isfinite(*a.softmax_scale))) {
+    fail("ValueError", "softmax_scale: is ", *a.softmax_scale, "; expected a finite number above 0, or None for 1/sqrt(head_dim)");
+  }
+  if (!(a.softcap >= 0 && std::isfinite(a.softcap))) fail("ValueError", "softcap: is ", a.softcap, "; expected a finite number above 0, or 0 for none");
+  if (a.num_splits < 0 || a.num_splits > kMaxSplits) {
+    fail("ValueError", "num_splits: is ", a.num_splits, "; expected 1 to ", kMaxSplits, ", or 0 to have it chosen");
+  }
+  if (a.backend != "auto" && a.backend != "torch" && a.backend != "simt" && a.backend != "sm80" && a.backend != "sm90") {
+    fail("ValueError", "backend: is \"", a.backend, "\"; expected \"auto\", \"simt\", \"sm80\", \"sm90\" or \"torch\"");
+  }
+  if (!a.q.is_cuda() && a.backend != "auto" && a.backend != "torch") {
+    fail("ValueError", "backend: \"", a.backend, "\" runs on a CUDA device and q is not on one; move q, k and v there, or use \"auto\" or \"torch\"");
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- parameters
+template <class T>
+T const* data_of(OptionalTensor const& t) {
+  return t ? static_cast<T const*>(t->const_data_ptr()) : nullptr;
+}
+
+Strides strides_of(Tensor const& t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
+
+int bounded_window(int64_t window) { return window >= kUnboundedWindow ? -1 : static_cast<int>(window); }
+
+ForwardParams params_of(Arguments const& a) {
+  ForwardParams p;
+  p.q = a.q.const_data_ptr();
+  p.k = a.k.const_data_ptr();
+  p.v = a.v.const_data_ptr();
+  p.q_stride = strides_of(a.q);
+  p.k_stride = strides_of(a.k);
+  p.v_stride = strides_of(a.v);
+  p.batch = static_cast<int>(a.q.size(0));
+  p.n_q = static_cast<int>(a.q.size(1));
+  p.heads_q = static_cast<int>(a.q.size(2));
+  p.head_dim = static_cast<int>(a.q.size(3));
+  p.n_kv = static_cast<int>(a.k.size(1));
+  p.heads_kv = static_cast<int>(a.k.size(2));
+  p.head_dim_v = static_cast<int>(a.v.size(3));
+  p.softmax_scale = static_cast<float>(a.softmax_scale ? *a.softmax_scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim)));
+  p.softcap = static_cast<float>(a.softcap);
+  p.alibi_slopes = data_of<float>(a.alibi_slopes);
+  p.alibi_batch_stride = a.alibi_slopes && a.alibi_slopes->dim() == 2 ? a.alibi_slopes->stride(0) : 0;
+  p.sink = data_of<float>(a.sink);
+  p.start_pos_kind = a.start_positions ? StartPos::PerBatch : a.start_pos ? StartPos::Scalar : StartPos::End;
+  p.start_pos = static_cast<int>(a.start_pos.value_or(0));
+  p.start_positions = data_of<int>(a.start_positions);
+  p.seqused_k = data_of<int>(a.seqused_k);
+  p.leftpad_k = data_of<int>(a.leftpad_k);
+  p.window_left = bounded_window(a.window_left);
+  p.window_right = a.causal ? 0 : bounded_window(a.window_right);
+  return p;
+}
+
+/// Makes `device` current and puts the caller's back.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) : device_(device) {
+    check_cuda(cudaGetDevice(&before_), "reading the current CUDA device");
+    if (before_ != device_) check_cuda(cudaSetDevice(device_), "making the tensors' device current");
+  }
+  ~DeviceGuard() {
+    if (before_ != device_) cudaSetDevice(before_);
+  }
+  DeviceGuard(DeviceGuard const&) = delete;
+  DeviceGuard& operator=(DeviceGuard const&) = delete;
+
+ private:
+  int device_, before_ = 0;
+};
+
+/// PyTorch's current stream. The binary may have been linked where torch is a CPU build, so the function is looked up where it runs.
+cudaStream_t current_stream(int device) {
+  using GetStream = AOTITorchError (*)(int32_t, void**);
+  static GetStream const get = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    return library ? reinterpret_cast<GetStream>(dlsym(library, "aoti_torch_get_current_cuda_stream")) : nullptr;
+  }();
+  void* stream = nullptr;
+  if (!get || get(device, &stream) != AOTI_TORCH_SUCCESS) fail("RuntimeError", "PyTorch's current CUDA stream was not found; this torch has no CUDA support");
+  return static_cast<cudaStream_t>(stream);
+}
+
+/// An uninitialised contiguous tensor on the device of `like`, through the C shim: the dispatcher costs about 2 us more.
+template <size_t N>
+Tensor empty(int64_t const (&shape)[N], int32_t dtype, int device) {
+  int64_t strides[N];
+  int64_t step = 1;
+  for (size_t i = N; i-- > 0;) {
+    strides[i] = step;
+    step *= shape[i] > 0 ? shape[i] : 1;
+  }
+  AtenTensorHandle handle;
+  if (aoti_torch_empty_strided(N, shape, strides, dtype, aoti_torch_device_type_cuda(), device, &handle) != AOTI_TORCH_SUCCESS) {
+    fail("RuntimeError", "could not allocate ", step, " elements on CUDA device ", device);
+  }
+  return Tensor(handle);
+}
+
+Plan plan_of(Arguments const& a, ForwardParams const& params, bool want_reason) {
+  Plan plan;
+  check_cuda(plan_forward(params, *dtype_of(a.q), a.backend, static_cast<int>(a.num_splits), want_reason, &plan), "choosing a kernel");
+  return plan;
+}
+
+// ---------------------------------------------------------------------------------------------- operators
+std::tuple<Tensor, Tensor> fmha_forward(Arguments const& a) {
+  check(a);
+  ForwardParams params = params_of(a);
+  int const device = a.q.get_device_index();
+  DeviceGuard const guard(device);
+  Plan plan = plan_of(a, params, false);
+  if (!plan.kernel) fail("NotImplementedError", plan_of(a, params, true).reason);
+
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(a.q.get(), &dtype));
+  int32_t const fp32 = aoti_torch_dtype_float32();
+  Tensor out = empty({params.batch, params.n_q, params.heads_q, params.head_dim_v}, dtype, device);
+  Tensor lse = empty({params.batch, params.heads_q, params.n_q}, fp32, device);
+  params.o = out.mutable_data_ptr();
+  params.o_stride = strides_of(out);
+  params.lse = static_cast<float*>(lse.mutable_data_ptr());
+  params.num_splits = plan.num_splits;
+  OptionalTensor o_partial, lse_partial;     // freed on return: the caching allocator reuses them in stream order
+  if (plan.num_splits > 1) {
+    o_partial = empty({plan.num_splits, params.batch, params.heads_q, params.n_q, params.head_dim_v}, fp32, device);
+    lse_partial = empty({plan.num_splits, params.batch, params.heads_q, params.n_q}, fp32, device);
+    params.o_partial = static_cast<float*>(o_partial->mutable_data_ptr());
+    params.lse_partial = static_cast<float*>(lse_partial->mutable_data_ptr());
+  }
+  check_cuda(run_forward(plan, params, current_stream(device)), "launching the kernel");
+  return {out, lse};
+}
+
+void fmha_check(Arguments const& a) { check(a); }
+
+std::string fmha_explain(Arguments const& a) {
+  check(a);
+  if (!a.q.is_cuda()) return "torch: the tensors are not on a CUDA device";
+  if (a.backend == "torch") return "torch: asked for by backend=\"torch\"";
+  DeviceGuard const guard(a.q.get_device_index());
+  return plan_of(a, params_of(a), true).reason;
+}
+
+std::string schema(char const* name, char const* returns) { return std::string(name) + kParameters + " -> " + returns; }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(cutlass_ext, library) {
+  library.def(schema("fmha_forward", "(Tensor out, Tensor lse)").c_str());
+  library.def(schema("fmha_check", "()").c_str());
+  library.def(schema("fmha_explain", "str").c_str());
+}
+
+STABLE_TORCH_LIBRARY_IMPL(cutlass_ext, CUDA, library) {
+  library.impl("fmha_forward", TORCH_BOX(&unpacked<fmha_forward>));
+  library.impl("fmha_check", TORCH_BOX(&unpacked<fmha_check>));
+  library.impl("fmha_explain", TORCH_BOX(&unpacked<fmha_explain>));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(cutlass_ext, CPU, library) {
+  library.impl("fmha_check", TORCH_BOX(&unpacked<fmha_check>));
+  library.impl("fmha_explain", TORCH_BOX(&unpacked<fmha_explain>));
+}
+
+}  // namespace cutlass_ext
+
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", "Registers torch.ops.cutlass_ext.", -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,421 @@
+"""`python -m cutlass_ext.bench`: this library, attention written out in PyTorch, and every SDPA backend, in turn.
+
+For people who want to know what the library does on their machine; `make demo` calls it, and its JSON is what
+python/report.py turns into bench/results. Each case has fresh random data; our result is checked against a float64
+computation before it is timed (the bound: twice the error of written-out attention), and a miss ends the run.
+
+The figures are medians over rounds in which the providers take turns, in an order that rotates. On a GPU a sample is
+one replay of a CUDA graph that holds enough calls for a millisecond, timed by events: host time is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import cutlass_ext
+
+OURS, WRITTEN_OUT = "cutlass_ext", "written out"
+GRAPH_MS = 1.0  # the least time of one sample, so that the few microseconds of an event do not count
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    heads: int
+    n: int
+    head_dim: int
+    causal: bool
+    dtype: str
+    series: str = "table"  # or "memory", "scaling": the rows that --plot draws against N
+
+    @property
+    def flops(self) -> int:
+        """Two matrix products over the visible (query, key) pairs."""
+        pairs = self.n * (self.n + 1) // 2 if self.causal else self.n**2
+        return 4 * self.batch * self.heads * pairs * self.head_dim
+
+    def __str__(self) -> str:
+        return f"({self.batch}, {self.n}, {self.heads}, {self.head_dim}){' causal' if self.causal else ''}"
+
+    def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
+        shape = (self.batch, self.n, self.heads, self.head_dim)
+        return tuple(torch.randn(shape, device=device).to(getattr(torch, self.dtype)) for _ in range(3))
+
+
+def suite(device: str, dtype: str) -> list[Case]:
+    """The default rows; on a CPU, few and small ones."""
+    if device == "cpu":
+        table = [Case(2, 8, n, 64, causal, dtype) for n in (59, 256) for causal in (False, True)]
+        return table + [Case(1, 1, n, 64, False, dtype, "memory") for n in (256, 512, 1024, 2048)]
+    table = [Case(b, 16, n, 64, c, dtype) for b, n in ((4, 512), (8, 59), (1, 2048)) for c in (False, True)]
+    table += [Case(b, h, n, 64, False, dtype) for b, h, n in ((1, 1, 256), (1, 1, 1024), (2, 4, 256), (2, 4, 1024))]
+    table += [Case(2, 16, 8192, 64, c, dtype) for c in (False, True)]
+    table += [Case(2, 16, 4096, 128, c, dtype) for c in (False, True)]
+    lengths = (512, 1024, 2048, 4096, 8192)
+    table += [Case(1, 1, n, 64, False, dtype, "memory") for n in lengths]
+    return table + [Case(1, 16, n, 64, True, dtype, "scaling") for n in lengths]
+
+
+# ---- the providers: (case, q, k, v) -> a call that returns [B, N, H, d] ----
+
+
+def written_out(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    """PyTorch multi-head attention, scores and all; the causal mask is made beforehand and not counted."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    hidden = torch.ones(case.n, case.n, dtype=torch.bool, device=q.device).triu(1) if case.causal else None
+
+    def call() -> Tensor:
+        scores = q @ k.transpose(-2, -1) / math.sqrt(case.head_dim)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, float("-inf"))
+        return (torch.softmax(scores, -1) @ v).transpose(1, 2)
+
+    return call
+
+
+def ours(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    return lambda: cutlass_ext.fmha(q, k, v, causal=case.causal)
+
+
+def sdpa(backend: SDPBackend) -> Callable[..., Callable[[], Tensor]]:
+    def make(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
+
+        return call
+
+    return make
+
+
+PROVIDERS = {
+    OURS: ours,
+    WRITTEN_OUT: written_out,
+    "SDPA math": sdpa(SDPBackend.MATH),
+    "SDPA efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION),
+    "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION),
+    "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
+}
+
+
+# ---- right? ----
+
+
+@dataclass
+class Errors:
+    """Against float64, over a sample of (sequence, head) pairs: largest absolute difference, and Frobenius norm."""
+
+    largest: float
+    norm: float
+
+
+class Oracle:
+    """Attention in float64 for up to three (sequence, head) pairs of a case, and written-out attention's errors."""
+
+    def __init__(self, case: Case, q: Tensor, k: Tensor, v: Tensor):
+        last = (case.batch - 1, case.heads - 1)
+        self.pairs = sorted({(0, 0), (case.batch // 2, case.heads // 3), last})
+        self.expected, reference = [], []
+        for b, h in self.pairs:
+            one = [t[b : b + 1, :, h : h + 1] for t in (q, k, v)]
+            self.expected.append(written_out(case, *(t.double() for t in one))())
+            reference.append(written_out(case, *one)())
+        self.reference = self._errors(reference)
+        self.eps = torch.finfo(q.dtype).eps * max(e.abs().max().item() for e in self.expected)
+
+    def _errors(self, outs: list[Tensor]) -> Errors:
+        differences = [out.double() - e for out, e in zip(outs, self.expected, strict=True)]
+        largest = max(d.abs().max().item() for d in differences)
+        return Errors(largest, math.sqrt(sum(d.square().sum().item() for d in differences)))
+
+    def errors(self, out: Tensor) -> Errors:
+        return self._errors([out[b : b + 1, :, h : h + 1] for b, h in self.pairs])
+
+    def accepts(self, errors: Errors) -> bool:
+        within = errors.largest <= 2 * self.reference.largest + 2 * self.eps
+        return within and errors.norm <= 1.5 * self.reference.norm  # False for NaN
+
+
+# ---- how fast, in how much memory ----
+
+
+def capture(call: Callable[[], Tensor]) -> tuple[Callable[[], None], int]:
+    """A CUDA graph that holds `call` often enough for a sample of GRAPH_MS, and how often that is."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        start.record()
+        for _ in range(3):
+            call()
+        end.record()
+    stream.synchronize()
+    repeats = max(1, min(100, math.ceil(GRAPH_MS / max(start.elapsed_time(end) / 3, 1e-3))))
+    torch.cuda.empty_cache()  # a graph has a memory pool of its own
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(repeats):
+            call()
+    return graph.replay, repeats
+
+
+def sample_ms(run: Callable[[], object], device: str) -> float:
+    if device == "cpu":
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e3
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def peak_extra_bytes(call: Callable[[], Tensor], device: str) -> int:
+    """The most memory that one call holds at a time beyond its inputs, the output counted."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler announces each start and stop on stderr
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    allocations = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(allocations, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+class Wrong(Exception):
+    """Our result misses the float64 computation by more than written-out attention allows."""
+
+
+def measure(case: Case, device: str, rounds: int, tick: Callable[[str], None]) -> list[dict]:
+    """One row for each provider that takes the case."""
+    q, k, v = case.inputs(device)
+    oracle = Oracle(case, q, k, v)
+    calls, rows = {}, {}
+    for name, make in PROVIDERS.items():
+        tick(f"{case} {name}")
+        call = make(case, q, k, v)
+        try:
+            out = call()
+        except RuntimeError:  # out of memory, or a backend that does not take the case
+            if name == OURS:
+                raise
+            continue
+        errors = oracle.errors(out)
+        del out
+        if name == OURS and not oracle.accepts(errors):
+            raise Wrong(f"{case}: {errors} against float64, where written-out attention has {oracle.reference}")
+        peak = peak_extra_bytes(call, device)
+        calls[name] = capture(call) if device == "cuda" else (call, 1)
+        rows[name] = {**asdict(case), "provider": name, "max_error": errors.largest, "peak_bytes": peak}
+
+    samples = {name: [] for name in calls}
+    names = list(calls)
+    for i in range(rounds):
+        tick(f"{case} round {i + 1} of {rounds}")
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            run, repeats = calls[name]
+            samples[name].append(sample_ms(run, device) / repeats)
+    for name, row in rows.items():
+        q25, ms, q75 = statistics.quantiles(samples[name], n=4)
+        row |= {"ms": ms, "ms_q25": q25, "ms_q75": q75, "tflops": case.flops / ms / 1e9}
+    for row in rows.values():
+        row["speedup"] = rows[WRITTEN_OUT]["ms"] / row["ms"] if WRITTEN_OUT in rows else None
+    return list(rows.values())
+
+
+# ---- who, where, and the answers ----
+
+
+def output_of(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def machine(device: str) -> dict:
+    """What the figures hold for: device, driver, torch, this library's commit."""
+    commit = output_of("git", "rev-parse", "--short=12", "HEAD")
+    if commit and output_of("git", "status", "--porcelain", "--", "../csrc", "."):
+        commit += " and uncommitted changes"
+    facts = {"library": cutlass_ext.__version__, "commit": commit, "torch": torch.__version__}
+    facts |= {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"), "gpu": None, "driver": None}
+    if device == "cuda":
+        driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+        facts |= {"gpu": torch.cuda.get_device_name(), "driver": driver}
+    else:
+        facts["cpu"] = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return facts
+
+
+def print_table(console, rows: list[dict]) -> None:
+    """The case, then a line for each provider; the fastest in bold."""
+    from rich.table import Table
+
+    title = f"Attention forward, {rows[0]['dtype']}; speedup over attention written out in PyTorch"
+    table = Table("(B, N, H, d)", "provider", title=title, title_justify="left")
+    for heading in ("ms", "TFLOP/s", "speedup", "extra MB", "max error"):
+        table.add_column(heading, justify="right")
+    for case, group in grouped(rows):
+        best = min(row["ms"] for row in group)
+        for i, row in enumerate(group):
+            speedup = f"{row['speedup']:.2f}" if row["speedup"] else "-"
+            figures = f"{row['ms']:.4f}", f"{row['tflops']:.3g}", speedup
+            table.add_row(
+                str(case) if i == 0 else "",
+                row["provider"],
+                *figures,
+                f"{row['peak_bytes'] / 1e6:.2f}",
+                f"{row['max_error']:.1e}",
+                style="bold" if row["ms"] == best else None,
+                end_section=i == len(group) - 1,
+            )
+    console.print(table)
+
+
+def grouped(rows: list[dict]) -> Iterator[tuple[Case, list[dict]]]:
+    """The rows of each case, in the order of the suite."""
+    groups: dict[Case, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(Case(**{f: row[f] for f in Case.__dataclass_fields__}), []).append(row)
+    yield from groups.items()
+
+
+def plot(rows: list[dict], facts: dict, folder: Path) -> list[Path]:
+    """time.png, tflops.png and memory.png against N, from the rows of the series that a run holds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    scaling = [row for row in rows if row["series"] == "scaling"] or [row for row in rows if row["series"] == "memory"]
+    memory = [row for row in rows if row["series"] == "memory"]
+    figures = (
+        ("time", scaling, lambda row: row["ms"], "ms", "log"),
+        ("tflops", scaling, lambda row: row["tflops"], "TFLOP/s", "linear"),
+        ("memory", memory, lambda row: row["peak_bytes"] / 1e6, "extra memory, MB", "log"),
+    )
+    paths = []
+    for name, points, value, label, scale in figures:
+        if not points:
+            continue
+        figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+        for provider in PROVIDERS:
+            line = [(row["n"], value(row)) for row in points if row["provider"] == provider]
+            if line:
+                width = 2.5 if provider == OURS else 1.2
+                axes.plot(*zip(*line, strict=True), marker="o", markersize=4, linewidth=width, label=provider)
+        first = points[0]
+        heads = f"{first['heads']} head{'s' if first['heads'] > 1 else ''}"
+        axes.set_title(
+            f"{heads}, d {first['head_dim']}, {first['dtype']}{', causal' if first['causal'] else ''}: "
+            f"{facts['gpu'] or 'CPU'}",
+            fontsize=10,
+        )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale(scale)
+        ticks = sorted({row["n"] for row in points})
+        axes.set_xticks(ticks, [str(n) for n in ticks])
+        axes.set(xlabel="N (query and key rows)", ylabel=label)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1], dpi=150)
+        plt.close(figure)
+    return paths
+
+
+@contextmanager
+def progress_bar(console, total: int):
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m cutlass_ext.bench", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--rounds", type=int, help="samples of each provider (default: 30; 5 on a CPU)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, and what they hold for")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="write time.png, tflops.png and memory.png")
+    parser.add_argument("--commit", help="what to record as commit where there is no git repository")
+    options = parser.parse_args(arguments)
+    try:
+        from rich.console import Console
+
+        if options.plot:
+            import matplotlib  # noqa: F401
+    except ImportError as error:
+        parser.error(f"{error.name} is missing: pip install rich matplotlib")
+
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    rounds = max(options.rounds or (30 if device == "cuda" else 5), 2)
+    warnings.filterwarnings("ignore")  # SDPA warns once for each reason why a backend does not take a case
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")
+    facts = machine(device)
+    facts["commit"] = options.commit or facts["commit"]
+    if device == "cpu":
+        console.print("No GPU: small sizes, on the CPU path (PyTorch's operators). No CUDA kernel is timed here.")
+    cases, rows = suite(device, options.dtype), []
+    try:
+        explanation = cutlass_ext.explain(*cases[0].inputs(device), causal=cases[0].causal)
+        console.print(f"{cases[0]}: {explanation}", highlight=False)
+        with progress_bar(console, len(cases) * (rounds + len(PROVIDERS))) as tick:
+            for case in cases:
+                rows += measure(case, device, rounds, tick)
+    except (Wrong, NotImplementedError) as error:
+        console.print(f"[bold red]{type(error).__name__}[/]: {error}")
+        return 1
+    print_table(console, rows)
+    console.print(", ".join(f"{name} {value}" for name, value in facts.items() if value), highlight=False)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"machine": facts, "rounds": rounds, "rows": rows}, indent=1) + "\n")
+        console.print(f"wrote {options.json}")
+    if options.plot:
+        console.print(f"wrote {', '.join(map(str, plot(rows, facts, options.plot)))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""The names, arguments, defaults and alignment of flash-attn 2.8, so that an import line is all that changes.
+
+Called by users. Three things differ from flash-attn, all on purpose: a row that sees no key has `softmax_lse = -inf`
+(there `+inf`), `softmax_lse` is not shifted under causal ALiBi, and there is no backward pass and no dropout yet.
+"""
+
+from torch import Tensor
+
+from ._ops import renamed
+from .interface import fmha, refuse_grad
+
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+_NAMES = {"window": "window_size", "window_left": "window_size", "window_right": "window_size"}  # of fmha, here
+_KV_NAMES = {**_NAMES, "k": "kv", "v": "kv"}
+_QKV_NAMES = {**_NAMES, "q": "qkv", "k": "qkv", "v": "qkv"}
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Attention with flash-attn's arguments and its bottom-right alignment: the last row sees the last key.
+
+    Row `i` stands at position `p = N_kv - N_q + i`; causal hides the keys after `p`, and a window
+    `(left, right)` leaves `p - left` to `p + right`. Rows that see no key are 0.
+
+    Args:
+        q: `[B, N_q, H_q, d]`.
+        k: `[B, N_kv, H_kv, d]`; `H_q` is a multiple of `H_kv`.
+        v: `[B, N_kv, H_kv, d_v]`.
+        dropout_p: must be 0: there is no dropout.
+        softmax_scale: factor of the scores; `1 / sqrt(d)` by default.
+        causal: hide the keys after the row's position.
+        window_size: `(left, right)` in tokens, -1 unbounded.
+        softcap: bound of the scores, 0 for none.
+        alibi_slopes: float32 `[H_q]` or `[B, H_q]`; `-slope * |i + N_kv - N_q - j|` is added to the scores.
+        deterministic: taken for flash-attn's sake; results are always the same bits.
+        return_attn_probs: return `(out, softmax_lse, None)`. The probabilities themselves are never written out, so
+            the third is None, as it is in flash-attn without dropout.
+
+    Returns:
+        `out` `[B, N_q, H_q, d_v]`, dtype of q. `softmax_lse` is float32 `[B, H_q, N_q]`, natural logarithm.
+
+    Raises:
+        NotImplementedError: dropout, or an input that requires grad under grad mode.
+        TypeError, ValueError: as `fmha`.
+
+    Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
+    """
+    return _attention(
+        _NAMES, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` for `kv` `[B, N_kv, 2, H_kv, d]`: k and v in one buffer, read in place, without a copy."""
+    k, v = _unpacked("kv", kv, 2)
+    return _attention(
+        _KV_NAMES, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` for `qkv` `[B, N, 3, H, d]`: q, k and v in one buffer, read in place, without a copy."""
+    q, k, v = _unpacked("qkv", qkv, 3)
+    return _attention(
+        _QKV_NAMES, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    )
+
+
+def _attention(
+    names: dict[str, str],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_attn_probs: bool,
+) -> Result:
+    """`fmha`, aligned bottom-right; `names` are what the caller calls the arguments of `fmha` that have other names."""
+    if dropout_p != 0.0:
+        raise NotImplementedError(f"dropout_p: is {dropout_p}; expected 0, there is no dropout yet")
+    try:
+        out = fmha(
+            q,
+            k,
+            v,
+            causal=causal,
+            start_pos="end",
+            window=window_size,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            return_lse=return_attn_probs,
+        )
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise renamed(error, names) from None
+    return (*out, None) if return_attn_probs else out
+
+
+def _unpacked(name: str, packed: Tensor, parts: int) -> tuple[Tensor, ...]:
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"{name}: is of type {type(packed).__name__}; expected a tensor")
+    if packed.dim() != 5 or packed.shape[2] != parts:
+        raise ValueError(f"{name}: has shape {list(packed.shape)}; expected [batch, seq, {parts}, heads, head_dim]")
+    if packed.requires_grad:
+        refuse_grad(**{name: packed})  # once, not for each of its parts
+    return packed.unbind(2)

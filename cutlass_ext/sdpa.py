@@ -1,0 +1,79 @@
+"""`scaled_dot_product_attention` with PyTorch's signature, layout and alignment. Called by users."""
+
+from torch import Tensor
+
+from ._ops import renamed
+from .interface import fmha
+
+_NAMES = {"q": "query", "k": "key", "v": "value", "causal": "is_causal", "softmax_scale": "scale"}  # of fmha, here
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, computed by `fmha`.
+
+    Args:
+        query: `[..., H_q, N_q, d]`; a two-dimensional `[N_q, d]` is one head.
+        key: `[..., H_kv, N_kv, d]`, with the leading dimensions of query.
+        value: `[..., H_kv, N_kv, d_v]`, with the leading dimensions of query.
+        attn_mask: must be None: there are no explicit masks.
+        dropout_p: must be 0: there is no dropout.
+        is_causal: hide key `j` from row `i` where `j > i` (top-left alignment, as PyTorch has it).
+        scale: factor of the scores, greater than 0; `1 / sqrt(d)` by default.
+        enable_gqa: allow fewer key heads than query heads; `H_q` is then a multiple of `H_kv`.
+
+    Returns:
+        `[..., H_q, N_q, d_v]`, dtype of query: a transposed view of a `[..., N_q, H_q, d_v]` buffer. Nothing is copied
+        on the way in either, but for leading dimensions of which there are several and which no view can merge.
+
+    Raises:
+        NotImplementedError: attn_mask, dropout, or an input that requires grad under grad mode.
+        TypeError, ValueError: as `fmha`; ValueError too where head counts differ without enable_gqa.
+
+    Source: FlashAttention-2 (arXiv:2307.08691); PyTorch's documentation for the semantics.
+    """
+    if attn_mask is not None:
+        raise NotImplementedError("attn_mask: expected None, there are no explicit masks yet; use is_causal, or fmha")
+    if dropout_p != 0.0:
+        raise NotImplementedError(f"dropout_p: is {dropout_p}; expected 0, there is no dropout yet")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: is of type {type(tensor).__name__}; expected a tensor")
+    if query.dim() == 4 and key.dim() == 4 and value.dim() == 4:
+        q, k, v = query, key, value
+    else:
+        q, k, v = _four_dimensional(query, key, value)
+    if not enable_gqa and not (q.shape[1] == k.shape[1] == v.shape[1]):
+        raise ValueError(
+            f"enable_gqa: is False, and query has {q.shape[1]} heads, key {k.shape[1]} and value {v.shape[1]}; "
+            "expected equal numbers, or enable_gqa=True to let query heads share key heads"
+        )
+    try:
+        out = fmha(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=is_causal, softmax_scale=scale)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise renamed(error, _NAMES) from None
+    out = out.transpose(1, 2)
+    return out if q is query else out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _four_dimensional(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Leading dimensions merged into one, or added: `[B, H, N, d]`, as views where the strides allow."""
+    dims = query.dim()
+    same_dims = dims == key.dim() == value.dim()
+    if dims < 2 or not same_dims or not (query.shape[:-3] == key.shape[:-3] == value.shape[:-3]):
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
+        raise ValueError(
+            f"query, key, value: have shapes {shapes}; expected [..., heads, seq, head_dim], alike in all but these"
+        )
+    if dims > 4:
+        return [tensor.flatten(0, -4) for tensor in (query, key, value)]
+    return [tensor[(None,) * (4 - dims)] for tensor in (query, key, value)]

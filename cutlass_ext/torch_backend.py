@@ -1,0 +1,196 @@
+"""Attention through PyTorch's own operators: the whole semantics of the library, on any device.
+
+Called by the operators in `_ops.py`, for CPU tensors and for `backend="torch"`. Query rows are taken in blocks, so that
+scores take O(N_kv) memory a row of a block, and no block touches keys that the host knows to be hidden.
+"""
+# ruff: noqa: E741  (m, l and O are the field's names)
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Score elements of a block: on a CPU they should stay in the cache, on a GPU they should outlast a launch.
+_CPU_BLOCK = 2**20
+_GPU_BLOCK = 2**24
+_MAX_ROWS = 128  # of a block: more of them compute more hidden scores under causal
+_MIN_ROWS = 32  # of a block: fewer of them read K and V more often than their arithmetic pays for
+
+
+@torch.no_grad()
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    start_pos: int | None,
+    start_positions: Tensor | None,
+    window_left: int,
+    window_right: int,
+    softmax_scale: float | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`cutlass_ext.fmha` (the arguments are explained there) on tensors that were checked already.
+
+    Returns `out` `[B, N_q, H_q, d_v]` in q's dtype and `lse` `[B, H_q, N_q]` float32. Scores, softmax and both products
+    are computed in float32, whatever the inputs' dtype. Nothing here waits for the device.
+    """
+    B, N_q, H_q, d = q.shape
+    _, N_kv, H_kv, d_v = v.shape
+    out = q.new_empty(B, N_q, H_q, d_v)
+    lse = q.new_empty(B, H_q, N_q, dtype=torch.float32)
+    if lse.numel() == 0:
+        return out, lse
+
+    if softmax_scale is None:
+        softmax_scale = d**-0.5
+    if causal:
+        window_right = 0
+    if start_positions is not None:
+        start = start_positions.view(B, 1, 1, 1, 1)
+    elif start_pos is not None:
+        start = start_pos
+    elif seqused_k is not None:
+        start = (seqused_k - N_q).view(B, 1, 1, 1, 1)
+    else:
+        start = N_kv - N_q
+
+    # Query heads as [H_kv, G]: they meet their key head by broadcasting, and K and V are never repeated.
+    G = H_q // H_kv
+    q_heads = q.unflatten(2, (H_kv, G)).permute(0, 2, 3, 1, 4)
+    out_heads = out.unflatten(2, (H_kv, G)).permute(0, 2, 3, 1, 4)
+    lse_heads = lse.unflatten(1, (H_kv, G)).unsqueeze(-1)
+    slopes = None if alibi_slopes is None else alibi_slopes.reshape(-1, H_kv, G, 1, 1).expand(B, -1, -1, -1, -1)
+    sinks = None if sink is None else sink.reshape(1, H_kv, G, 1, 1)
+    keys = torch.arange(N_kv, device=q.device)
+    outside = _outside_sequence(keys, seqused_k, leftpad_k)
+
+    rows, heads = _block_shape(q.is_cuda, N_q, N_kv, G, d + d_v)
+    with _float32_products(q.device.type):
+        for b, h in _head_blocks(B, H_kv, heads):
+            K = k[b, :, h].transpose(1, 2).to(torch.float32)
+            V = v[b, :, h].transpose(1, 2).to(torch.float32)
+            if outside is not None:
+                # 0 * NaN is NaN: what lies outside a sequence must not even meet a zero probability.
+                V = V.masked_fill(outside[b, None, :, None], 0.0)
+            if b.stop - b.start > 1:
+                K, V = K.contiguous(), V.contiguous()  # once here, or matmul does it for every block of rows
+
+            for first_row in range(0, N_q, rows):
+                i = slice(first_row, min(first_row + rows, N_q))
+                j = _visible_keys(start, i, N_kv, window_left, window_right)
+                sink_block = None if sinks is None else sinks[:, h]
+                if j.start == j.stop:
+                    out_heads[b, h, :, i] = 0.0
+                    lse_heads[b, h, :, i] = -torch.inf if sinks is None else sink_block
+                    continue
+
+                Q = q_heads[b, h, :, i].to(torch.float32) * softmax_scale
+                S = torch.matmul(Q.flatten(2, 3), K[:, :, j].mT).unflatten(2, (G, -1))
+                if softcap > 0:
+                    S.div_(softcap).tanh_().mul_(softcap)
+                ahead = None  # j - p: how far a key stands ahead of the row
+                if slopes is not None or _partly_hidden(start, i, j, window_left, window_right):
+                    p = torch.arange(i.start, i.stop, device=q.device).unsqueeze(-1) + _block_of(start, b)
+                    ahead = keys[j] - p
+                if slopes is not None:
+                    S.addcmul_(slopes[b, h], ahead.abs().to(torch.float32), value=-1.0)
+                if ahead is not None and window_right >= 0:
+                    S.masked_fill_(ahead > window_right, -torch.inf)
+                if ahead is not None and window_left >= 0:
+                    S.masked_fill_(ahead < -window_left, -torch.inf)
+                if outside is not None:
+                    S.masked_fill_(outside[b, None, None, None, j], -torch.inf)
+
+                m = S.amax(-1, keepdim=True)
+                if sinks is not None:
+                    m = torch.maximum(m, sink_block)
+                m.masked_fill_(m == -torch.inf, 0.0)  # a row without keys: exp(-inf - 0) is 0, exp(-inf + inf) NaN
+                P = S.sub_(m).exp_()
+                l = P.sum(-1, keepdim=True)
+                if sinks is not None:
+                    l += torch.exp(sink_block - m)
+                O = torch.matmul(P.flatten(2, 3), V[:, :, j]).unflatten(2, (G, -1))
+                out_heads[b, h, :, i] = O.div_(l).masked_fill_(l == 0, 0.0)
+                lse_heads[b, h, :, i] = l.log_().add_(m)
+    return out, lse
+
+
+def _outside_sequence(keys: Tensor, seqused_k: Tensor | None, leftpad_k: Tensor | None) -> Tensor | None:
+    """`[B, N_kv]`, true for keys before `leftpad_k` and at or past `seqused_k`; None where there are none."""
+    past = None if seqused_k is None else keys >= seqused_k.unsqueeze(-1)
+    before = None if leftpad_k is None else keys < leftpad_k.unsqueeze(-1)
+    return before if past is None else past if before is None else past | before
+
+
+def _block_shape(on_gpu: bool, N_q: int, N_kv: int, G: int, dims: int) -> tuple[int, int]:
+    """Query rows of a block, and how many pairs (sequence, key head) it takes at once."""
+    elements = _GPU_BLOCK if on_gpu else _CPU_BLOCK
+    keys = max(N_kv, 1)
+    rows = max(min(elements // (G * keys), _MAX_ROWS), _MIN_ROWS // G, 1)
+    rows = min(rows, N_q)
+    return rows, max(elements // (keys * max(rows * G, dims)), 1)
+
+
+def _head_blocks(B: int, H_kv: int, heads: int) -> Iterator[tuple[slice, slice]]:
+    """Cuts sequences x key heads into blocks of about `heads`: whole sequences where they fit, else heads of one."""
+    sequences, heads = max(heads // H_kv, 1), min(heads, H_kv)
+    for b in range(0, B, sequences):
+        for h in range(0, H_kv, heads):
+            yield slice(b, min(b + sequences, B)), slice(h, min(h + heads, H_kv))
+
+
+def _block_of(start: int | Tensor, b: slice) -> int | Tensor:
+    return start if isinstance(start, int) else start[b]
+
+
+def _visible_keys(start: int | Tensor, i: slice, N_kv: int, window_left: int, window_right: int) -> slice:
+    """The keys that rows `i` may see. A start on the device is not read: then it is all of them."""
+    first, last = 0, N_kv
+    if isinstance(start, int):
+        if window_left >= 0:
+            first = min(max(start + i.start - window_left, 0), N_kv)
+        if window_right >= 0:
+            last = min(start + i.stop + window_right, N_kv)
+    return slice(first, max(first, last))
+
+
+def _partly_hidden(start: int | Tensor, i: slice, j: slice, window_left: int, window_right: int) -> bool:
+    """Whether the window hides some of the keys `j` from some of the rows `i`."""
+    if isinstance(start, int):
+        hides_right = window_right >= 0 and start + i.start + window_right < j.stop - 1
+        hides_left = window_left >= 0 and start + i.stop - 1 - window_left > j.start
+        return hides_right or hides_left
+    return window_left >= 0 or window_right >= 0
+
+
+_precision_lock = threading.Lock()
+_precision_users: dict[str, int] = {}
+_precision_before: dict[str, str] = {}
+
+
+@contextlib.contextmanager
+def _float32_products(device_type: str) -> Iterator[None]:
+    """Float32 products in float32, where the user allows TF32 or bfloat16 for the rest of the program.
+
+    The setting belongs to the process, so the first thread to enter changes it and the last to leave restores it.
+    """
+    setting = torch.backends.cuda.matmul if device_type == "cuda" else torch.backends.mkldnn.matmul
+    with _precision_lock:
+        if _precision_users.setdefault(device_type, 0) == 0:
+            _precision_before[device_type] = setting.fp32_precision
+            setting.fp32_precision = "ieee"
+        _precision_users[device_type] += 1
+    try:
+        yield
+    finally:
+        with _precision_lock:
+            _precision_users[device_type] -= 1
+            if _precision_users[device_type] == 0:
+                setting.fp32_precision = _precision_before[device_type]

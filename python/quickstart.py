@@ -1,0 +1,38 @@
+"""A first look at cutlass_ext, for its users: the calls, beside what they replace. Runs on a GPU or a CPU.
+
+python python/quickstart.py
+"""
+
+import torch
+
+import cutlass_ext as ce
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.manual_seed(0)
+batch, n, heads, d = 2, 300, 8, 64
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> str:
+    return f"max difference {(a - b).abs().max().item():.1e}"
+
+
+with torch.no_grad():
+    # Self-attention straight from a packed projection: strides, no copies.
+    qkv = torch.randn(batch, n, 3, heads, d, device=device)
+    q, k, v = qkv.unbind(2)
+    out = ce.fmha(q, k, v, causal=True)
+    print(ce.explain(q, k, v, causal=True))
+
+    # PyTorch's function and ours, same arguments ([batch, heads, rows, d] there).
+    bhsd = [t.transpose(1, 2) for t in (q, k, v)]
+    theirs = torch.nn.functional.scaled_dot_product_attention(*bhsd, is_causal=True)
+    print("scaled_dot_product_attention:", difference(ce.scaled_dot_product_attention(*bhsd, is_causal=True), theirs))
+    print("fmha:                        ", difference(out, theirs.transpose(1, 2)))
+
+    # Decoding: row 299 again, as one query row against the cache of all keys.
+    row = ce.fmha(q[:, -1:], k, v, causal=True, start_pos="end")
+    print("one decoded row:             ", difference(row, out[:, -1:]))
+
+    # A window, a cap on the scores, grouped key/value heads, and the log-sum-exp of each row.
+    out, lse = ce.fmha(q, k[:, :, :2], v[:, :, :2], causal=True, window=(63, 0), softcap=30.0, return_lse=True)
+    print("out", tuple(out.shape), "lse", tuple(lse.shape))

@@ -1,0 +1,149 @@
+"""Turns measured JSON into pages: what `python -m cutlass_ext.bench --json` and `fmha_bench --benchmark_out` wrote.
+
+    python python/report.py bench/results/h200.json           the page, its plots, and README's table
+    python python/report.py --sweep bench/results/sweep.json  the table of tile shapes
+
+The pages lie beside the JSON under its name. No figure in them comes from anywhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from cutlass_ext.bench import OURS, grouped, plot
+
+ROOT = Path(__file__).resolve().parent.parent
+README_TABLE = re.compile(r"(<!-- measured -->\n).*(<!-- /measured -->)", re.DOTALL)
+
+
+def table(headings: list[str], lines: list[list[str]]) -> str:
+    rule = ["---"] + ["---:"] * (len(headings) - 1)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, rule, *lines]) + "\n"
+
+
+def provenance(facts: dict) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items() if value)
+
+
+def ratios(group: list[dict]) -> tuple[dict, str, str]:
+    """Our row, and how many times as fast it is as written-out attention and as the best of the others."""
+    ours = next(row for row in group if row["provider"] == OURS)
+    best = min((row["ms"] for row in group if row["provider"] != OURS), default=None)
+    speedup = f"{ours['speedup']:.2f}" if ours["speedup"] else "-"
+    return ours, speedup, f"{best / ours['ms']:.2f}" if best else "-"
+
+
+def page(measured: dict, name: str, plots: list[Path]) -> str:
+    """Every row: ms (TFLOP/s) of each provider, then memory and errors."""
+    cases = list(grouped(measured["rows"]))
+    providers = list(dict.fromkeys(row["provider"] for row in measured["rows"]))
+    times, memory, errors = [], [], []
+    for case, group in cases:
+        by_name = {row["provider"]: row for row in group}
+        in_order = [by_name.get(provider) for provider in providers]
+        _, speedup, against_best = ratios(group)
+        times.append([str(case), *(f"{r['ms']:.4f} ({r['tflops']:.3g})" if r else "-" for r in in_order)])
+        times[-1] += [speedup, against_best]
+        memory.append([str(case), *(f"{r['peak_bytes'] / 1e6:.2f}" if r else "-" for r in in_order)])
+        errors.append([str(case), *(f"{r['max_error']:.1e}" if r else "-" for r in in_order)])
+    heading = f"# Attention forward, {cases[0][0].dtype}: {measured['machine']['gpu'] or 'CPU'}"
+    return "\n".join(
+        [
+            heading,
+            "",
+            f"{provenance(measured['machine'])}.",
+            f"Medians of {measured['rounds']} rounds in which the providers take turns, measured by",
+            f"`python -m cutlass_ext.bench`, written by `python/report.py` from [{name}.json]({name}.json).",
+            "",
+            "## ms (TFLOP/s)",
+            "",
+            "The last two columns: how many times as fast ours is as attention written out, and as the best other.",
+            "",
+            table(["(B, N, H, d)", *providers, "written out / ours", "best other / ours"], times),
+            "## Extra memory at the peak of one call, MB, the output counted",
+            "",
+            table(["(B, N, H, d)", *providers], memory),
+            "## Largest error against float64",
+            "",
+            table(["(B, N, H, d)", *providers], errors),
+            *(f"![{path.stem.split('_')[-1]} against N]({path.name})" for path in plots),
+            "",
+        ]
+    )
+
+
+def readme_block(measured: dict, json_path: Path, plots: list[Path]) -> str:
+    """A short table for README: the rows of the table series, and the plots of speed and memory."""
+    lines = []
+    for case, group in grouped(measured["rows"]):
+        if case.series != "table":
+            continue
+        ours, speedup, against_best = ratios(group)
+        lines.append([str(case), f"{ours['ms']:.4f}", f"{ours['tflops']:.3g}", speedup, against_best])
+    headings = ["(B, N, H, d)", "ms", "TFLOP/s", "times as fast as PyTorch MHA", "as the best SDPA backend"]
+    where = json_path.relative_to(ROOT)
+    facts = {name: value for name, value in measured["machine"].items() if name != "library"}
+    text = table(headings, lines) + f"\n{provenance(facts)}; all rows: [{where.stem}]({where.with_suffix('.md')}).\n\n"
+    return text + "".join(f"![{p.stem}]({p.relative_to(ROOT)})\n" for p in plots if not p.stem.endswith("time"))
+
+
+def write_measured(json_path: Path) -> None:
+    measured = json.loads(json_path.read_text())
+    folder, name = json_path.parent, json_path.stem
+    plots = []
+    for path in plot(measured["rows"], measured["machine"], folder):
+        plots.append(path.rename(folder / f"{name}_{path.name}"))
+    json_path.with_suffix(".md").write_text(page(measured, name, plots))
+    readme = ROOT / "README.md"
+    block = readme_block(measured, json_path.resolve(), [p.resolve() for p in plots])
+    text, count = README_TABLE.subn(lambda m: m[1] + block + m[2], readme.read_text())
+    assert count == 1, "README.md has lost its <!-- measured --> marks"
+    readme.write_text(text)
+    print(f"wrote {json_path.with_suffix('.md')}, {len(plots)} plots and README's table")
+
+
+def rate(row: dict) -> float:
+    return row.get("TFLOP/s", 0.0)
+
+
+def write_sweep(json_path: Path) -> None:
+    """One table for each head_dim: tile shapes by TFLOP/s of full attention, causal beside it."""
+    measured = json.loads(json_path.read_text())
+    tiles: dict[int, dict[tuple, dict]] = defaultdict(lambda: defaultdict(dict))
+    name = re.compile(r"tile/b\d+/n\d+/h\d+/d(\d+)/(full|causal)/Br(\d+)/Bc(\d+)/threads(\d+)")
+    for row in measured["benchmarks"]:
+        if found := name.match(row["name"]):
+            d, kind, *shape = found.groups()
+            tiles[int(d)][tuple(map(int, shape))][kind] = row
+    context = measured["context"]
+    parts = [
+        f"# Tile shapes of the CUDA-core FMHA: {context['gpu']}",
+        "",
+        f"Commit {context.get('commit', 'not recorded')}, {context['date'][:10]}; TFLOP/s, sorted by full attention;",
+        "from `make sweep`, then `fmha_bench --benchmark_filter=tile`.",
+    ]
+    for d, shapes in sorted(tiles.items()):
+        lines = []
+        for (b_r, b_c, threads), kinds in sorted(shapes.items(), key=lambda item: -rate(item[1].get("full", {}))):
+            full, causal = kinds.get("full", {}), kinds.get("causal", {})
+            if full.get("error_occurred"):
+                lines.append([str(b_r), str(b_c), str(threads), "-", "-", "-", full["error_message"], "-"])
+                continue
+            use = [f"{full.get(key, 0):.0f}" for key in ("registers", "spilled", "CTAs")]
+            lines.append([str(b_r), str(b_c), str(threads), *use, f"{rate(full):.1f}", f"{rate(causal):.1f}"])
+        headings = ["B_r", "B_c", "threads", "registers", "local bytes", "CTAs an SM", "full", "causal"]
+        parts += ["", f"## d {d}", "", table(headings, lines)]
+    json_path.with_suffix(".md").write_text("\n".join(parts))
+    print(f"wrote {json_path.with_suffix('.md')}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("json", type=Path)
+    parser.add_argument("--sweep", action="store_true", help="the JSON is of fmha_bench with every tile shape")
+    options = parser.parse_args()
+    write_sweep(options.json) if options.sweep else write_measured(options.json)

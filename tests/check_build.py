@@ -1,0 +1,67 @@
+"""What CI can say of the binary without a GPU: spills, the stable ABI, and which GPU it passed on.
+
+`make test` runs it after the tests. What ptxas said lies in build/ptxas, where setup.py leaves it.
+"""
+
+import json
+import re
+import subprocess
+import sys
+
+from source_tree import ROOT, VERIFIED, csrc_hash
+
+sys.path.insert(0, str(ROOT / "tools"))
+import toolchain
+
+ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\w+)'")
+USE = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+def spills() -> tuple[int, list[str]]:
+    """The number of compiled kernels (each target counts), and a line for each that spills."""
+    count, spilling = 0, []
+    for _, source in toolchain.sources():
+        if not source.endswith(".cu"):
+            continue
+        log = ROOT / "build" / "ptxas" / (source.replace("/", "__") + ".txt")
+        if not log.exists():
+            sys.exit(f"{log.relative_to(ROOT)} is missing: make clean build")
+        kernel = None
+        for line in log.read_text().splitlines():
+            if entry := ENTRY.search(line):
+                kernel, count = entry, count + 1
+            elif (use := USE.search(line)) and kernel:
+                if int(use[2]) or int(use[3]):
+                    spilling.append(f"{source} {kernel[1]} {kernel[2]}: {use[2]} bytes stored, {use[3]} loaded")
+                kernel = None
+    return count, spilling
+
+
+def beyond_the_stable_abi() -> list[str]:
+    """What ties the shared object to one version of torch or CUDA: libraries it wants, symbols it lacks."""
+    binary = ROOT / "cutlass_ext" / "_C.abi3.so"
+    needed = subprocess.check_output(["readelf", "-d", binary], text=True)
+    undefined = subprocess.check_output(["nm", "-D", "--undefined-only", binary], text=True)
+    libraries = re.findall(r"NEEDED.*\[(lib(?:cuda|cudart|torch_cuda|torch_python|c10_cuda)\b.*?)\]", needed)
+    return libraries + re.findall(r" U (_ZN?K?(?:2at|3c10|5torch)\S*)", undefined)
+
+
+def gpu_line() -> str:
+    """Whether the GPU tests passed on these very sources."""
+    if not VERIFIED.exists():
+        return "GPU: not verified; there is no tests/gpu_verified.json (make verify-gpu on a machine with a GPU)"
+    facts = json.loads(VERIFIED.read_text())
+    where = f"{facts['gpu']}, driver {facts['driver']}, torch {facts['torch']}, {facts['date']}"
+    if facts["csrc"] == csrc_hash():
+        return f"GPU: csrc/ is what passed {facts['tests']['passed']} tests and compute-sanitizer on {where}"
+    return f"GPU: csrc/ has changed since it passed on {where} (make verify-gpu on a machine with a GPU)"
+
+
+if __name__ == "__main__":
+    print(gpu_line())
+    count, spilling = spills()
+    print(f"ptxas: {count} kernels, {len(spilling)} with register spills")
+    beyond = beyond_the_stable_abi()
+    print(f"_C.abi3.so: {len(beyond)} libraries or symbols beyond torch's stable ABI")
+    if spilling or beyond:
+        sys.exit("\n".join(spilling + beyond))

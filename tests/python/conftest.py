@@ -1,0 +1,161 @@
+"""Where the tests run: the `target` fixture (device and backend), the gpu marker, its timeout and its one-line skip,
+and the poison in freshly allocated memory. pytest reads it for every module of this folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import hypothesis
+import pytest
+import torch
+
+import cutlass_ext
+
+GPU = torch.cuda.is_available()
+GPU_TIMEOUT_S, CPU_TIMEOUT_S = 60, 120
+SKIPPED = pytest.StashKey[int]()
+
+hypothesis.settings.register_profile(
+    "cutlass_ext",
+    max_examples=400 if GPU else 200,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("cutlass_ext")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One way of running the library: `target.fmha(q, k, v, ...)` is `cutlass_ext.fmha` there, and gives (out, lse)."""
+
+    device: str
+    backend: str
+
+    @property
+    def cuda(self):
+        return self.device == "cuda"
+
+    def randn(self, *shape, dtype=torch.float32):
+        return torch.randn(*shape, device=self.device).to(dtype)
+
+    def int32(self, values):
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def qkv(self, batch, n_q, heads_q, d, *, n_kv=None, heads_kv=None, d_v=None, dtype=torch.float32):
+        n_kv, heads_kv, d_v = n_q if n_kv is None else n_kv, heads_kv or heads_q, d_v or d
+        shapes = (batch, n_q, heads_q, d), (batch, n_kv, heads_kv, d), (batch, n_kv, heads_kv, d_v)
+        return [self.randn(*shape, dtype=dtype) for shape in shapes]
+
+    def fmha(self, q, k, v, **kwargs):
+        if self.cuda:
+            poison_like_results(q, v)
+        return cutlass_ext.fmha(q, k, v, backend=self.backend, return_lse=True, **kwargs)
+
+
+def targets(*pairs):
+    marks = {"cpu": [], "cuda": [pytest.mark.gpu]}
+    return [pytest.param(Target(*pair), id="-".join(pair), marks=marks[pair[0]]) for pair in pairs]
+
+
+@pytest.fixture(scope="session", params=targets(("cpu", "torch"), ("cuda", "auto"), ("cuda", "simt")))
+def target(request):
+    """Every way of running float32."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=targets(("cpu", "torch"), ("cuda", "torch")))
+def target_16_bit(request):
+    """Every way of running float16 and bfloat16: there are no kernels for them yet."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=targets(("cuda", "auto")))
+def gpu(request):
+    """What only a GPU can show (streams, graphs, allocations)."""
+    return request.param
+
+
+# ------------------------------------------------------------------------------------------------ fresh memory is NaN
+def poison_like_results(q, v):
+    """NaN where the allocator will put `out` and `lse`: what a kernel leaves unwritten cannot look right by chance."""
+    out = q.shape[0] * q.shape[1] * q.shape[2] * v.shape[3]
+    sizes = (out, q.dtype), (out // max(1, v.shape[3]), torch.float32), (1 << 18, torch.float32)
+    held = [torch.full((n,), float("nan"), dtype=dtype, device=q.device) for n, dtype in sizes]
+    del held
+
+
+def poison_cuda_cache():
+    """NaN in every free block of the caching allocator; of a new one, in some of each size.
+
+    Asked for from the largest to the smallest, each request gets a block of its own size. A block of up to 1 MB among
+    the large ones cannot be had: requests of that size go elsewhere.
+    """
+    free = [
+        block["size"]
+        for segment in torch.cuda.memory_snapshot()
+        for block in segment["blocks"]
+        if block["state"] == "inactive" and segment["stream"] == 0
+        if block["size"] > 1 << 20 or segment["segment_type"] == "small"
+    ]
+    sizes = sorted(free, reverse=True) if sum(free) > 1 << 25 else [1 << k for k in range(24, 8, -1)]
+    held = [torch.full((size // 4,), float("nan"), device="cuda") for size in sizes]
+    del held
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan(request):
+    """A result that nobody wrote shows as NaN; on the CPU torch.empty itself sees to that, in deterministic mode."""
+    torch.manual_seed(0)
+    if request.node.get_closest_marker("gpu"):
+        poison_cuda_cache()
+        yield
+    else:
+        torch.use_deterministic_algorithms(True)
+        yield
+        torch.use_deterministic_algorithms(False)
+
+
+# ------------------------------------------------------------------------------------------------ the gpu marker
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    if not config.pluginmanager.hasplugin("timeout"):
+        raise pytest.UsageError("the tests need pytest-timeout: pip install pytest-timeout")
+    logging.getLogger("torch.__trace").propagate = False  # thousands of empty lines under a failure of torch.compile
+    torch.backends.cuda.matmul.fp32_precision = "ieee"  # the reference is fp32 throughout
+
+
+def pytest_collection_modifyitems(config, items):
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    for item in items:
+        own = item.get_closest_marker("timeout")
+        if item.get_closest_marker("gpu"):
+            # a kernel that hangs never returns to Python, where a signal would be seen: a thread ends the process
+            limit = own.args[0] if own else GPU_TIMEOUT_S
+            item.add_marker(pytest.mark.timeout(limit, method="thread"), append=False)
+        elif not own:
+            item.add_marker(pytest.mark.timeout(CPU_TIMEOUT_S))
+    if on_gpu and not GPU:
+        config.stash[SKIPPED] = len(on_gpu)
+        config.hook.pytest_deselected(items=on_gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["gpu_skipped"] = session.config.stash.get(SKIPPED, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    node.config.stash[SKIPPED] = getattr(node, "workeroutput", {}).get("gpu_skipped", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    skipped = config.stash.get(SKIPPED, 0)
+    if skipped:
+        why = f"torch.cuda.is_available() is False (torch {torch.__version__})"
+        terminalreporter.write_line(f"SKIPPED {skipped} GPU tests (counted as deselected): {why}", yellow=True)

@@ -1,0 +1,144 @@
+"""What the tests hold the library against: DESIGN section 2's formulas in float64 (the oracle), the same in fp32 with
+P and O rounded to the inputs' dtype (`ref` of section 3), and section 3's tolerance. Called by every test module."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+CHUNK_ELEMENTS = 1 << 23  # scores held at a time, so that a long case fits next to the tensors under test
+
+
+def visible(positions, keys, *, causal, window, leftpad, len_kv):
+    """Which of `keys` [n] a query row at each of `positions` [m] sees: bool [m, n]. Section 2's four conditions."""
+    p, j = positions[:, None], keys[None, :]
+    seen = (j >= leftpad) & (j < len_kv)
+    if causal:
+        seen = seen & (j <= p)
+    if window[0] >= 0:
+        seen = seen & (j >= p - window[0])
+    if window[1] >= 0:
+        seen = seen & (j <= p + window[1])
+    return seen
+
+
+def attention(
+    q, k, v, *, causal=False, start_pos=0, window=(-1, -1), softmax_scale=None, softcap=0.0, alibi_slopes=None,
+    sink=None, seqused_k=None, leftpad_k=None, rows=None, compute=torch.float64, round_to=None,
+):  # fmt: skip
+    """Section 2, one sequence at a time. Same arguments as `cutlass_ext.fmha`; `rows` picks query rows.
+
+    Returns out [B, rows, H_q, d_v] and lse [B, H_q, rows], both in `compute`, and the largest |s| that a row saw.
+    """
+    batch, n_q, heads_q, head_dim = q.shape
+    n_kv, heads_kv, device = k.shape[1], k.shape[2], q.device
+    rows = torch.arange(n_q, device=device) if rows is None else torch.as_tensor(rows, device=device)
+    lengths = [n_kv] * batch if seqused_k is None else seqused_k.tolist()
+    leftpads = [0] * batch if leftpad_k is None else leftpad_k.tolist()
+    if isinstance(start_pos, str):
+        starts = [length - n_q for length in lengths]
+    else:
+        starts = start_pos.tolist() if isinstance(start_pos, torch.Tensor) else [start_pos] * batch
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    slopes = None if alibi_slopes is None else alibi_slopes.to(compute).expand(batch, heads_q)
+    out = torch.zeros(batch, len(rows), heads_q, v.shape[-1], dtype=compute, device=device)
+    lse = torch.full((batch, heads_q, len(rows)), float("-inf"), dtype=compute, device=device)
+    if sink is not None:
+        lse = sink.to(compute)[None, :, None].expand_as(lse).clone()
+    largest = 0.0
+
+    for b in range(batch):
+        first, last = leftpads[b], lengths[b]
+        if last <= first or heads_q == 0 or len(rows) == 0:
+            continue
+        keys = torch.arange(first, last, device=device)
+        # [H_q, n, d]: each query head next to the key head that it reads
+        k_b = k[b, first:last].to(compute).transpose(0, 1).repeat_interleave(heads_q // heads_kv, 0)
+        v_b = v[b, first:last].to(compute).transpose(0, 1).repeat_interleave(heads_q // heads_kv, 0)
+        chunk = max(1, CHUNK_ELEMENTS // (heads_q * len(keys)))
+        for r in range(0, len(rows), chunk):
+            position = starts[b] + rows[r : r + chunk]
+            s = scale * (q[b, rows[r : r + chunk]].to(compute).transpose(0, 1) @ k_b.mT)
+            if softcap > 0:
+                s = softcap * torch.tanh(s / softcap)
+            if slopes is not None:
+                s = s - slopes[b, :, None, None] * (position[:, None] - keys[None, :]).abs()
+            seen = visible(position, keys, causal=causal, window=window, leftpad=first, len_kv=last)
+            largest = max(largest, (s * seen).abs().max().item())
+            s = s.masked_fill(~seen, float("-inf"))
+            if sink is not None:
+                s = torch.cat([s, sink.to(compute)[:, None, None].expand(heads_q, len(position), 1)], dim=-1)
+            row_max = s.amax(-1, keepdim=True)
+            row_max = row_max.masked_fill(row_max == float("-inf"), 0.0)
+            p = torch.exp(s - row_max)
+            row_sum = p.sum(-1, keepdim=True)
+            lse[b, :, r : r + chunk] = (row_max + row_sum.log()).squeeze(-1)
+            p = (p / row_sum.masked_fill(row_sum == 0, 1.0))[..., : len(keys)]
+            if round_to is not None:
+                p = p.to(round_to).to(compute)
+            out[b, r : r + chunk] = (p @ v_b).transpose(0, 1)
+    if round_to is not None:
+        out = out.to(round_to).to(compute)
+    return out, lse, largest
+
+
+@dataclasses.dataclass
+class Expected:
+    """The oracle's and the reference's answer to one case; `check` is section 3."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    ref_out: torch.Tensor
+    ref_lse: torch.Tensor
+    dtype: torch.dtype
+    largest_score: float
+    rows: object
+
+    def check(self, out, lse=None, *, small=False, what=""):
+        """Section 3's two inequalities, as they stand there, on `out`; the first of them, in fp32, on `lse`.
+
+        `small` is for cases of a few rows and keys, where the ratio of two rounding errors is luck: it allows, on top,
+        one fp32 rounding of the largest score, which every way of summing a dot product has.
+        """
+        assert out.dtype == self.dtype, f"{what}: out is {out.dtype}, q is {self.dtype}"
+        if self.rows is not None:
+            out = out[:, self.rows]
+            lse = lse if lse is None else lse[..., self.rows]
+        slack = (1 + self.largest_score) * torch.finfo(torch.float32).eps if small else 0.0
+        assert_section3(out, self.ref_out, self.out, eps=torch.finfo(self.dtype).eps, slack=slack, what=f"{what} out")
+        if lse is not None:
+            assert lse.dtype == torch.float32, f"{what}: lse is {lse.dtype}"
+            assert lse.shape == self.lse.shape, f"{what}: lse is {tuple(lse.shape)}, should be {tuple(self.lse.shape)}"
+            assert torch.equal(lse.isinf(), self.lse.isinf()), f"{what}: lse is infinite in the wrong rows"
+            finite = self.lse.isfinite()
+            assert torch.equal(lse[~finite].double(), self.lse[~finite]), f"{what}: lse has the wrong infinity"
+            worst, allowed = _largest_errors(lse[finite], self.ref_lse[finite], self.lse[finite], 2**-23, slack)
+            assert worst <= allowed, f"{what}: lse is off by {worst:.3e}, section 3 allows {allowed:.3e}"
+
+
+def _largest_errors(got, ref, oracle, eps, slack):
+    if oracle.numel() == 0:
+        return 0.0, 0.0
+    worst = (got.double() - oracle).abs().max().item()
+    allowed = 2 * (ref.double() - oracle).abs().max() + (2 * eps + slack) * oracle.abs().max()
+    return worst, allowed.item()
+
+
+def assert_section3(got, ref, oracle, *, eps, slack=0.0, what=""):
+    """max|got - oracle| <= 2 max|ref - oracle| + 2 eps max|oracle|  and  ||got - oracle|| <= 1.5 ||ref - oracle||"""
+    assert got.shape == oracle.shape, f"{what}: shape {tuple(got.shape)}, should be {tuple(oracle.shape)}"
+    assert got.isfinite().all(), f"{what}: {(~got.isfinite()).sum().item()} of {got.numel()} elements are not finite"
+    worst, allowed = _largest_errors(got, ref, oracle, eps, slack)
+    assert worst <= allowed, f"{what}: largest error {worst:.3e}, section 3 allows {allowed:.3e}"
+    norm = (got.double() - oracle).norm().item()
+    allowed = (1.5 * (ref.double() - oracle).norm() + slack * oracle.norm()).item()
+    assert norm <= allowed, f"{what}: error norm {norm:.3e}, section 3 allows {allowed:.3e}"
+
+
+def expect(q, k, v, *, rows=None, **kwargs) -> Expected:
+    """What `cutlass_ext.fmha(q, k, v, **kwargs)` should give (at query rows `rows`), with section 3's reference."""
+    out, lse, largest = attention(q, k, v, rows=rows, **kwargs)
+    round_to = None if q.dtype == torch.float32 else q.dtype
+    ref_out, ref_lse, _ = attention(q, k, v, rows=rows, compute=torch.float32, round_to=round_to, **kwargs)
+    return Expected(out, lse, ref_out, ref_lse, q.dtype, largest, rows)

@@ -1,0 +1,74 @@
+"""A sequence piece by piece: single rows and chunks at a start position, against the same rows of one prefill."""
+
+import pytest
+import torch
+from oracle import expect
+
+N, HEADS, D = 256, 4, 64
+
+
+@pytest.fixture(scope="module")
+def prefill(target):
+    torch.manual_seed(2)
+    q, k, v = target.qkv(2, N, HEADS, D)
+    return q, k, v, *target.fmha(q, k, v, causal=True)
+
+
+def assert_same_rows(got, out, lse, rows):
+    torch.testing.assert_close(got[0], out[:, rows], atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(got[1], lse[..., rows], atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize("start_pos", [0, 1, 63, 64, 127, 255])
+def test_single_row(target, prefill, start_pos, num_splits):
+    q, k, v, out, lse = prefill
+    row, rows = q[:, start_pos : start_pos + 1], slice(start_pos, start_pos + 1)
+    options = {"causal": True, "num_splits": num_splits}
+    # the whole cache behind the row, the part that it may see, and that part by its length
+    assert_same_rows(target.fmha(row, k, v, start_pos=start_pos, **options), out, lse, rows)
+    visible = k[:, : start_pos + 1], v[:, : start_pos + 1]
+    assert_same_rows(target.fmha(row, *visible, start_pos=start_pos, **options), out, lse, rows)
+    assert_same_rows(target.fmha(row, *visible, start_pos="end", **options), out, lse, rows)
+    used = target.int32([start_pos + 1] * 2)
+    assert_same_rows(target.fmha(row, k, v, start_pos="end", seqused_k=used, **options), out, lse, rows)
+    expect(row, k, v, causal=True, start_pos=start_pos).check(
+        *target.fmha(row, k, v, start_pos=start_pos, **options), small=True
+    )
+
+
+def test_int_tensor_and_end_are_one_thing(target, prefill):
+    q, k, v, *_ = prefill
+    rows = q[:, 100:164]
+    runs = [
+        target.fmha(rows, k[:, :164], v[:, :164], causal=True, num_splits=1, start_pos=start)
+        for start in (100, target.int32([100, 100]), "end")
+    ]
+    for out, lse in runs[1:]:
+        assert torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1])
+
+
+@pytest.mark.parametrize("chunk", [1, 17, 64, 128])
+@pytest.mark.parametrize("by", ["seqused_k", "slice"])
+def test_prefix_of_128_continued_from_a_cache(target, prefill, by, chunk):
+    """The cache is longer than what is valid, and its tail holds NaN."""
+    q, k, v, out, lse = prefill
+    valid = 128 + chunk
+    k_cache, v_cache = (torch.full((2, 512, HEADS, D), float("nan"), device=target.device) for _ in "kv")
+    k_cache[:, :valid], v_cache[:, :valid] = k[:, :valid], v[:, :valid]
+    if by == "slice":
+        cache, used = (k_cache[:, :valid], v_cache[:, :valid]), None
+    else:
+        cache, used = (k_cache, v_cache), target.int32([valid, valid])
+    for start in (128, "end"):
+        got = target.fmha(q[:, 128:valid], *cache, causal=True, start_pos=start, seqused_k=used)
+        assert_same_rows(got, out, lse, slice(128, valid))
+
+
+def test_each_sequence_at_its_own_position(target):
+    q, k, v = target.qkv(5, 3, 4, D, n_kv=200, heads_kv=2)
+    starts, used = target.int32([0, 197, 60, -2, 131]), target.int32([200, 200, 64, 10, 129])
+    case = {"causal": True, "start_pos": starts, "seqused_k": used}
+    expect(q, k, v, **case).check(*target.fmha(q, k, v, **case), small=True)
+    case = {"causal": True, "start_pos": "end", "seqused_k": target.int32([200, 1, 64, 0, 129])}
+    expect(q, k, v, **case).check(*target.fmha(q, k, v, **case), small=True)

@@ -1,0 +1,271 @@
+"""Every wrong argument: the exception's type, and that its text names the argument."""
+
+import re
+
+import pytest
+import torch
+
+import cutlass_ext
+
+F16, F64, INT32, INT64 = torch.float16, torch.float64, torch.int32, torch.int64
+B, N, HEADS, HEADS_KV, D = 2, 6, 4, 2, 16
+
+
+def valid(device="cpu"):
+    """Arguments of `fmha` that pass; each case below spoils some of them."""
+    shapes = {"q": (B, N, HEADS, D), "k": (B, N, HEADS_KV, D), "v": (B, N, HEADS_KV, D)}
+    return {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
+
+
+def tensor(*shape, dtype=torch.float32):
+    return lambda device: torch.ones(shape, dtype=dtype, device=device)
+
+
+def transposed(*shape):
+    """Of this shape, its last dimension not contiguous."""
+    return lambda device: torch.randn(*shape[:-2], shape[-1], shape[-2], device=device).mT
+
+
+def strided(n, dtype=torch.float32):
+    return lambda device: torch.ones(2 * n, dtype=dtype, device=device)[::2]
+
+
+V, T, NI = ValueError, TypeError, NotImplementedError
+# (argument to be named, exception, what replaces valid arguments: values, or functions of the device)
+WRONG = [
+    # the three tensors: kind, rank, dtype
+    *[(name, T, {name: value}) for name in "qkv" for value in (None, [[1.0]], 3.0)],
+    *[(name, V, {name: tensor(*shape)}) for name in "qkv" for shape in ((), (6, 4, 16), (1, B, N, 4, D))],
+    *[(name, T, {name: tensor(B, N, 2, D, dtype=dtype)}) for name in "qkv" for dtype in (INT64, F64, torch.bool)],
+    *[(name, T, {name: tensor(B, N, HEADS_KV, D, dtype=F16)}) for name in "kv"],
+    # sizes that do not fit each other
+    *[(name, V, {name: tensor(3, N, HEADS_KV, D)}) for name in "kv"],
+    ("v", V, {"v": tensor(B, N + 1, HEADS_KV, D)}),
+    ("v", V, {"v": tensor(B, N, HEADS_KV + 2, D)}),
+    ("k", V, {"k": tensor(B, N, HEADS_KV, D + 4)}),
+    ("k", V, {"k": tensor(B, N, 3, D), "v": tensor(B, N, 3, D)}),
+    ("k", V, {"k": tensor(B, N, 8, D), "v": tensor(B, N, 8, D)}),
+    ("k", V, {"k": tensor(B, N, 0, D), "v": tensor(B, N, 0, D)}),
+    ("q", V, {"q": tensor(B, N, 0, D)}),
+    # head dims
+    *[("q", V, {"q": tensor(B, N, HEADS, d), "k": tensor(B, N, HEADS_KV, d)}) for d in (0, 2, 18, 257, 260)],
+    *[("v", V, {"v": tensor(B, N, HEADS_KV, d_v)}) for d_v in (0, 1, 30, 260, 512)],
+    ("q", V, {name: tensor(B, N, 2, 12, dtype=F16) for name in "qkv"}),  # 16-bit: multiples of 8
+    # the last dimension
+    ("q", V, {"q": transposed(B, N, HEADS, D)}),
+    ("k", V, {"k": transposed(B, N, HEADS_KV, D)}),
+    ("v", V, {"v": transposed(B, N, HEADS_KV, D)}),
+    # numbers
+    *[("softmax_scale", V, {"softmax_scale": x}) for x in (0.0, -0.1, float("inf"), float("nan"))],
+    ("softmax_scale", T, {"softmax_scale": "small"}),
+    *[("softcap", V, {"softcap": x}) for x in (-1.0, float("inf"), float("nan"))],
+    *[("softcap", T, {"softcap": x}) for x in (None, "soft")],
+    *[("num_splits", V, {"num_splits": x}) for x in (-1, 100_000)],
+    *[("num_splits", T, {"num_splits": x}) for x in (None, 1.5)],
+    ("causal", T, {"causal": "yes"}),
+    *[("window", V, {"window": x}) for x in ((-2, 0), (0, -5), (1, 2, 3), ())],
+    *[("window", T, {"window": x}) for x in (None, 5, (1.5, 0), ("a", "b"), (None, None))],
+    *[("start_pos", V, {"start_pos": x}) for x in ("start", "", 1 << 40, -(1 << 31))],
+    *[("start_pos", T, {"start_pos": x}) for x in (None, 1.5, [0, 1])],
+    # vectors: shape, dtype, layout
+    *[(name, V, {name: tensor(*shape, dtype=INT32)}) for name in ("start_pos", "seqused_k", "leftpad_k")
+      for shape in ((), (B + 1,), (B, 1), (0,))],
+    *[(name, T, {name: tensor(B, dtype=dtype)}) for name in ("start_pos", "seqused_k", "leftpad_k")
+      for dtype in (INT64, torch.float32)],
+    *[(name, T, {name: value}) for name in ("seqused_k", "leftpad_k", "alibi_slopes", "sink") for value in (3, [1, 2])],
+    *[("sink", V, {"sink": tensor(*shape)}) for shape in ((), (HEADS_KV,), (B, HEADS), (1,))],
+    *[("alibi_slopes", V, {"alibi_slopes": tensor(*shape)})
+      for shape in ((), (HEADS_KV,), (HEADS, B), (1, HEADS), (B, HEADS, 1))],
+    *[(name, T, {name: tensor(HEADS, dtype=dtype)})
+      for name in ("sink", "alibi_slopes") for dtype in (F16, INT32, F64)],
+    ("alibi_slopes", T, {"alibi_slopes": tensor(B, HEADS, dtype=F16)}),
+    *[(name, V, {name: strided(HEADS)}) for name in ("sink", "alibi_slopes")],
+    *[(name, V, {name: strided(B, INT32)}) for name in ("start_pos", "seqused_k", "leftpad_k")],
+    # what runs
+    *[("backend", V, {"backend": x}) for x in ("cuda", "", "SIMT")],
+    *[("backend", T, {"backend": x}) for x in (None, 90)],
+    ("atention_mask", T, {"atention_mask": None}),
+]  # fmt: skip
+
+
+def shown(value):
+    value = value("cpu") if callable(value) else value
+    return f"{str(value.dtype)[6:]}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def case_id(case):
+    name, error, spoilt = case
+    return f"{error.__name__}-{name}-" + ",".join(f"{k}={shown(x)}" for k, x in spoilt.items())
+
+
+def on(device, value):
+    """A tensor of a parametrised case, moved to the device; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to(device).requires_grad_(value.requires_grad)
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+def assert_refused(call, name, error, arguments):
+    with pytest.raises(error, match=rf"\b{re.escape(name)}(_left|_right)?\b") as raised:
+        call(**arguments)
+    assert type(raised.value) is error
+    assert "\n" not in str(raised.value), "one line, without the C++ stack"
+
+
+@pytest.mark.parametrize("function", ["fmha", "explain"])
+@pytest.mark.parametrize("case", WRONG, ids=case_id)
+def test_wrong_argument(device, function, case):
+    name, error, spoilt = case
+    arguments = valid(device) | {k: x(device) if callable(x) else x for k, x in spoilt.items()}
+    assert_refused(getattr(cutlass_ext, function), name, error, arguments)
+
+
+def test_the_valid_arguments_are_valid(device):
+    assert cutlass_ext.fmha(**valid(device)).shape == (B, N, HEADS, D)
+
+
+@pytest.mark.parametrize("backend", ["simt", "sm80", "sm90"])
+def test_kernels_do_not_run_on_the_cpu(backend):
+    assert_refused(cutlass_ext.fmha, "backend", ValueError, valid() | {"backend": backend})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["k", "v", "start_pos", "seqused_k", "leftpad_k", "sink", "alibi_slopes"])
+def test_tensors_on_two_devices(name):
+    on_cpu = dict.fromkeys("kv", tensor(B, N, HEADS_KV, D))
+    on_cpu |= dict.fromkeys(("start_pos", "seqused_k", "leftpad_k"), tensor(B, dtype=INT32))
+    on_cpu |= dict.fromkeys(("sink", "alibi_slopes"), tensor(HEADS))
+    assert_refused(cutlass_ext.fmha, name, ValueError, valid("cuda") | {name: on_cpu[name]("cpu")})
+
+
+@pytest.mark.gpu
+def test_q_alone_on_the_cpu():
+    assert_refused(cutlass_ext.fmha, "k", ValueError, valid("cuda") | {"q": valid()["q"]})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["sm80", "sm90"])
+def test_families_that_are_not_built(backend):
+    with pytest.raises(NotImplementedError, match=backend):
+        cutlass_ext.fmha(**valid("cuda"), backend=backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dtypes_that_have_no_kernel(dtype):
+    arguments = {name: t.to(dtype) for name, t in valid("cuda").items()}
+    for backend in ("auto", "simt"):
+        with pytest.raises(NotImplementedError, match=r"\bq\b|dtype"):
+            cutlass_ext.fmha(**arguments, backend=backend)
+
+
+# ------------------------------------------------------------------------------------------------ no backward yet
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "sink", "alibi_slopes"])
+def test_requires_grad(device, name, backend):
+    arguments = valid(device) | {vector: torch.ones(HEADS, device=device) for vector in ("sink", "alibi_slopes")}
+    arguments[name].requires_grad_()
+    assert_refused(cutlass_ext.fmha, name, NotImplementedError, arguments | {"backend": backend})
+    for allowed in (torch.no_grad(), torch.inference_mode()):
+        with allowed:
+            assert not cutlass_ext.fmha(**arguments, backend=backend).requires_grad
+
+
+@pytest.mark.parametrize("call", ["flash_attn_func", "scaled_dot_product_attention"])
+def test_requires_grad_under_other_names(device, call):
+    q, k, v = (t.repeat_interleave(HEADS // t.shape[2], 2).requires_grad_() for t in valid(device).values())
+    with pytest.raises(NotImplementedError, match="requires grad"):
+        getattr(cutlass_ext, call)(q, k, v)
+
+
+# ------------------------------------------------------------------------------------------------ flash-attn's names
+def flash_arguments(device, name):
+    q, k, v = valid(device).values()
+    return {
+        "flash_attn_func": {"q": q, "k": k, "v": v},
+        "flash_attn_kvpacked_func": {"q": q, "kv": torch.stack([k, v], 2)},
+        "flash_attn_qkvpacked_func": {"qkv": torch.stack([q, q, q], 2)},
+    }[name]
+
+
+FLASH = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
+
+
+@pytest.mark.parametrize("function", FLASH)
+@pytest.mark.parametrize(
+    "name,error,value",
+    [
+        ("dropout_p", NI, 0.1),
+        ("dropout_p", NI, 1.0),
+        ("softmax_scale", V, 0.0),
+        ("softmax_scale", V, -1.0),
+        ("softcap", V, -1.0),
+        ("window_size", V, (1, 2, 3)),
+        ("window_size", V, (-2, 0)),
+        ("window_size", T, None),
+        ("alibi_slopes", V, torch.ones(3)),
+        ("alibi_slopes", T, torch.ones(HEADS, dtype=F16)),
+        ("causal", T, "yes"),
+        ("block_table", T, None),
+    ],
+    ids=str,
+)
+def test_wrong_argument_of_flash_attn(device, function, name, error, value):
+    arguments = flash_arguments(device, function) | {name: on(device, value)}
+    assert_refused(getattr(cutlass_ext, function), name, error, arguments)
+
+
+@pytest.mark.parametrize(
+    "function,name,error,value",
+    [
+        ("flash_attn_func", "q", V, torch.ones(N, HEADS, D)),
+        ("flash_attn_func", "k", V, torch.ones(B, N, 3, D)),
+        ("flash_attn_func", "v", V, torch.ones(B, N, 4, D)),
+        ("flash_attn_kvpacked_func", "q", V, torch.ones(N, HEADS, D)),
+        ("flash_attn_kvpacked_func", "kv", V, torch.ones(B, N, 3, HEADS_KV, D)),
+        ("flash_attn_kvpacked_func", "kv", V, torch.ones(B, N, 2, D)),
+        ("flash_attn_kvpacked_func", "kv", T, None),
+        ("flash_attn_qkvpacked_func", "qkv", V, torch.ones(B, N, 2, HEADS, D)),
+        ("flash_attn_qkvpacked_func", "qkv", V, torch.ones(B, N, HEADS, D)),
+        ("flash_attn_qkvpacked_func", "qkv", T, [1.0]),
+        ("flash_attn_kvpacked_func", "kv", NI, torch.ones(B, N, 2, HEADS_KV, D, requires_grad=True)),
+        ("flash_attn_qkvpacked_func", "qkv", NI, torch.ones(B, N, 3, HEADS, D, requires_grad=True)),
+    ],
+)
+def test_wrong_tensor_of_flash_attn(device, function, name, error, value):
+    arguments = flash_arguments(device, function) | {name: on(device, value)}
+    assert_refused(getattr(cutlass_ext, function), name, error, arguments)
+
+
+# ------------------------------------------------------------------------------------------------ PyTorch's name
+@pytest.mark.parametrize(
+    "name,error,spoilt",
+    [
+        ("attn_mask", NI, {"attn_mask": torch.ones(N, N, dtype=torch.bool)}),
+        ("dropout_p", NI, {"dropout_p": 0.5}),
+        ("scale", V, {"scale": 0.0}),
+        ("scale", V, {"scale": -2.0}),
+        ("is_causal", T, {"is_causal": "yes"}),
+        ("enable_gqa", V, {"key": torch.ones(B, 2, N, D), "value": torch.ones(B, 2, N, D)}),
+        ("query", V, {"query": torch.ones(D)}),
+        ("query", V, {"query": torch.ones(HEADS, N, D)}),
+        ("query", T, {"query": None}),
+        ("key", V, {"key": torch.ones(3, HEADS, N, D)}),
+        ("key", V, {"key": torch.ones(B, HEADS, N, D + 4)}),
+        ("key", T, {"key": torch.ones(B, HEADS, N, D, dtype=F16)}),
+        ("key", V, {"key": torch.ones(B, 3, N, D), "value": torch.ones(B, 3, N, D), "enable_gqa": True}),
+        ("value", V, {"value": torch.ones(B, HEADS, N + 1, D)}),
+        ("value", T, {"value": torch.ones(B, HEADS, N, D, dtype=INT64)}),
+        ("value", NI, {"value": torch.ones(B, HEADS, N, D, requires_grad=True)}),
+        ("return_lse", T, {"return_lse": True}),
+    ],
+)
+def test_wrong_argument_of_sdpa(device, name, error, spoilt):
+    arguments = {n: torch.ones(B, HEADS, N, D) for n in ("query", "key", "value")} | spoilt
+    arguments = {n: on(device, x) for n, x in arguments.items()}
+    assert_refused(cutlass_ext.scaled_dot_product_attention, name, error, arguments)

@@ -1,0 +1,160 @@
+"""The C++ index logic (visibility, scheduler, splits, shared-memory layouts) against brute force, on the host.
+
+`cutlass_ext_host` is the test-only pybind11 module of tests/cpp/bindings.cpp. `make test` builds it.
+"""
+
+import importlib.util
+import itertools
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def host():
+    """The module, from CUTLASS_EXT_HOST_MODULE_DIR or from build/; it is never skipped."""
+    place = Path(os.environ.get("CUTLASS_EXT_HOST_MODULE_DIR", ROOT / "build"))
+    found = sorted(place.rglob("cutlass_ext_host*.so"))
+    if not found:
+        pytest.fail(
+            f"cutlass_ext_host*.so is not under {place}. `make test` builds it; by hand: cmake -S . -B build && "
+            "cmake --build build --target cutlass_ext_host, or set CUTLASS_EXT_HOST_MODULE_DIR to where it is.",
+            pytrace=False,
+        )
+    spec = importlib.util.spec_from_file_location("cutlass_ext_host", found[0])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ------------------------------------------------------------------------------------------------ visibility
+def visible_keys(position, len_kv, left, right):
+    """Section 2, key by key; causal is right = 0, and keys count from the first after the left padding."""
+    return {j for j in range(len_kv) if (left < 0 or j >= position - left) and (right < 0 or j <= position + right)}
+
+
+def check_tiles(host, row0, rows, n_q, len_kv, start_pos, left, right, block_c):
+    tiles = host.visible_tiles(row0, rows, n_q, len_kv, start_pos, left, right, block_c)
+    seen = [visible_keys(start_pos + i, len_kv, left, right) for i in range(row0, min(row0 + rows, n_q))]
+    by_someone, by_all = set.union(*seen), set.intersection(*seen)
+    first_keys = [first for first, _ in tiles]
+    assert all(first % block_c == 0 for first in first_keys)
+    assert len(set(first_keys)) == len(first_keys), "a tile is visited twice"
+    assert set(first_keys) == {j // block_c * block_c for j in by_someone}, "visited are the tiles that some row sees"
+    assert not first_keys or first_keys[0] == max(first_keys), "the last, partial tile goes first"
+    for first, needs_mask in tiles:
+        whole = set(range(first, first + block_c)) <= by_all
+        assert needs_mask or whole, f"tile {first} is not masked, but some row does not see all of it"
+        assert not (needs_mask and whole), f"tile {first} is masked for nothing"
+
+
+def test_every_small_case(host):
+    """Exhaustive where it is cheap: tiles of 2 x 3, every position of the mask's edges against them."""
+    for n_q in range(1, 5):
+        for row0 in range(0, n_q, 2):
+            for len_kv in range(0, 8):
+                for start_pos in range(-6, 10, 1):
+                    for left, right in ((-1, -1), (-1, 0), (0, 0), (2, 0), (1, 1), (0, -1), (4, 2), (-1, 3)):
+                        check_tiles(host, row0, 2, n_q, len_kv, start_pos, left, right, 3)
+
+
+@settings(max_examples=500)
+@given(
+    block=st.sampled_from([(32, 32), (64, 64), (128, 32), (64, 128), (128, 128), (16, 48)]),
+    tile=st.integers(0, 5),
+    n_q=st.integers(1, 400),
+    len_kv=st.integers(0, 500),
+    start_pos=st.integers(-450, 600),
+    left=st.just(-1) | st.integers(0, 300),
+    right=st.just(-1) | st.just(0) | st.integers(0, 300),
+)
+def test_visible_tiles(host, block, tile, n_q, len_kv, start_pos, left, right):
+    block_r, block_c = block
+    row0 = min(tile, (n_q - 1) // block_r) * block_r
+    check_tiles(host, row0, block_r, n_q, len_kv, start_pos, left, right, block_c)
+
+
+def test_positions_at_the_ends_of_their_range(host):
+    """Lengths and positions just below 2^29, a window just below 2^30: no overflow."""
+    far = (1 << 29) - 1
+    assert host.visible_tiles(0, 64, 64, 200, far, -1, 0, 64) == [(192, True), (128, False), (64, False), (0, False)]
+    assert host.visible_tiles(0, 64, 64, 200, -far, -1, 0, 64) == []
+    assert host.visible_tiles(0, 64, 64, 200, far, (1 << 30) - 1, (1 << 30) - 1, 128) == [(128, True), (0, False)]
+    last = far // 64 * 64  # of 2^29 - 1 keys the window leaves the last 101: in the partial tile and the one before
+    assert host.visible_tiles(0, 1, 1, far, far - 1, 100, 0, 64) == [(last, True), (last - 64, True)]
+
+
+# ------------------------------------------------------------------------------------------------ scheduler
+SIZES = {
+    "batch": st.integers(1, 5), "heads_q": st.integers(1, 9), "n_q": st.integers(1, 300),
+    "block_r": st.sampled_from([16, 32, 64, 128]), "num_splits": st.integers(1, 6),
+}  # fmt: skip
+
+
+@given(**SIZES)
+def test_schedule_covers_each_work_item_once(host, batch, heads_q, n_q, block_r, num_splits):
+    items = host.schedule(batch, heads_q, n_q, block_r, num_splits)
+    every = {
+        (b, h, row0, split)
+        for b in range(batch) for h in range(heads_q) for row0 in range(0, n_q, block_r) for split in range(num_splits)
+    }  # fmt: skip
+    assert len(items) == len(every) and set(items) == every
+
+
+@given(**SIZES)
+def test_schedule_begins_with_the_last_rows(host, batch, heads_q, n_q, block_r, num_splits):
+    """Under causal those see the most keys: long work first, and the heads of one key head next to each other."""
+    rows = [row0 for _, _, row0, _ in host.schedule(batch, heads_q, n_q, block_r, num_splits)]
+    assert rows == sorted(rows, reverse=True)
+    heads = [h for _, h, _, _ in host.schedule(batch, heads_q, n_q, block_r, num_splits)]
+    assert heads == [i % heads_q for i in range(len(heads))]
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 64), (2, 4, 0)])
+def test_schedule_of_nothing(host, sizes):
+    assert host.schedule(*sizes, 64, 3) == []
+
+
+@given(num_tiles=st.integers(0, 5000), num_splits=st.integers(1, 1024))
+def test_split_ranges_partition(host, num_tiles, num_splits):
+    ranges = [host.split_range(num_tiles, num_splits, split) for split in range(num_splits)]
+    assert ranges[0][0] == 0 and ranges[-1][1] == num_tiles
+    assert all(begin <= end for begin, end in ranges)
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges)), "a gap or an overlap"
+    sizes = [end - begin for begin, end in ranges]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(work_tiles=st.integers(0, 3000), key_tiles=st.integers(0, 5000), slots=st.integers(1, 2000))
+def test_chosen_splits(host, work_tiles, key_tiles, slots):
+    splits = host.choose_num_splits(work_tiles, key_tiles, slots)
+    assert 1 <= splits <= max(1, key_tiles), "a split without keys"
+    if splits > 1:
+        assert work_tiles * splits <= slots, "splits that wait for a place only add work"
+        longest = -(-key_tiles // splits)
+        assert -(-key_tiles // (splits - 1)) > longest, "one split fewer would be as fast"
+    if 4 * work_tiles >= 3 * slots:
+        assert splits == 1
+
+
+def test_single_head_fills_the_gpu(host):
+    """(1, 1, 1024) at tiles of 64 on 132 multiprocessors: only splits bring them to work."""
+    assert host.choose_num_splits(16, 16, 132) > 4
+
+
+# ------------------------------------------------------------------------------------------------ shared memory
+def test_no_bank_conflicts(host):
+    """For each access that a warp makes: how many more rounds it takes than an access without conflicts."""
+    configs = host.kernel_configs()
+    assert configs
+    for config in configs:
+        conflicts = host.bank_conflicts(config)
+        for tensor, way in itertools.product("QKVP", ("store", "load")):
+            assert any(access.startswith(tensor) and way in access for access in conflicts), f"no {tensor} {way}"
+        assert not Counter(conflicts) - Counter(), f"{config}: {conflicts}"

@@ -1,0 +1,99 @@
+"""O(N) memory, no hidden copies, and indices beyond 2^31."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import expect
+
+import cutlass_ext
+
+N, D = 8192, 64
+ROOT = Path(cutlass_ext.__file__).parents[1]  # so that the fresh process finds the same package
+SCORES = 4 * N * N  # bytes of what must never exist
+BEYOND_INT = (1 << 31) + 4096
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_extra_memory_gpu(gpu, causal, backend):
+    q, k, v = gpu.qkv(1, N, 1, D)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, lse = cutlass_ext.fmha(q, k, v, causal=causal, backend=backend, return_lse=True)
+    extra = torch.cuda.max_memory_allocated() - before
+    results = out.numel() * 4 + lse.numel() * 4
+    # beside the results: some splits of them, or the scores of a block of rows
+    assert results <= extra < SCORES // 2
+
+
+def test_no_copy_of_a_packed_buffer(gpu):
+    """One split, strided inputs: nothing is allocated but the results."""
+    q, k, v = gpu.randn(2, 2048, 3, 8, D).unbind(2)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, lse = cutlass_ext.fmha(q, k, v, num_splits=1, return_lse=True)
+    extra = torch.cuda.max_memory_allocated() - before
+    assert extra <= out.numel() * 4 + lse.numel() * 4 + (2 << 20)  # the allocator may hand out 1 MB more than asked for
+
+
+PEAK_OF_ONE_CALL = f"""
+import resource, torch, cutlass_ext
+peak = lambda: 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+q, k, v = (torch.randn(1, {N}, 1, {D}) for _ in range(3))
+cutlass_ext.fmha(q[:, :512], k[:, :512], v[:, :512], causal=CAUSAL)
+before = peak()
+cutlass_ext.fmha(q, k, v, causal=CAUSAL)
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_extra_memory_cpu(causal):
+    """The peak of a fresh process grows by less than a quarter of the scores' size."""
+    program = PEAK_OF_ONE_CALL.replace("CAUSAL", str(causal))
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < SCORES // 4
+
+
+# ------------------------------------------------------------------------------------------------ beyond 2^31 elements
+@pytest.fixture
+def plenty_of_memory(gpu):
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GB of free device memory")
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("dimension", ["batch", "seq", "heads"])
+def test_strides_beyond_int(gpu, plenty_of_memory, dimension, which):
+    """One of the tensors is spread over 17 GB, of which only its own elements are ever written."""
+    q, k, v = gpu.qkv(2, 65, 2, D)
+    strides = {
+        "batch": (BEYOND_INT, 2 * D, D, 1),
+        "seq": (2 * D, 1 << 26, D, 1),  # 64 rows of 2^26: the last lies at 2^32
+        "heads": (65 * D, D, BEYOND_INT, 1),
+    }[dimension]
+    tensors = {"q": q, "k": k, "v": v}
+    view = torch.empty((1 << 32) + (1 << 20), device="cuda").as_strided(q.shape, strides)
+    view.copy_(tensors[which])
+    tensors[which] = view
+    expect(q, k, v, causal=True).check(*gpu.fmha(*tensors.values(), causal=True))
+
+
+def test_output_beyond_int(gpu, plenty_of_memory):
+    """More than 2^31 elements of `out`; the rows on both sides of element 2^31 and the last are compared."""
+    heads, d, n_kv = 64, D, 8
+    n_q = BEYOND_INT // (heads * d) + 1
+    q = gpu.randn(1, n_q, 1, d).expand(1, n_q, heads, d)
+    k, v = gpu.randn(1, n_kv, heads, d), gpu.randn(1, n_kv, heads, d)
+    rows = [0, 1, (1 << 31) // (heads * d) - 1, (1 << 31) // (heads * d), n_q - 2, n_q - 1]
+    out, lse = cutlass_ext.fmha(q, k, v, return_lse=True)
+    expect(q, k, v, rows=rows).check(out, lse)

@@ -1,0 +1,153 @@
+"""`torch.ops.cutlass_ext.*` as PyTorch sees them: opcheck, torch.compile without recompiling, CUDA graphs."""
+
+import pytest
+import torch
+from oracle import expect
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import cutlass_ext
+
+COMPILE_TIMEOUT = pytest.mark.timeout(180)
+
+
+def op_arguments(target, **changes):
+    q, k, v = target.qkv(2, 17, 4, 32, n_kv=40, heads_kv=2, d_v=16)
+    arguments = {
+        "q": q, "k": k, "v": v, "causal": True, "start_pos": 5, "start_positions": None, "window_left": -1,
+        "window_right": -1, "softmax_scale": None, "softcap": 0.0, "alibi_slopes": None, "sink": None,
+        "seqused_k": None, "leftpad_k": None, "num_splits": 0, "backend": target.backend,
+    }  # fmt: skip
+    return tuple((arguments | changes).values())
+
+
+@COMPILE_TIMEOUT
+@pytest.mark.parametrize("features", [False, True])
+def test_opcheck(target, features):
+    changes = {}
+    if features:
+        changes = {"start_pos": None, "start_positions": target.int32([3, 20]), "softmax_scale": 0.3, "softcap": 4.0,
+                   "alibi_slopes": target.randn(4), "sink": target.randn(4), "seqused_k": target.int32([40, 7]),
+                   "leftpad_k": target.int32([0, 2]), "num_splits": 2}  # fmt: skip
+    torch.library.opcheck(torch.ops.cutlass_ext.fmha_forward.default, op_arguments(target, **changes))
+
+
+def test_fake_shapes():
+    """Shapes, dtypes and strides of the results are known without data."""
+    with torch._subclasses.FakeTensorMode():
+        q, k, v = torch.empty(2, 17, 4, 32), torch.empty(2, 40, 2, 32), torch.empty(2, 40, 2, 16)
+        out, lse = cutlass_ext.fmha(q, k, v, return_lse=True)
+    assert out.shape == (2, 17, 4, 16) and out.dtype == torch.float32 and out.is_contiguous()
+    assert lse.shape == (2, 4, 17) and lse.dtype == torch.float32 and lse.is_contiguous()
+
+
+def compiled(target, dynamic=None, **options):
+    """`fmha` alone under torch.compile(fullgraph=True), the same eagerly, and the counter of its compilations."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def call(q, k, v, start_pos, **tensors):
+        return cutlass_ext.fmha(
+            q, k, v, causal=True, start_pos=start_pos, return_lse=True, backend=target.backend, **tensors, **options
+        )
+
+    return torch.compile(call, backend=counter, fullgraph=True, dynamic=dynamic), call, counter
+
+
+def assert_equal(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@COMPILE_TIMEOUT
+@pytest.mark.parametrize("start", ["int", "tensor", "end"])
+def test_compile_gives_the_same(target, start):
+    q, k, v = target.qkv(2, 17, 4, 32, n_kv=80, heads_kv=2)
+    start_pos = {"int": 63, "tensor": target.int32([9, 50]), "end": "end"}[start]
+    tensors = {"sink": target.randn(4), "alibi_slopes": target.randn(4), "seqused_k": target.int32([80, 33])}
+    fast, eager, counter = compiled(target, window=(40, -1), softcap=9.0)
+    assert_equal(fast(q, k, v, start_pos, **tensors), eager(q, k, v, start_pos, **tensors))
+    assert counter.frame_count == 1
+
+
+@COMPILE_TIMEOUT
+@pytest.mark.parametrize("dynamic,warm", [(True, [5]), (None, [5, 9])])
+def test_start_pos_does_not_recompile(target, dynamic, warm):
+    """Decoding: the first call compiles for every position, or the second, where only that shows that it changes."""
+    q, k, v = target.qkv(2, 1, 4, 32, n_kv=300)
+    fast, eager, counter = compiled(target, dynamic)
+    for start_pos in warm:
+        fast(q, k, v, start_pos)
+    compilations = counter.frame_count
+    for start_pos in (9, 63, 64, 127, 255):
+        assert_equal(fast(q, k, v, start_pos), eager(q, k, v, start_pos))
+    assert counter.frame_count == compilations
+
+
+@COMPILE_TIMEOUT
+def test_lengths_do_not_recompile(target):
+    """The cache's valid part grows: its length is symbolic too."""
+    q, k, v = target.qkv(2, 1, 4, 32, n_kv=300)
+    fast, eager, counter = compiled(target, dynamic=True)
+    fast(q, k[:, :7], v[:, :7], "end")
+    compilations = counter.frame_count
+    for n in (40, 64, 65, 299):
+        assert_equal(fast(q, k[:, :n], v[:, :n], "end"), eager(q, k[:, :n], v[:, :n], "end"))
+    assert counter.frame_count == compilations
+
+
+@COMPILE_TIMEOUT
+def test_export(target):
+    class Decode(torch.nn.Module):
+        def forward(self, q, k, v):
+            return cutlass_ext.fmha(q, k, v, causal=True, start_pos="end")
+
+    q, k, v = target.qkv(2, 17, 4, 32, n_kv=40)
+    program = torch.export.export(Decode(), (q, k, v))
+    assert torch.equal(program.module()(q, k, v), Decode()(q, k, v))
+    assert "cutlass_ext.fmha_forward" in str(program.graph)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+def test_cuda_graph(gpu, num_splits):
+    """Captured once, replayed on other contents: also of start_pos and seqused_k, which live on the device."""
+    q, k, v = gpu.qkv(2, 3, 4, 64, n_kv=300)
+    start, used = gpu.int32([100, 200]), gpu.int32([300, 250])
+    options = {"causal": True, "num_splits": num_splits, "start_pos": start, "seqused_k": used}
+    call = lambda: cutlass_ext.fmha(q, k, v, return_lse=True, **options)  # noqa: E731
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        for t, fresh in zip((q, k, v), gpu.qkv(2, 3, 4, 64, n_kv=300), strict=True):
+            t.copy_(fresh)
+        start.copy_(gpu.int32([37 * seed, 297]))
+        used.copy_(gpu.int32([128 + seed, 300]))
+        graph.replay()
+        assert_equal((out, lse), call())
+        expect(q, k, v, causal=True, start_pos=start, seqused_k=used).check(out, lse, small=True)
+
+
+def test_two_graphs_do_not_share_a_workspace(gpu):
+    """Two captured calls with splits, replayed at the same time on two streams."""
+    cases, graphs = [gpu.qkv(1, 1, 4, 64, n_kv=4096) for _ in range(2)], []
+    for case in cases:
+        cutlass_ext.fmha(*case, num_splits=4)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = cutlass_ext.fmha(*case, num_splits=4)
+        graphs.append((graph, out))
+    want = [cutlass_ext.fmha(*case, num_splits=4) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    for _ in range(50):
+        for (graph, out), stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                out.fill_(float("nan"))
+                graph.replay()
+    torch.cuda.synchronize()
+    assert_equal([out for _, out in graphs], want)

@@ -1,0 +1,95 @@
+"""The same call gives the same bits: run after run, on any stream, whatever else is in the batch."""
+
+import pytest
+import torch
+
+import cutlass_ext
+
+CASES = {
+    "prefill": ((2, 300, 4, 64), {}),
+    "single head": ((1, 700, 1, 64), {}),
+    "decode": ((3, 1, 8, 64), {"n_kv": 1500, "heads_kv": 2}),
+    "d 128, d_v 64": ((2, 65, 4, 128), {"n_kv": 333, "d_v": 64}),
+}
+
+
+def assert_same_bits(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_20_times(target, case, num_splits):
+    shape, sizes = CASES[case]
+    q, k, v = target.qkv(*shape, **sizes)
+    options = {"causal": True, "start_pos": "end", "num_splits": num_splits, "sink": target.randn(shape[2])}
+    want = target.fmha(q, k, v, **options)
+    for _ in range(20):
+        assert_same_bits(target.fmha(q, k, v, **options), want)
+
+
+def test_auto_is_simt(gpu):
+    for shape, sizes in CASES.values():
+        q, k, v = gpu.qkv(*shape, **sizes)
+        runs = [cutlass_ext.fmha(q, k, v, backend=backend, return_lse=True) for backend in ("auto", "simt")]
+        assert_same_bits(*runs)
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 5])
+@pytest.mark.parametrize("case", CASES)
+def test_a_sequence_does_not_depend_on_its_batch(gpu, case, num_splits):
+    """With num_splits fixed: alone, in a batch, and among sequences of other lengths."""
+    (_, *shape), sizes = CASES[case]
+    q, k, v = gpu.qkv(5, *shape, **sizes)
+    options = {"causal": True, "start_pos": "end", "num_splits": num_splits}
+    n_kv = k.shape[1]
+    used = gpu.int32([n_kv, n_kv // 2, 1, n_kv - 1, n_kv // 3])
+    out, lse = gpu.fmha(q, k, v, seqused_k=used, **options)
+    for b in range(5):
+        alone = gpu.fmha(*(t[b : b + 1] for t in (q, k, v)), seqused_k=used[b : b + 1], **options)
+        assert_same_bits(alone, (out[b : b + 1], lse[b : b + 1]))
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("n_q,d", [(300, 64), (1, 64), (300, 128)])
+def test_a_sequence_does_not_depend_on_a_batch_that_fills_the_gpu(gpu, n_q, d, num_splits):
+    """Alone it leaves most multiprocessors idle: whatever is chosen by that must not show in the bits."""
+    q, k, v = gpu.qkv(400 if n_q == 1 else 64, n_q, 8, d, n_kv=400)
+    options = {"causal": True, "start_pos": "end", "num_splits": num_splits}
+    out, lse = gpu.fmha(q, k, v, **options)
+    alone = gpu.fmha(q[7:8], k[7:8], v[7:8], **options)
+    assert_same_bits(alone, (out[7:8], lse[7:8]))
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_two_streams(gpu, num_splits):
+    """Calls on two streams at once do not meet: not in the workspace of the splits, not in the outputs."""
+    cases = [gpu.qkv(1, 8, 4, 64, n_kv=2000) for _ in range(2)]
+    want = [gpu.fmha(*case, num_splits=num_splits) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    got = [[], []]
+    for _ in range(50):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                got[i].append(cutlass_ext.fmha(*cases[i], num_splits=num_splits, return_lse=True))
+    torch.cuda.synchronize()
+    for i in range(2):
+        for result in got[i]:
+            assert_same_bits(result, want[i])
+
+
+def test_runs_on_the_current_stream(gpu):
+    """What the current stream writes late, the call reads; what the default stream holds now would be wrong."""
+    q, k, v = gpu.qkv(1, 64, 2, 64)
+    want = gpu.fmha(q, k, v)
+    late = torch.zeros_like(q)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(20_000_000)
+        late.copy_(q)
+        got = cutlass_ext.fmha(late, k, v, return_lse=True)
+        got = [t.clone() for t in got]
+    torch.cuda.synchronize()
+    assert_same_bits(got, want)

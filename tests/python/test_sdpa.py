@@ -1,0 +1,37 @@
+"""`scaled_dot_product_attention`: PyTorch's signature, layout (BHSD) and alignment (top left), against PyTorch's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import expect
+
+import cutlass_ext
+
+PEER = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def bhsd(target, batch, heads, n, d):
+    return target.randn(batch, heads, n, d)
+
+
+@pytest.mark.parametrize("n_q,n_kv", [(64, 64), (70, 130), (130, 70), (1, 99)])
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_like_pytorch(target, n_q, n_kv, scale, is_causal):
+    q, k, v = bhsd(target, 2, 4, n_q, 32), bhsd(target, 2, 4, n_kv, 32), bhsd(target, 2, 4, n_kv, 64)
+    out = cutlass_ext.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale), **PEER)
+    bshd = [t.transpose(1, 2) for t in (q, k, v)]
+    expect(*bshd, causal=is_causal, softmax_scale=scale).check(out.transpose(1, 2), small=n_q == 1)
+
+
+def test_enable_gqa(target):
+    q, k, v = bhsd(target, 2, 8, 70, 32), bhsd(target, 2, 2, 90, 32), bhsd(target, 2, 2, 90, 32)
+    out = cutlass_ext.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, enable_gqa=True), **PEER)
+
+
+def test_arguments_by_position(target):
+    q, k, v = (bhsd(target, 1, 2, 40, 16) for _ in "qkv")
+    out = cutlass_ext.scaled_dot_product_attention(q, k, v, None, 0.0, True)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, None, 0.0, True), **PEER)

@@ -1,0 +1,121 @@
+"""Every head dim, every length around the edges of a tile, zero sizes, and the layouts a caller's tensors come in."""
+
+import itertools
+
+import pytest
+import torch
+from oracle import expect
+
+EDGES = [1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, *range(95, 98), *range(126, 131)]
+
+
+@pytest.mark.parametrize("d", range(4, 257, 4))
+def test_head_dim(target, d):
+    q, k, v = target.qkv(2, 70, 4, d, heads_kv=2)
+    expect(q, k, v, causal=True).check(*target.fmha(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("d,d_v", [(64, 128), (128, 64), (192, 128), (4, 256), (256, 4), (32, 36), (100, 20), (8, 60)])
+def test_d_and_d_v_differ(target, d, d_v):
+    for causal, (n_q, n_kv) in itertools.product((False, True), ((70, 131), (1, 200))):
+        q, k, v = target.qkv(2, n_q, 4, d, n_kv=n_kv, heads_kv=1, d_v=d_v)
+        got = target.fmha(q, k, v, causal=causal, start_pos="end")
+        expect(q, k, v, causal=causal, start_pos="end").check(*got, small=n_q == 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_head_dim_16_bit(target_16_bit, dtype):
+    for d in range(8, 257, 8):
+        q, k, v = target_16_bit.qkv(1, 70, 2, d, dtype=dtype)
+        expect(q, k, v).check(*target_16_bit.fmha(q, k, v), what=f"d={d}")
+
+
+@pytest.mark.parametrize("n_q", EDGES)
+def test_lengths_around_tile_edges(target, n_q):
+    """One call for each N_kv, all of one N_q, with 1 and 2 heads so that the work items end at odd numbers too."""
+    for n_kv, causal in itertools.product(EDGES, (False, True)):
+        q, k, v = target.qkv(1, n_q, 1 + n_kv % 2, 32, n_kv=n_kv)
+        got = target.fmha(q, k, v, causal=causal, start_pos="end")
+        expect(q, k, v, causal=causal, start_pos="end").check(*got, small=True, what=f"{n_q=} {n_kv=} {causal=}")
+
+
+@pytest.mark.parametrize("tens", range(0, 130, 10))
+def test_every_length_to_130(target, tens):
+    for n in range(tens + 1, tens + 11):
+        q, k, v = target.qkv(1, n, 2, 64)
+        expect(q, k, v, causal=True).check(*target.fmha(q, k, v, causal=True), small=True, what=f"{n=}")
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("batch,n_q,n_kv", [(0, 5, 7), (2, 0, 7), (2, 5, 0), (0, 0, 0), (2, 0, 0)])
+def test_zero_sizes(target, batch, n_q, n_kv, sink):
+    q, k, v = target.qkv(batch, n_q, 4, 16, n_kv=n_kv, heads_kv=2, d_v=24)
+    logits = target.randn(4) if sink else None
+    for options in ({}, {"causal": True, "start_pos": "end"}, {"num_splits": 3}):
+        out, lse = target.fmha(q, k, v, sink=logits, **options)
+        assert out.shape == (batch, n_q, 4, 24) and lse.shape == (batch, 4, n_q)
+        assert out.dtype == torch.float32 and not out.any()
+        of_empty_rows = logits if sink else torch.full((4,), float("-inf"), device=target.device)
+        assert torch.equal(lse, of_empty_rows[None, :, None].expand(batch, 4, n_q))
+
+
+# ------------------------------------------------------------------------------------------------ layouts
+def packed(target, batch, n, heads, d):
+    return target.randn(batch, n, 3, heads, d).unbind(2)
+
+
+def bhsd(target, batch, n, heads, d):
+    return [target.randn(batch, heads, n, d).transpose(1, 2) for _ in "qkv"]
+
+
+def sbhd(target, batch, n, heads, d):
+    return [target.randn(n, batch, heads, d).transpose(0, 1) for _ in "qkv"]
+
+
+def heads_packed(target, batch, n, heads, d):
+    """[B, N, H, 3 d]: rows of 3 d, a head's q, k and v side by side."""
+    return target.randn(batch, n, heads, 3 * d).split(d, dim=-1)
+
+
+def odd_rows(target, batch, n, heads, d):
+    """Rows of d + 1 elements: only every fourth begins on 16 bytes."""
+    return [target.randn(batch, n, heads, d + 1)[..., :d] for _ in "qkv"]
+
+
+def odd_offsets(target, batch, n, heads, d):
+    count = batch * n * heads * d
+    return [target.randn(count + 3)[o : o + count].view(batch, n, heads, d) for o in (1, 2, 3)]
+
+
+def padded_rows(target, batch, n, heads, d):
+    return [target.randn(batch, n, heads, d + 4)[..., 4:] for _ in "qkv"]
+
+
+def every_second_token(target, batch, n, heads, d):
+    return [target.randn(batch, 2 * n, heads, d)[:, ::2] for _ in "qkv"]
+
+
+def one_cache_for_all(target, batch, n, heads, d):
+    """K and V of stride 0 along batch: a prefix that all sequences share; and one key head by expand."""
+    kv = [target.randn(1, n, 1, d).expand(batch, n, heads, d) for _ in "kv"]
+    return [target.randn(batch, n, heads, d), *kv]
+
+
+LAYOUTS = [packed, bhsd, sbhd, heads_packed, odd_rows, odd_offsets, padded_rows, every_second_token, one_cache_for_all]
+
+
+@pytest.mark.parametrize("d", [64, 20])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+def test_layout(target, layout, d):
+    q, k, v = layout(target, 2, 77, 4, d)
+    expected = expect(q, k, v, causal=True)
+    out, lse = target.fmha(q, k, v, causal=True)
+    expected.check(out, lse)
+    assert out.is_contiguous() and lse.is_contiguous()
+
+
+def test_strides_of_dimensions_of_one_mean_nothing(target):
+    q, k, v = target.qkv(1, 1, 1, 16, n_kv=40)
+    strange = q.as_strided(q.shape, (3, 5, 7, 1))
+    out, lse = target.fmha(strange, k, v)
+    expect(q, k, v).check(out, lse, small=True)

@@ -1,0 +1,79 @@
+"""Runs on a GPU what CI cannot: every test, and compute-sanitizer over sanitizer_sweep.py; writes gpu_verified.json.
+
+`make verify-gpu` calls it. The file ties the result to the hash of csrc/, which tests/check_build.py compares in CI;
+it is written only where everything passed.
+"""
+
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as xml
+from pathlib import Path
+
+import torch
+from source_tree import ROOT, VERIFIED, csrc_hash
+
+TOOLS = ("memcheck", "racecheck", "initcheck")
+
+
+def sanitizer() -> str:
+    """compute-sanitizer, from PATH, the toolkit or NVIDIA's wheel."""
+    places = [os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin", "/usr/local/cuda/compute-sanitizer"]
+    places += [str(p) for entry in sys.path for p in Path(entry).glob("nvidia/*/bin")]
+    if found := shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(places)):
+        return found
+    wheel = "nvidia-cuda-sanitizer-api==13.0.85"
+    sys.exit(f"compute-sanitizer is missing. Type:\n    {sys.executable} -m pip install {wheel}")
+
+
+def run_tests() -> dict[str, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}"]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            sys.exit("the tests failed: tests/gpu_verified.json is not written")
+        suite = xml.parse(report).getroot().find("testsuite")
+    total, skipped = int(suite.get("tests")), int(suite.get("skipped"))
+    return {"passed": total - skipped, "skipped": skipped}
+
+
+def run_sanitizer(tool: str) -> dict[str, int]:
+    """Checks our kernels alone; every tensor has an allocation of its own, so that a step over its end shows."""
+    command = [sanitizer(), "--tool", tool, "--kernel-regex", "kns=cutlass_ext", "--error-exitcode", "9"]
+    command += [sys.executable, str(ROOT / "tests" / "sanitizer_sweep.py")]
+    done = subprocess.run(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    )  # fmt: skip
+    calls = re.search(r"(\d+) calls agree", done.stdout)
+    clean = re.search(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards", done.stdout)
+    if done.returncode or not calls or not clean:
+        sys.exit(f"{done.stdout[-8000:]}\n{tool} failed: tests/gpu_verified.json is not written")
+    print(f"{tool}: clean over {calls[1]} calls", flush=True)
+    return {"calls": int(calls[1]), "errors": 0}
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("this wants a GPU and a CUDA build of PyTorch")
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    facts = {
+        "csrc": csrc_hash(),
+        "gpu": torch.cuda.get_device_name(),
+        "driver": subprocess.check_output(query, text=True).strip(),
+        "torch": torch.__version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "sanitizer": {tool: run_sanitizer(tool) for tool in TOOLS},
+        "tests": run_tests(),
+    }
+    VERIFIED.write_text(json.dumps(facts, indent=1) + "\n")
+    print(f"wrote {VERIFIED.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
