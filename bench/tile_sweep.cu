@@ -28,24 +28,30 @@ void time_tile(benchmark::State& state, Kernel const& kernel, Case const& c) {
 
 template <int B_r, int B_c, int Threads>
 void register_tile() {
-  using Fmha = simt::FMHA<B_r, B_c, SWEEP_HEAD_DIM, float, Threads>;
-  if constexpr (Fmha::kSharedBytes <= kSharedLimit) {
-    Kernel const kernel = simt_kernel<B_r, B_c, SWEEP_HEAD_DIM, Threads>();
-    for (bool causal : {false, true}) {
-      Case const c{SWEEP_HEAD_DIM == 128 ? 1 : 2, 4096, 16, SWEEP_HEAD_DIM, causal};
-      std::string const name = "tile/" + c.name() + "/Br" + std::to_string(B_r) + "/Bc" + std::to_string(B_c) + "/threads" + std::to_string(Threads);
-      benchmark::RegisterBenchmark(name.c_str(), time_tile, kernel, c)->UseManualTime()->Unit(benchmark::kMicrosecond);
+  if constexpr (B_r >= Threads / 2) {      // a lane owns four rows at least
+    using Fmha = simt::FMHA<B_r, B_c, SWEEP_HEAD_DIM, float, Threads>;
+    if constexpr (Fmha::kSharedBytes <= kSharedLimit) {
+      Kernel const kernel = simt_kernel<B_r, B_c, SWEEP_HEAD_DIM, Threads>();
+      for (bool causal : {false, true}) {
+        Case const c{2, 4096, 16, SWEEP_HEAD_DIM, causal};
+        std::string const name = "tile/" + c.name() + "/Br" + std::to_string(B_r) + "/Bc" + std::to_string(B_c) + "/threads" + std::to_string(Threads);
+        benchmark::RegisterBenchmark(name.c_str(), time_tile, kernel, c)->UseManualTime()->Unit(benchmark::kMicrosecond);
+      }
     }
   }
 }
 
-template <int B_r>
-void register_rows() {
-  register_tile<B_r, 32, 128>(), register_tile<B_r, 64, 128>(), register_tile<B_r, 96, 128>(), register_tile<B_r, 128, 128>();
-  register_tile<B_r, 32, 256>(), register_tile<B_r, 64, 256>(), register_tile<B_r, 96, 256>(), register_tile<B_r, 128, 256>();
+template <int B_r, int Threads>
+void register_keys() {
+  register_tile<B_r, 32, Threads>(), register_tile<B_r, 64, Threads>(), register_tile<B_r, 96, Threads>(), register_tile<B_r, 128, Threads>();
 }
 
-[[maybe_unused]] bool const registered = (register_rows<32>(), register_rows<64>(), register_rows<96>(), register_rows<128>(), true);
+template <int Threads>
+void register_rows() {
+  register_keys<32, Threads>(), register_keys<64, Threads>(), register_keys<128, Threads>();
+}
+
+[[maybe_unused]] bool const registered = (register_rows<64>(), register_rows<128>(), register_rows<256>(), true);
 
 }  // namespace
 }  // namespace cutlass_ext::bench

@@ -4,20 +4,23 @@
 #include <algorithm>
 #include <atomic>
 #include <sstream>
-#include <vector>
 
 #include "fmha/merge.hpp"
 #include "fmha/scheduler.hpp"
 
 namespace cutlass_ext {
 
-extern Kernel const simt_f32_d64_large, simt_f32_d64_small;
+extern Kernel const simt_f32_d32_large, simt_f32_d32_small, simt_f32_d64_large, simt_f32_d64_small, simt_f32_d96_large,
+    simt_f32_d96_small, simt_f32_d128_large, simt_f32_d128_small, simt_f32_d192_large, simt_f32_d192_small, simt_f32_d224_small,
+    simt_f32_d256_large, simt_f32_d256_small;
 
 namespace {
 
 /// Every kernel there is. Of one family, dtype and head_dim the larger tile comes first: it is taken where its query tiles fill the GPU.
 Kernel const* const kKernels[] = {
-    &simt_f32_d64_large, &simt_f32_d64_small,
+    &simt_f32_d32_large, &simt_f32_d32_small, &simt_f32_d64_large, &simt_f32_d64_small, &simt_f32_d96_large,
+    &simt_f32_d96_small, &simt_f32_d128_large, &simt_f32_d128_small, &simt_f32_d192_large, &simt_f32_d192_small,
+    &simt_f32_d224_small, &simt_f32_d256_large, &simt_f32_d256_small,
 };
 constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
 constexpr int kMaxDevices = 64;
@@ -104,7 +107,9 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
     if (cudaError_t e = prepare(k, index, &ctas)) return e;
     tiles = Scheduler(params.batch, params.heads_q, params.n_q, kernel.block_r, 1).size();
     plan->kernel = &kernel;
-    if (4 * tiles >= 3 * int64_t(ctas) * device.multiprocessors) break;     // fills the GPU; otherwise smaller tiles, if there are any
+    // The large tile where its query tiles fill the GPU. With the number of splits fixed the choice rests on N_q alone, so that a sequence's
+    // bits do not depend on the batch that it comes in.
+    if (num_splits > 0 ? 2 * params.n_q > kernel.block_r : 4 * tiles >= 3 * int64_t(ctas) * device.multiprocessors) break;
   }
   Kernel const& kernel = *plan->kernel;
   int64_t const slots = int64_t(ctas) * device.multiprocessors;

@@ -330,5 +330,7 @@ STABLE_TORCH_LIBRARY_IMPL(cutlass_ext, CPU, library) {
 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() {
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", "Registers torch.ops.cutlass_ext.", -1, nullptr, nullptr, nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
+  PyObject* const created = PyModule_Create(&module);
+  if (created) PyModule_AddIntConstant(created, "CUDART_VERSION", CUDART_VERSION);      // for the check of the driver at import
+  return created;
 }

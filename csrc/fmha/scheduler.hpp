@@ -39,11 +39,11 @@ struct Scheduler {
   }
 };
 
-/// Splits of the keys that fill `slots` (CTAs that the GPU holds at once) when `work_tiles` query tiles do not:
-/// 1 while they fill three quarters of them; never more than `key_tiles`; no split count that only makes tails shorter.
+/// Splits of the keys that fill `slots` (CTAs that the GPU holds at once) when `work_tiles` query tiles do not: 1 while they fill three
+/// quarters of them; never fewer than two key tiles a split, since the merge costs about as much; no split count that only makes tails shorter.
 inline int choose_num_splits(int64_t work_tiles, int64_t key_tiles, int64_t slots) {
-  if (work_tiles == 0 || key_tiles <= 1 || 4 * work_tiles >= 3 * slots) return 1;
-  int64_t const wanted = slots / work_tiles < key_tiles ? slots / work_tiles : key_tiles;
+  if (work_tiles == 0 || key_tiles < 4 || 4 * work_tiles >= 3 * slots) return 1;
+  int64_t const wanted = slots / work_tiles < key_tiles / 2 ? slots / work_tiles : key_tiles / 2;
   int64_t const tiles_per_split = (key_tiles + wanted - 1) / wanted;
   return static_cast<int>((key_tiles + tiles_per_split - 1) / tiles_per_split);
 }

@@ -79,7 +79,7 @@ CUTE_DEVICE void copy_q(GlobalTile const& src, float* sQ, float scale) {
       if (row < src.rows && col < src.cols) {
         v = src.aligned ? *reinterpret_cast<float4 const*>(from) : make_float4(from[0], from[1], from[2], from[3]);
       }
-      float* to = sQ + (row / kPanel * Traits::HeadDim + col) * kPanel + chunk_offset(row % kPanel / kVector, chunk) + row % kVector;
+      float* to = sQ + query_store_offset<Traits::HeadDim>(row, col);
       CUTE_UNROLL
       for (int e = 0; e < kVector; ++e) to[e * kPanel] = component(v, e) * scale;
     }
@@ -88,8 +88,8 @@ CUTE_DEVICE void copy_q(GlobalTile const& src, float* sQ, float scale) {
 
 /// The lane's rows of one column of Q, or of one key of P: a chunk for each half panel of the warp.
 template <class Traits, int Columns>
-CUTE_DEVICE void load_rows(float (&x)[Traits::Rows], float const* smem, int column, int column_quad, LanePlace place) {
-  float const* rows = smem + (place.panel * Columns + column) * kPanel + chunk_offset(place.row_chunk, column_quad);
+CUTE_DEVICE void load_rows(float (&x)[Traits::Rows], float const* smem, int column_quad, int e, LanePlace place) {
+  float const* rows = smem + rows_offset<Columns>(place, column_quad, e);
   CUTE_UNROLL
   for (int h = 0; h < Traits::Halves; ++h) {
     float4 const v = load_vector(rows + h * Traits::PanelsApart * Columns * kPanel);
@@ -98,45 +98,35 @@ CUTE_DEVICE void load_rows(float (&x)[Traits::Rows], float const* smem, int colu
   }
 }
 
-// Both products run through the lane's outer product in a serpentine, and keep the operand that changes slowly in the register-reuse cache. An
-// FFMA then reads two registers, the fast operand and the accumulator, which fit one cycle if their parity differs: the fast operands of a
-// vector alternate in parity, and so can the accumulators. Products of vectors along the reduced dimension cannot have this (every
-// accumulator meets both parities): they ran at half a dispatch stall an FFMA, 37 TFLOP/s on an H200 (bench/results).
+// Both products run through the lane's outer product in a serpentine: from one FFMA to the next one factor stays, where the register-reuse
+// cache holds it. An FFMA whose three sources come from one of the two register banks waits a cycle; that was every second one of the
+// product written along the reduced dimension (37 TFLOP/s at head_dim 64 on an H200, 43 in this order). Loading an operand ahead of its
+// use costs: its load falls between two FFMAs and ends their reuse (42). bench/results/tuning.md has the figures.
 
 /// S = Q K^T over `columns` columns (whole groups of 16; the copies have zeroed what lies past head_dim).
 template <class Traits, class ScoreTensor>
 CUTE_DEVICE void gemm_qk(ScoreTensor& S, float const* sQ, float const* sK, LanePlace place, int columns) {
-  constexpr int ChunksATurn = 4;
-  int const turns = columns / (ChunksATurn * kVector);
-  float4 k[2][Traits::Keys];
-  float q[2][Traits::Rows];
-  auto load_k = [&](int slot, int turn, int c) {
-    float const* k_chunk = sK + (turn / 2 * Traits::B_c + place.col * kVector) * kPanel + chunk_offset(turn % 2 * ChunksATurn + c, place.col);
-    CUTE_UNROLL
-    for (int j = 0; j < Traits::Keys; ++j) k[slot][j] = load_vector(k_chunk + (j / kVector * kPanel + j % kVector) * kPanel);
-  };
-  auto load_q = [&](int slot, int turn, int column) {
-    load_rows<Traits, Traits::HeadDim>(q[slot], sQ, turn * ChunksATurn * kVector + column, turn % 2 * ChunksATurn + column / kVector, place);
-  };
-  load_k(0, 0, 0);
-  load_q(0, 0, 0);
+  constexpr int ChunksATurn = 4;      // unrolled: 16 columns are 16 KB of instructions at 8 x 8
   clear(S);
   CUTE_NO_UNROLL
-  for (int turn = 0; turn < turns; ++turn) {
-    int const next_turn = turn + 1 < turns ? turn + 1 : 0;      // after the last turn for nothing: no branch
+  for (int turn = 0; turn < columns / (ChunksATurn * kVector); ++turn) {
     CUTE_UNROLL
     for (int c = 0; c < ChunksATurn; ++c) {
-      load_k(1 - c % 2, c + 1 < ChunksATurn ? turn : next_turn, (c + 1) % ChunksATurn);
+      int const chunk = turn * ChunksATurn + c;
+      float const* keys = sK + key_offset<Traits::B_c>(place, chunk);
+      float4 k[Traits::Keys];
+      CUTE_UNROLL
+      for (int j = 0; j < Traits::Keys; ++j) k[j] = load_vector(keys + (j / kVector * kPanel + j % kVector) * kPanel);
       CUTE_UNROLL
       for (int e = 0; e < kVector; ++e) {
-        int const column = c * kVector + e, next = column + 1;
-        load_q(next % 2, next < ChunksATurn * kVector ? turn : next_turn, next % (ChunksATurn * kVector));
+        float q[Traits::Rows];
+        load_rows<Traits, Traits::HeadDim>(q, sQ, chunk, e, place);
         CUTE_UNROLL
         for (int j = 0; j < Traits::Keys; ++j) {
           CUTE_UNROLL
           for (int step = 0; step < Traits::Rows; ++step) {
             int const i = j % 2 == 0 ? step : Traits::Rows - 1 - step;
-            S(i, j) = fmaf(component(k[c % 2][j], e), q[column % 2][i], S(i, j));
+            S(i, j) = fmaf(component(k[j], e), q[i], S(i, j));
           }
         }
       }
@@ -147,50 +137,45 @@ CUTE_DEVICE void gemm_qk(ScoreTensor& S, float const* sQ, float const* sK, LaneP
 /// Puts the lane's part of P, transposed, where its warp reads it back.
 template <class Traits, class ScoreTensor>
 CUTE_DEVICE void store_p(ScoreTensor const& P, float* sP, LanePlace place) {
-  float* p_chunk = sP + (place.panel * Traits::B_c + place.col * kVector) * kPanel + chunk_offset(place.row_chunk, place.col);
+  float* rows = sP + rows_offset<Traits::B_c>(place, place.col, 0);
   CUTE_UNROLL
   for (int h = 0; h < Traits::Halves; ++h) {
     CUTE_UNROLL
     for (int j = 0; j < Traits::Keys; ++j) {
       int const i = h * kVector;
-      *reinterpret_cast<float4*>(p_chunk + (h * Traits::PanelsApart * Traits::B_c + j / kVector * kPanel + j % kVector) * kPanel) =
+      *reinterpret_cast<float4*>(rows + (h * Traits::PanelsApart * Traits::B_c + j / kVector * kPanel + j % kVector) * kPanel) =
           make_float4(P(i, j), P(i + 1, j), P(i + 2, j), P(i + 3, j));
     }
   }
 }
 
-/// O += P V. The operands of a key are loaded while the key before it is multiplied.
+/// O += P V.
 template <class Traits, class OutTensor>
 CUTE_DEVICE void gemm_pv(OutTensor& O, float const* sP, float const* sV, LanePlace place) {
-  constexpr int KeysATurn = 16, Turns = Traits::B_c / KeysATurn;
-  float p[2][Traits::Rows], v[2][Traits::OutCols];
-  auto load = [&](int slot, int turn, int key) {
-    int const column = turn * KeysATurn + key, quad = turn % 2 * (KeysATurn / 4) + key / 4;
-    load_rows<Traits, Traits::B_c>(p[slot], sP, column, quad, place);
-    CUTE_UNROLL
-    for (int j = 0; j < Traits::OutCols / kVector; ++j) {
-      float4 const x = load_vector(sV + (j * Traits::B_c + column) * kPanel + chunk_offset(place.col, quad));
-      CUTE_UNROLL
-      for (int f = 0; f < kVector; ++f) v[slot][j * kVector + f] = component(x, f);
-    }
-  };
-  load(0, 0, 0);
+  constexpr int QuadsATurn = 4;
   CUTE_NO_UNROLL
-  for (int turn = 0; turn < Turns; ++turn) {
+  for (int turn = 0; turn < Traits::B_c / (QuadsATurn * 4); ++turn) {
     CUTE_UNROLL
-    for (int key = 0; key < KeysATurn; ++key) {
-      int const slot = key % 2;
-      if (key + 1 < KeysATurn) {
-        load(1 - slot, turn, key + 1);
-      } else {
-        load(1 - slot, turn + 1 < Turns ? turn + 1 : 0, 0);      // after the last turn for nothing: no branch
-      }
+    for (int c = 0; c < QuadsATurn; ++c) {
       CUTE_UNROLL
-      for (int i = 0; i < Traits::Rows; ++i) {
+      for (int e = 0; e < 4; ++e) {
+        int const quad = turn * QuadsATurn + c;
+        float p[Traits::Rows], v[Traits::OutCols];
+        load_rows<Traits, Traits::B_c>(p, sP, quad, e, place);
+        float const* values = sV + value_offset(place, quad, e);
         CUTE_UNROLL
-        for (int step = 0; step < Traits::OutCols; ++step) {
-          int const j = i % 2 == 0 ? step : Traits::OutCols - 1 - step;
-          O(i, j) = fmaf(p[slot][i], v[slot][j], O(i, j));
+        for (int j = 0; j < Traits::OutCols / kVector; ++j) {
+          float4 const x = load_vector(values + j * Traits::B_c * kPanel);
+          CUTE_UNROLL
+          for (int f = 0; f < kVector; ++f) v[j * kVector + f] = component(x, f);
+        }
+        CUTE_UNROLL
+        for (int i = 0; i < Traits::Rows; ++i) {
+          CUTE_UNROLL
+          for (int step = 0; step < Traits::OutCols; ++step) {
+            int const j = i % 2 == 0 ? step : Traits::OutCols - 1 - step;
+            O(i, j) = fmaf(p[i], v[j], O(i, j));
+          }
         }
       }
     }

@@ -2,9 +2,10 @@
 // Used by fmha.hpp; tests/cpp computes the bank of every shared-memory access from what stands here.
 #pragma once
 
+#include <type_traits>
+
 #include <cute/layout.hpp>
 #include <cute/swizzle_layout.hpp>
-#include <cute/atom/copy_atom.hpp>
 
 namespace cutlass_ext::simt {
 
@@ -21,10 +22,6 @@ using PanelLayout = decltype(composition(
     Swizzle<3, 2, 5>{}, Layout<Shape<Int<Rows>, Shape<Int<kPanel>, Int<Cols / kPanel>>>,
                                Stride<Int<kPanel>, Stride<_1, Int<Rows * kPanel>>>>{}));
 
-/// The swizzle by hand, for lanes that know `row / 4` and `chunk`: element offset of a chunk in its row of a panel. tests/cpp holds it
-/// against PanelLayout.
-CUTE_HOST_DEVICE constexpr int chunk_offset(int chunk, int row_quad) { return (chunk ^ (row_quad & 7)) * kVector; }
-
 /// A warp is a grid of 4 x 8 lanes. A lane owns, of S, P and O alike, whole groups of 4 rows and of 4 columns: rows
 /// `row + 0..3` of every half panel of its warp, columns `32 j + 4 col + 0..3`. So P passes between the two products within the warp.
 /// Neighbouring lanes share a column and lanes two apart share a row, which lets the hardware serve both kinds of broadcast 16-byte load
@@ -40,6 +37,35 @@ constexpr int kLaneRows = 4;
 constexpr int kLaneCols = 8;          // lanes that share a row: bits 1..3 of the lane
 constexpr int kLaneColStride = 2;
 constexpr int kHalfPanel = kLaneRows * kVector;
+
+// ---- The same layouts by hand: element offsets from what a lane knows (its place) and what the unrolled loops know. The compiler cannot see through
+// the swizzle of PanelLayout; tests/cpp holds each of these against it, for every lane, and counts the banks.
+
+/// Offset, in its row of a panel, of chunk `chunk` of a row whose index / 4 is `row_quad`.
+CUTE_HOST_DEVICE constexpr int chunk_offset(int chunk, int row_quad) { return (chunk ^ (row_quad & 7)) * kVector; }
+
+/// Q and P, transposed, `Columns` columns of the query tile's rows: the lane's four rows of column `column_quad * 4 + e`, in its first half panel.
+template <int Columns>
+CUTE_HOST_DEVICE int rows_offset(LanePlace place, int column_quad, int e) {
+  return (place.panel * Columns + column_quad * 4 + e) * kPanel + chunk_offset(place.row_chunk, column_quad);
+}
+
+/// Where element (row, col) of the query tile is stored; columns col + 1 .. col + 3 follow a panel row apart.
+template <int Columns>
+CUTE_HOST_DEVICE int query_store_offset(int row, int col) {
+  return (row / kPanel * Columns + col) * kPanel + chunk_offset(row % kPanel / kVector, col / kVector) + row % kVector;
+}
+
+/// K: chunk `chunk` of columns of the lane's first key.
+template <int B_c>
+CUTE_HOST_DEVICE int key_offset(LanePlace place, int chunk) {
+  return (chunk / kPanelChunks * B_c + place.col * kVector) * kPanel + chunk_offset(chunk % kPanelChunks, place.col);
+}
+
+/// V: the lane's first four columns of key `key_quad * 4 + e`.
+CUTE_HOST_DEVICE int value_offset(LanePlace place, int key_quad, int e) {
+  return (key_quad * 4 + e) * kPanel + chunk_offset(place.col, key_quad);
+}
 
 template <int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_>
 struct Traits {

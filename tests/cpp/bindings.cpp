@@ -1,0 +1,54 @@
+// cutlass_ext_host: the host-side logic of csrc/fmha for pytest and hypothesis (tests/python/test_host_logic.py). Test-only.
+#include <tuple>
+#include <vector>
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "fmha/scheduler.hpp"
+#include "fmha/visibility.hpp"
+#include "simt_banks.hpp"
+
+namespace py = pybind11;
+using namespace cutlass_ext;
+
+namespace {
+
+/// (first key, needs a mask) of the key tiles of one query tile, in the order in which the main loop visits them.
+std::vector<std::pair<int, bool>> visible_tiles(int row0, int rows, int n_q, int len_kv, int start_pos, int window_left, int window_right,
+                                                int block_c) {
+  Visibility const visibility{n_q, len_kv, start_pos, window_left, window_right};
+  Range const tiles = visibility.tiles_of(row0, rows, block_c);
+  std::vector<std::pair<int, bool>> visited;
+  for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) visited.emplace_back(tile * block_c, visibility.needs_mask(tile, row0, rows, block_c));
+  return visited;
+}
+
+std::vector<std::tuple<int, int, int, int>> schedule(int batch, int heads_q, int n_q, int block_r, int num_splits) {
+  Scheduler const scheduler(batch, heads_q, n_q, block_r, num_splits);
+  std::vector<std::tuple<int, int, int, int>> items;
+  for (unsigned i = 0; i < scheduler.size(); ++i) {
+    WorkItem const w = scheduler(i, block_r);
+    items.emplace_back(w.batch, w.head, w.row0, w.split);
+  }
+  return items;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(cutlass_ext_host, module) {
+  auto const reports = simt::bank_reports();
+  module.def("visible_tiles", &visible_tiles);
+  module.def("schedule", &schedule);
+  module.def("choose_num_splits", &choose_num_splits);
+  module.def("split_range", [](int num_tiles, int num_splits, int split) {
+    Range const range = split_range({0, num_tiles}, num_splits, split);
+    return std::pair(range.begin, range.end);
+  });
+  module.def("kernel_configs", [reports] {
+    std::vector<std::string> names;
+    for (auto const& [name, report] : reports) names.push_back(name);
+    return names;
+  });
+  module.def("bank_conflicts", [reports](std::string const& name) { return reports.at(name).conflicts; });
+}
