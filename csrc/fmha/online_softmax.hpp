@@ -46,9 +46,9 @@ struct OnlineSoftmax {
     }
   }
 
-  /// S becomes P = exp2(S - m); l and O follow the new maximum.
-  template <class ScoreTensor, class OutTensor>
-  CUTE_DEVICE void update(ScoreTensor& S, OutTensor& O) {
+  /// S becomes P = exp2(S - m), l follows the new maximum, and so must O: `rescale(i)` is what its row i is to be multiplied by.
+  template <class ScoreTensor, class RowTensor>
+  CUTE_DEVICE void update(ScoreTensor& S, RowTensor& rescale) {
     CUTE_UNROLL
     for (int i = 0; i < Rows; ++i) {
       float tile_max = S(i, 0);
@@ -56,7 +56,7 @@ struct OnlineSoftmax {
       for (int j = 1; j < cute::size<1>(S); ++j) tile_max = fmaxf(tile_max, S(i, j));
       float const m_new = fmaxf(m[i], warp_max<Lanes, Stride>(tile_max));
       float const base = m_new == -INFINITY ? 0.f : m_new;      // a row without a visible key so far: all of P is 0
-      float const rescale = exp2_approx(m[i] - base);
+      rescale(i) = exp2_approx(m[i] - base);
       m[i] = m_new;
       float sum = 0.f;
       CUTE_UNROLL
@@ -64,9 +64,7 @@ struct OnlineSoftmax {
         S(i, j) = exp2_approx(S(i, j) - base);
         sum += S(i, j);
       }
-      l[i] = l[i] * rescale + sum;
-      CUTE_UNROLL
-      for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= rescale;
+      l[i] = l[i] * rescale(i) + sum;
     }
   }
 

@@ -149,41 +149,52 @@ CUTE_DEVICE void store_p(ScoreTensor const& P, float* sP, LanePlace place) {
   }
 }
 
-/// O += P V.
-template <class Traits, class OutTensor>
-CUTE_DEVICE void gemm_pv(OutTensor& O, float const* sP, float const* sV, LanePlace place) {
-  constexpr int QuadsATurn = 4;
-  CUTE_NO_UNROLL
-  for (int turn = 0; turn < Traits::B_c / (QuadsATurn * 4); ++turn) {
-    CUTE_UNROLL
-    for (int c = 0; c < QuadsATurn; ++c) {
+/// O = rescale O + P V. The tile's product is summed apart and added once: the rounding error of O then grows with the number of tiles and not
+/// of keys (2.4 times less at 2000 keys), and the addition rescales for nothing. `Traits::GroupCols` columns at a time, as registers allow.
+template <class Traits, class OutTensor, class RowTensor>
+CUTE_DEVICE void gemm_pv(OutTensor& O, RowTensor const& rescale, float const* sP, float const* sV, LanePlace place) {
+  constexpr int QuadsATurn = 4, Cols = Traits::GroupCols;
+  CUTE_UNROLL
+  for (int group = 0; group < Traits::OutCols / Cols; ++group) {
+    Tensor T = make_tensor<float>(Shape<Int<Traits::Rows>, Int<Cols>>{});
+    clear(T);
+    CUTE_NO_UNROLL
+    for (int turn = 0; turn < Traits::B_c / (QuadsATurn * 4); ++turn) {
       CUTE_UNROLL
-      for (int e = 0; e < 4; ++e) {
-        int const quad = turn * QuadsATurn + c;
-        float p[Traits::Rows], v[Traits::OutCols];
-        load_rows<Traits, Traits::B_c>(p, sP, quad, e, place);
-        float const* values = sV + value_offset(place, quad, e);
+      for (int c = 0; c < QuadsATurn; ++c) {
         CUTE_UNROLL
-        for (int j = 0; j < Traits::OutCols / kVector; ++j) {
-          float4 const x = load_vector(values + j * Traits::B_c * kPanel);
+        for (int e = 0; e < 4; ++e) {
+          int const quad = turn * QuadsATurn + c;
+          float p[Traits::Rows], v[Cols];
+          load_rows<Traits, Traits::B_c>(p, sP, quad, e, place);
+          float const* values = sV + value_offset(place, quad, e) + group * (Cols / kVector) * Traits::B_c * kPanel;
           CUTE_UNROLL
-          for (int f = 0; f < kVector; ++f) v[j * kVector + f] = component(x, f);
-        }
-        CUTE_UNROLL
-        for (int i = 0; i < Traits::Rows; ++i) {
+          for (int j = 0; j < Cols / kVector; ++j) {
+            float4 const x = load_vector(values + j * Traits::B_c * kPanel);
+            CUTE_UNROLL
+            for (int f = 0; f < kVector; ++f) v[j * kVector + f] = component(x, f);
+          }
           CUTE_UNROLL
-          for (int step = 0; step < Traits::OutCols; ++step) {
-            int const j = i % 2 == 0 ? step : Traits::OutCols - 1 - step;
-            O(i, j) = fmaf(p[i], v[j], O(i, j));
+          for (int i = 0; i < Traits::Rows; ++i) {
+            CUTE_UNROLL
+            for (int step = 0; step < Cols; ++step) {
+              int const j = i % 2 == 0 ? step : Cols - 1 - step;
+              T(i, j) = fmaf(p[i], v[j], T(i, j));
+            }
           }
         }
       }
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::Rows; ++i) {
+      CUTE_UNROLL
+      for (int j = 0; j < Cols; ++j) O(i, group * Cols + j) = fmaf(O(i, group * Cols + j), rescale(i), T(i, j));
     }
   }
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__ ForwardParams const params) {
+__global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(__grid_constant__ ForwardParams const params) {
   constexpr int B_r = Traits::B_r, B_c = Traits::B_c, Rows = Traits::Rows, Stages = Traits::Stages;
   extern __shared__ __align__(128) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
@@ -232,6 +243,7 @@ __global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__
 
   Tensor O = make_tensor<float>(Shape<Int<Rows>, Int<Traits::OutCols>>{});
   Tensor S = make_tensor<float>(Shape<Int<Rows>, Int<Traits::Keys>>{});
+  Tensor rescale = make_tensor<float>(Shape<Int<Rows>>{});
   OnlineSoftmax<Rows, kLaneCols, kLaneColStride> softmax;
   ScoreMod const score_mod(params, work.batch, work.head);
   clear(O);
@@ -260,11 +272,11 @@ __global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__
         }
       }
     }
-    softmax.update(S, O);
+    softmax.update(S, rescale);
     store_p<Traits>(S, shared.p, place);
 
     float const* sV = next_item();      // its barrier also orders this warp's stores of P before its loads
-    gemm_pv<Traits>(O, shared.p, sV, place);
+    gemm_pv<Traits>(O, rescale, shared.p, sV, place);
   }
 
   bool const is_split = params.num_splits > 1;

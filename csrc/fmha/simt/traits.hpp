@@ -67,6 +67,13 @@ CUTE_HOST_DEVICE int value_offset(LanePlace place, int key_quad, int e) {
   return (key_quad * 4 + e) * kPanel + chunk_offset(place.col, key_quad);
 }
 
+/// Columns of O that a thread multiplies at a time, so that sums of their own fit next to O: whole vectors, a divisor of `out_cols`.
+constexpr int group_cols(int rows, int out_cols) {
+  int cols = out_cols;
+  while (out_cols % cols != 0 || cols % kVector != 0 || rows * cols > (rows * out_cols > 96 ? 32 : 64)) --cols;
+  return cols;
+}
+
 template <int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_>
 struct Traits {
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, Threads = Threads_;
@@ -77,6 +84,7 @@ struct Traits {
   static constexpr int Rows = Halves * kVector;             // rows of a thread
   static constexpr int Keys = B_c / kLaneCols;              // columns of a thread in S and P
   static constexpr int OutCols = HeadDim / kLaneCols;       // columns of a thread in O
+  static constexpr int GroupCols = group_cols(Rows, OutCols);  // columns of a thread in one product P V
   static constexpr int Stages = 2;                          // ring slots that K and V tiles take in turn
 
   static_assert(std::is_same_v<Element, float>, "the CUDA-core family computes in fp32");
@@ -97,6 +105,12 @@ struct Traits {
     alignas(128) Element kv[Stages][cosize_v<LayoutKV>];
     alignas(128) Element p[cosize_v<LayoutP>];
   };
+
+  // CTAs that a multiprocessor of 228 KB is to hold: as many as shared memory allows, and no more than the registers do. 64 accumulators a
+  // thread need 168 registers, more of them spill with fewer than all.
+  static constexpr int Registers = Rows * (OutCols + (Keys > GroupCols ? Keys : GroupCols)) <= 64 ? 168 : 256;
+  static constexpr int CtasByShared = 228 * 1024 / (sizeof(SharedStorage) + 1024), CtasByRegisters = 65536 / Registers / Threads;
+  static constexpr int MinCtas = CtasByShared < CtasByRegisters ? CtasByShared : CtasByRegisters;
 };
 
 }  // namespace cutlass_ext::simt
