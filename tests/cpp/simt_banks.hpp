@@ -118,7 +118,7 @@ inline std::map<std::string, BankReport> bank_reports() {
             std::to_string(T::Threads)] = bank_report<T>();
   };
   add(Traits<128, 64, 32, float, 128>{}), add(Traits<64, 32, 32, float, 128>{});
-  add(Traits<128, 64, 64, float, 128>{}), add(Traits<64, 32, 64, float, 128>{}), add(Traits<64, 64, 64, float, 128>{});
+  add(Traits<128, 64, 64, float, 128>{}), add(Traits<64, 32, 64, float, 128>{}), add(Traits<64, 64, 64, float, 128>{}), add(Traits<32, 64, 64, float, 64>{});
   add(Traits<64, 64, 96, float, 128>{}), add(Traits<64, 32, 96, float, 128>{});
   add(Traits<64, 64, 128, float, 128>{}), add(Traits<64, 32, 128, float, 128>{}), add(Traits<128, 96, 128, float, 256>{});
   add(Traits<64, 32, 192, float, 128>{}), add(Traits<32, 32, 192, float, 64>{});

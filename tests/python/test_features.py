@@ -187,7 +187,7 @@ def test_a_dominant_sink_takes_everything(target):
     out, lse = target.fmha(q, k, v, sink=torch.tensor([1000.0, -1000.0], device=target.device))
     assert not out[:, :, 0].any() and (lse[:, 0] == 1000.0).all()
     one_head = [t[:, :, 1:] for t in (q, k, v)]
-    expect(*one_head).check(out[:, :, 1:], lse[:, 1:])
+    expect(*one_head).check(out[:, :, 1:], lse[:, 1:], small=True)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0])

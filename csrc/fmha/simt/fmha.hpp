@@ -63,25 +63,31 @@ CUTE_DEVICE void copy_kv_async_unaligned(GlobalTile const& src, float* sKV) {
 }
 
 /// Copies the query tile to shared memory, transposed and times `scale`: the scale then costs no instruction a score, and P at a row's
-/// maximum is exactly 1.
-template <class Traits>
+/// maximum is exactly 1. All loads are under way before the first store waits for one.
+template <class Traits, bool Aligned>
 CUTE_DEVICE void copy_q(GlobalTile const& src, float* sQ, float scale) {
-  constexpr int RowsAPass = Traits::Threads / kPanelChunks;
-  int const chunk = threadIdx.x % kPanelChunks;
+  constexpr int RowsAPass = Traits::Threads / kPanelChunks, Passes = Traits::B_r / RowsAPass, Panels = Traits::HeadDim / kPanel;
+  int const row0 = threadIdx.x / kPanelChunks, col0 = threadIdx.x % kPanelChunks * kVector;
+  float4 v[Panels][Passes];
   CUTE_UNROLL
-  for (int panel = 0; panel < Traits::HeadDim / kPanel; ++panel) {
-    int const col = panel * kPanel + chunk * kVector;
+  for (int panel = 0; panel < Panels; ++panel) {
     CUTE_UNROLL
-    for (int pass = 0; pass < Traits::B_r / RowsAPass; ++pass) {
-      int const row = pass * RowsAPass + threadIdx.x / kPanelChunks;
+    for (int pass = 0; pass < Passes; ++pass) {
+      int const row = pass * RowsAPass + row0, col = panel * kPanel + col0;
       float const* from = src.data + row * src.row_stride + col;
-      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+      v[panel][pass] = make_float4(0.f, 0.f, 0.f, 0.f);
       if (row < src.rows && col < src.cols) {
-        v = src.aligned ? *reinterpret_cast<float4 const*>(from) : make_float4(from[0], from[1], from[2], from[3]);
+        v[panel][pass] = Aligned ? *reinterpret_cast<float4 const*>(from) : make_float4(from[0], from[1], from[2], from[3]);
       }
-      float* to = sQ + query_store_offset<Traits::HeadDim>(row, col);
+    }
+  }
+  CUTE_UNROLL
+  for (int panel = 0; panel < Panels; ++panel) {
+    CUTE_UNROLL
+    for (int pass = 0; pass < Passes; ++pass) {
+      float* to = sQ + query_store_offset<Traits::HeadDim>(pass * RowsAPass + row0, panel * kPanel + col0);
       CUTE_UNROLL
-      for (int e = 0; e < kVector; ++e) to[e * kPanel] = component(v, e) * scale;
+      for (int e = 0; e < kVector; ++e) to[e * kPanel] = component(v[panel][pass], e) * scale;
     }
   }
 }
@@ -251,8 +257,9 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
   if (tiles.size() > 0) {
     CUTE_UNROLL
     for (int i = 0; i < Stages - 1; ++i) load_item(i);
-    copy_q<Traits>(tile_at(params.q, params.q_stride, work.batch, work.head, work.row0, params.n_q - work.row0, params.head_dim), shared.q,
-                   ScoreMod::query_scale(params));
+    GlobalTile const q = tile_at(params.q, params.q_stride, work.batch, work.head, work.row0, params.n_q - work.row0, params.head_dim);
+    float const scale = ScoreMod::query_scale(params);
+    q.aligned ? copy_q<Traits, true>(q, shared.q, scale) : copy_q<Traits, false>(q, shared.q, scale);
   }
 
   int const columns = (params.head_dim + 15) / 16 * 16;
