@@ -19,18 +19,21 @@ void time_library(benchmark::State& state, Case const& c) {
   if (error != cudaSuccess) return state.SkipWithError(cudaGetErrorString(error));
   if (!plan.kernel) return state.SkipWithError(plan.reason.c_str());
   state.SetLabel(plan.reason);
-  run(state, c, plan.num_splits, [&](ForwardParams const& params, cudaStream_t stream) { return run_forward(plan, params, stream); });
+  run(state, c, plan.num_splits,
+      [&](ForwardParams const& params, cudaStream_t stream) { return run_forward(plan, params, stream); });
 }
 
 void register_library() {
   static Case const cases[] = {
-      {4, 512, 16, 64},  {8, 59, 16, 64},   {1, 2048, 16, 64}, {2, 8192, 16, 64}, {2, 4096, 16, 128}, {1, 4096, 16, 256},
-      {1, 256, 1, 64},   {1, 1024, 1, 64},  {2, 256, 4, 64},   {2, 1024, 4, 64},  {10, 1024, 64, 32},
+      {4, 512, 16, 64}, {8, 59, 16, 64},  {1, 2048, 16, 64}, {2, 8192, 16, 64}, {2, 4096, 16, 128}, {1, 4096, 16, 256},
+      {1, 256, 1, 64},  {1, 1024, 1, 64}, {2, 256, 4, 64},   {2, 1024, 4, 64},  {10, 1024, 64, 32},
   };
   for (Case c : cases) {
     for (bool causal : {false, true}) {
       c.causal = causal;
-      benchmark::RegisterBenchmark(("fmha/" + c.name()).c_str(), time_library, c)->UseManualTime()->Unit(benchmark::kMicrosecond);
+      benchmark::RegisterBenchmark(("fmha/" + c.name()).c_str(), time_library, c)
+          ->UseManualTime()
+          ->Unit(benchmark::kMicrosecond);
     }
   }
 }

@@ -1,5 +1,6 @@
-// Every tile shape of the CUDA-core FMHA that fits a multiprocessor, for the head_dim that CMake sets as SWEEP_HEAD_DIM; linked into
-// fmha_bench by -DFMHA_SWEEP=ON. How the tiles in csrc/kernels were chosen: the table is in bench/results.
+// Every tile shape of the CUDA-core FMHA that fits a multiprocessor, for the head_dim that CMake sets as
+// SWEEP_HEAD_DIM; linked into fmha_bench by -DFMHA_SWEEP=ON. How the tiles in csrc/kernels were chosen: the table is in
+// bench/results.
 #include <string>
 
 #include "kernels/simt_kernel.hpp"
@@ -8,12 +9,14 @@
 namespace cutlass_ext::bench {
 namespace {
 
-constexpr int kSharedLimit = 227 * 1024;      // of a block on sm_90; smaller GPUs refuse the launch and the row says so
+constexpr int kSharedLimit = 227 * 1024;  // of a block on sm_90; smaller GPUs refuse the launch and the row says so
 
 void time_tile(benchmark::State& state, Kernel const& kernel, Case const& c) {
   int ctas = 0;
-  cudaError_t error = cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
-  if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel.entry, kernel.threads, kernel.shared_bytes);
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
+  if (error == cudaSuccess)
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel.entry, kernel.threads, kernel.shared_bytes);
   if (error != cudaSuccess) {
     cudaGetLastError();
     return state.SkipWithError(cudaGetErrorString(error));
@@ -28,14 +31,17 @@ void time_tile(benchmark::State& state, Kernel const& kernel, Case const& c) {
 
 template <int B_r, int B_c, int Threads>
 void register_tile() {
-  if constexpr (B_r >= Threads / 2) {      // a lane owns four rows at least
+  if constexpr (B_r >= Threads / 2) {  // a lane owns four rows at least
     using Fmha = simt::FMHA<B_r, B_c, SWEEP_HEAD_DIM, float, Threads>;
     if constexpr (Fmha::kSharedBytes <= kSharedLimit) {
       Kernel const kernel = simt_kernel<B_r, B_c, SWEEP_HEAD_DIM, Threads>();
       for (bool causal : {false, true}) {
         Case const c{2, 4096, 16, SWEEP_HEAD_DIM, causal};
-        std::string const name = "tile/" + c.name() + "/Br" + std::to_string(B_r) + "/Bc" + std::to_string(B_c) + "/threads" + std::to_string(Threads);
-        benchmark::RegisterBenchmark(name.c_str(), time_tile, kernel, c)->UseManualTime()->Unit(benchmark::kMicrosecond);
+        std::string const name = "tile/" + c.name() + "/Br" + std::to_string(B_r) + "/Bc" + std::to_string(B_c) +
+                                 "/threads" + std::to_string(Threads);
+        benchmark::RegisterBenchmark(name.c_str(), time_tile, kernel, c)
+            ->UseManualTime()
+            ->Unit(benchmark::kMicrosecond);
       }
     }
   }
@@ -43,7 +49,8 @@ void register_tile() {
 
 template <int B_r, int Threads>
 void register_keys() {
-  register_tile<B_r, 32, Threads>(), register_tile<B_r, 64, Threads>(), register_tile<B_r, 96, Threads>(), register_tile<B_r, 128, Threads>();
+  register_tile<B_r, 32, Threads>(), register_tile<B_r, 64, Threads>(), register_tile<B_r, 96, Threads>(),
+      register_tile<B_r, 128, Threads>();
 }
 
 template <int Threads>

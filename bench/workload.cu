@@ -8,7 +8,8 @@
 namespace cutlass_ext::bench {
 namespace {
 
-/// Uniform in [-sqrt(3), sqrt(3)], so variance 1, from a 64-bit mix of the index (splitmix64; Steele, Lea and Flood, OOPSLA 2014).
+/// Uniform in [-sqrt(3), sqrt(3)], so variance 1, from a 64-bit mix of the index (splitmix64; Steele, Lea and Flood,
+/// OOPSLA 2014).
 __host__ __device__ float value_at(uint64_t index) {
   uint64_t z = index * 0x9e3779b97f4a7c15ull;
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -17,7 +18,8 @@ __host__ __device__ float value_at(uint64_t index) {
 }
 
 __global__ void fill_random(float* data, int64_t n, uint64_t seed) {
-  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x) data[i] = value_at(seed + i);
+  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x)
+    data[i] = value_at(seed + i);
 }
 
 class DeviceBuffer {
@@ -33,7 +35,8 @@ class DeviceBuffer {
   float* data_ = nullptr;
 };
 
-/// Largest error of a few rows against the formula in float64, relative to the largest output; the inputs are recomputed from their indices.
+/// Largest error of a few rows against the formula in float64, relative to the largest output; the inputs are
+/// recomputed from their indices.
 double sampled_error(Case const& c, float const* out, uint64_t const (&seeds)[3]) {
   int64_t const row_stride = int64_t(c.heads) * c.head_dim;
   auto input = [&](int tensor, int b, int row, int head, int col) {
@@ -56,10 +59,11 @@ double sampled_error(Case const& c, float const* out, uint64_t const (&seeds)[3]
       for (int x = 0; x < c.head_dim; ++x) o[x] += p * input(2, b, j, head, x);
     }
     std::vector<float> got(c.head_dim);
-    cudaMemcpy(got.data(), out + (int64_t(b) * c.n + row) * row_stride + head * c.head_dim, c.head_dim * sizeof(float), cudaMemcpyDeviceToHost);
+    cudaMemcpy(got.data(), out + (int64_t(b) * c.n + row) * row_stride + head * c.head_dim, c.head_dim * sizeof(float),
+               cudaMemcpyDeviceToHost);
     for (int x = 0; x < c.head_dim; ++x) {
       double const difference = std::abs(got[x] - o[x] / l);
-      error = difference <= error ? error : difference;      // NaN counts as an error
+      error = difference <= error ? error : difference;  // NaN counts as an error
       largest = std::max(largest, std::abs(o[x] / l));
     }
   }
@@ -69,19 +73,21 @@ double sampled_error(Case const& c, float const* out, uint64_t const (&seeds)[3]
 }  // namespace
 
 std::string Case::name() const {
-  return "b" + std::to_string(batch) + "/n" + std::to_string(n) + "/h" + std::to_string(heads) + "/d" + std::to_string(head_dim) +
-         (causal ? "/causal" : "/full");
+  return "b" + std::to_string(batch) + "/n" + std::to_string(n) + "/h" + std::to_string(heads) + "/d" +
+         std::to_string(head_dim) + (causal ? "/causal" : "/full");
 }
 
-void run(benchmark::State& state, Case const& c, int splits, std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch) {
+void run(benchmark::State& state, Case const& c, int splits,
+         std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch) {
   int64_t const elements = int64_t(c.batch) * c.n * c.heads * c.head_dim, rows = int64_t(c.batch) * c.n * c.heads;
   int64_t const partial_rows = splits > 1 ? splits * rows : 0;
-  DeviceBuffer q(elements), k(elements), v(elements), o(elements), lse(rows), o_partial(partial_rows * c.head_dim), lse_partial(partial_rows);
+  DeviceBuffer q(elements), k(elements), v(elements), o(elements), lse(rows), o_partial(partial_rows * c.head_dim),
+      lse_partial(partial_rows);
   if (!q.get() || !k.get() || !v.get() || !o.get()) return state.SkipWithError("out of device memory");
   uint64_t const seeds[] = {1ull << 60, 2ull << 60, 3ull << 60};
   DeviceBuffer const* inputs[] = {&q, &k, &v};
   for (int i = 0; i < 3; ++i) fill_random<<<1024, 256>>>(inputs[i]->get(), elements, seeds[i]);
-  cudaMemset(o.get(), 0xff, elements * sizeof(float));      // NaN: an unwritten output shows
+  cudaMemset(o.get(), 0xff, elements * sizeof(float));  // NaN: an unwritten output shows
 
   ForwardParams p;
   p.q = q.get();
@@ -89,7 +95,8 @@ void run(benchmark::State& state, Case const& c, int splits, std::function<cudaE
   p.v = v.get();
   p.o = o.get();
   p.lse = lse.get();
-  p.q_stride = p.k_stride = p.v_stride = p.o_stride = {int64_t(c.n) * c.heads * c.head_dim, int64_t(c.heads) * c.head_dim, c.head_dim};
+  p.q_stride = p.k_stride = p.v_stride =
+      p.o_stride = {int64_t(c.n) * c.heads * c.head_dim, int64_t(c.heads) * c.head_dim, c.head_dim};
   p.batch = c.batch;
   p.n_q = p.n_kv = c.n;
   p.heads_q = p.heads_kv = c.heads;
@@ -125,7 +132,8 @@ void run(benchmark::State& state, Case const& c, int splits, std::function<cudaE
   }
   double const pairs = c.causal ? double(c.n) * (c.n + 1) / 2 : double(c.n) * c.n;
   using benchmark::Counter;
-  state.counters["TFLOP/s"] = Counter(4e-12 * c.batch * c.heads * c.head_dim * pairs, Counter::kIsIterationInvariantRate);
+  state.counters["TFLOP/s"] =
+      Counter(4e-12 * c.batch * c.heads * c.head_dim * pairs, Counter::kIsIterationInvariantRate);
   state.counters["GB/s"] = Counter(4e-9 * elements * sizeof(float), Counter::kIsIterationInvariantRate);
   cudaEventDestroy(begin);
   cudaEventDestroy(end);

@@ -14,11 +14,12 @@ namespace cutlass_ext::bench {
 struct Case {
   int batch, n, heads, head_dim;
   bool causal;
-  std::string name() const;      // "b2/n8192/h16/d64/causal"
+  std::string name() const;  // "b2/n8192/h16/d64/causal"
 };
 
-/// Runs `launch` on the case's tensors under `state`, in manual time; a wrong row or a failed launch ends it with an error.
-/// `splits` partial results are given room in the workspace.
-void run(benchmark::State& state, Case const& c, int splits, std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch);
+/// Runs `launch` on the case's tensors under `state`, in manual time; a wrong row or a failed launch ends it with an
+/// error. `splits` partial results are given room in the workspace.
+void run(benchmark::State& state, Case const& c, int splits,
+         std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch);
 
 }  // namespace cutlass_ext::bench

@@ -10,24 +10,25 @@
 
 namespace cutlass_ext {
 
-extern Kernel const simt_f32_d32_large, simt_f32_d32_small, simt_f32_d64_large, simt_f32_d64_medium, simt_f32_d64_small, simt_f32_d96_large,
-    simt_f32_d96_small, simt_f32_d128_large, simt_f32_d128_medium, simt_f32_d128_small, simt_f32_d192_large, simt_f32_d192_small, simt_f32_d224_small,
-    simt_f32_d256_large, simt_f32_d256_small;
+extern Kernel const simt_f32_d32_large, simt_f32_d32_small, simt_f32_d64_large, simt_f32_d64_medium, simt_f32_d64_small,
+    simt_f32_d96_large, simt_f32_d96_small, simt_f32_d128_large, simt_f32_d128_medium, simt_f32_d128_small,
+    simt_f32_d192_large, simt_f32_d192_small, simt_f32_d224_small, simt_f32_d256_large, simt_f32_d256_small;
 
 namespace {
 
-/// Every kernel there is. Of one family, dtype and head_dim the larger tile comes first: it is taken where its query tiles fill the GPU.
+/// Every kernel there is. Of one family, dtype and head_dim the larger tile comes first: it is taken where its query
+/// tiles fill the GPU.
 Kernel const* const kKernels[] = {
-    &simt_f32_d32_large, &simt_f32_d32_small, &simt_f32_d64_large, &simt_f32_d64_medium, &simt_f32_d64_small, &simt_f32_d96_large,
-    &simt_f32_d96_small, &simt_f32_d128_large, &simt_f32_d128_medium, &simt_f32_d128_small, &simt_f32_d192_large, &simt_f32_d192_small,
-    &simt_f32_d224_small, &simt_f32_d256_large, &simt_f32_d256_small,
+    &simt_f32_d32_large,  &simt_f32_d32_small,  &simt_f32_d64_large,  &simt_f32_d64_medium,  &simt_f32_d64_small,
+    &simt_f32_d96_large,  &simt_f32_d96_small,  &simt_f32_d128_large, &simt_f32_d128_medium, &simt_f32_d128_small,
+    &simt_f32_d192_large, &simt_f32_d192_small, &simt_f32_d224_small, &simt_f32_d256_large,  &simt_f32_d256_small,
 };
 constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
 constexpr int kMaxDevices = 64;
 
 struct Device {
   int multiprocessors = 0;
-  int shared_bytes = 0;      // that a block may opt in to
+  int shared_bytes = 0;  // that a block may opt in to
 };
 
 cudaError_t device_of(int index, Device* device) {
@@ -44,14 +45,19 @@ cudaError_t device_of(int index, Device* device) {
   return cudaSuccess;
 }
 
-/// CTAs of kernel `k` that a multiprocessor holds; the first call for a device also raises the kernel's shared-memory limit there.
+/// CTAs of kernel `k` that a multiprocessor holds; the first call for a device also raises the kernel's shared-memory
+/// limit there.
 cudaError_t prepare(int k, int device, int* ctas) {
   static std::atomic<int> prepared[kKernelCount][kMaxDevices];
   int n = prepared[k][device].load();
   if (n == 0) {
     Kernel const& kernel = *kKernels[k];
-    if (cudaError_t e = cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes)) return e;
-    if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n, kernel.entry, kernel.threads, kernel.shared_bytes)) return e;
+    if (cudaError_t e =
+            cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes))
+      return e;
+    if (cudaError_t e =
+            cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n, kernel.entry, kernel.threads, kernel.shared_bytes))
+      return e;
     n = std::max(n, 1);
     prepared[k][device].store(n);
   }
@@ -63,8 +69,9 @@ char const* name_of(DType dtype) {
   return dtype == DType::Float32 ? "float32" : dtype == DType::Float16 ? "float16" : "bfloat16";
 }
 
-/// Whether `tiles` query tiles fill the `slots` CTAs that the GPU holds at once. Under a causal mask the tiles differ in length, and a single
-/// wave lasts as long as its longest: (1, 2048, 16, 64) took 341 us in 256 tiles of 128 rows for 264 slots, 266 in 1024 of 32 for 528.
+/// Whether `tiles` query tiles fill the `slots` CTAs that the GPU holds at once. Under a causal mask the tiles differ
+/// in length, and a single wave lasts as long as its longest: (1, 2048, 16, 64) took 341 us in 256 tiles of 128 rows
+/// for 264 slots, 266 in 1024 of 32 for 528.
 bool fills(ForwardParams const& params, int64_t tiles, int64_t slots) {
   return params.window_right >= 0 && params.n_q > 1 ? 4 * tiles >= 5 * slots : 4 * tiles >= 3 * slots;
 }
@@ -72,13 +79,15 @@ bool fills(ForwardParams const& params, int64_t tiles, int64_t slots) {
 /// Key tiles that the busiest query tile visits, as far as the host knows.
 int64_t key_tiles(ForwardParams const& p, Kernel const& kernel) {
   int64_t keys = p.n_kv;
-  if (p.window_left >= 0 && p.window_right >= 0) keys = std::min<int64_t>(keys, int64_t(p.window_left) + p.window_right + kernel.block_r);
+  if (p.window_left >= 0 && p.window_right >= 0)
+    keys = std::min<int64_t>(keys, int64_t(p.window_left) + p.window_right + kernel.block_r);
   return (keys + kernel.block_c - 1) / kernel.block_c;
 }
 
 }  // namespace
 
-cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string const& backend, int num_splits, bool want_reason, Plan* plan) {
+cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string const& backend, int num_splits,
+                         bool want_reason, Plan* plan) {
   *plan = {};
   int index;
   Device device;
@@ -87,17 +96,17 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
 
   int const wanted = std::max(params.head_dim, params.head_dim_v);
   bool family_known = backend == "auto";
-  int head_dim = 0;       // of the smallest tiles that hold the call's
+  int head_dim = 0;  // of the smallest tiles that hold the call's
   for (Kernel const* k : kKernels) {
     family_known |= backend == k->family;
-    if ((backend == "auto" || backend == k->family) && k->dtype == dtype && k->head_dim >= wanted && k->shared_bytes <= device.shared_bytes &&
-        (head_dim == 0 || k->head_dim < head_dim)) {
+    if ((backend == "auto" || backend == k->family) && k->dtype == dtype && k->head_dim >= wanted &&
+        k->shared_bytes <= device.shared_bytes && (head_dim == 0 || k->head_dim < head_dim)) {
       head_dim = k->head_dim;
     }
   }
   if (head_dim == 0) {
-    plan->reason = family_known ? std::string("q: ") + name_of(dtype) + " with head_dim " + std::to_string(wanted) + " has no kernel" +
-                                      (backend == "auto" ? "" : " in backend \"" + backend + "\"") +
+    plan->reason = family_known ? std::string("q: ") + name_of(dtype) + " with head_dim " + std::to_string(wanted) +
+                                      " has no kernel" + (backend == "auto" ? "" : " in backend \"" + backend + "\"") +
                                       " yet; cast to float32, or pass backend=\"torch\""
                                 : "backend: \"" + backend + "\" is not built yet; use \"auto\", \"simt\" or \"torch\"";
     return cudaSuccess;
@@ -113,17 +122,20 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
     if (cudaError_t e = prepare(k, index, &ctas)) return e;
     tiles = Scheduler(params.batch, params.heads_q, params.n_q, kernel.block_r, 1).size();
     plan->kernel = &kernel;
-    // With the number of splits fixed the choice rests on N_q alone, so that a sequence's bits do not depend on the batch that it comes in.
-    if (num_splits > 0 ? 2 * params.n_q > kernel.block_r : fills(params, tiles, int64_t(ctas) * device.multiprocessors)) break;
+    // With the number of splits fixed the choice rests on N_q alone, so that a sequence's bits do not depend on the
+    // batch that it comes in.
+    if (num_splits > 0 ? 2 * params.n_q > kernel.block_r : fills(params, tiles, int64_t(ctas) * device.multiprocessors))
+      break;
   }
   Kernel const& kernel = *plan->kernel;
   int64_t const slots = int64_t(ctas) * device.multiprocessors;
   plan->num_splits = num_splits > 0 ? num_splits : choose_num_splits(tiles, key_tiles(params, kernel), slots);
   if (want_reason) {
     std::ostringstream text;
-    text << kernel.family << ": " << name_of(dtype) << ", head_dim " << wanted << " in tiles of B_r " << kernel.block_r << ", B_c "
-         << kernel.block_c << ", head_dim " << kernel.head_dim << "; " << tiles << " query tiles for " << slots << " CTAs at once, "
-         << plan->num_splits << (plan->num_splits == 1 ? " split" : " splits") << " of the keys" << (num_splits > 0 ? " as asked" : "");
+    text << kernel.family << ": " << name_of(dtype) << ", head_dim " << wanted << " in tiles of B_r " << kernel.block_r
+         << ", B_c " << kernel.block_c << ", head_dim " << kernel.head_dim << "; " << tiles << " query tiles for "
+         << slots << " CTAs at once, " << plan->num_splits << (plan->num_splits == 1 ? " split" : " splits")
+         << " of the keys" << (num_splits > 0 ? " as asked" : "");
     plan->reason = text.str();
   }
   return cudaSuccess;

@@ -1,5 +1,5 @@
-// torch.ops.cutlass_ext: checks arguments, fills ForwardParams, allocates, launches. The only file that knows torch, and that through
-// the LibTorch stable ABI alone. Imported as cutlass_ext._C, which registers the operators.
+// torch.ops.cutlass_ext: checks arguments, fills ForwardParams, allocates, launches. The only file that knows torch,
+// and that through the LibTorch stable ABI alone. Imported as cutlass_ext._C, which registers the operators.
 #include <Python.h>
 
 #include <cmath>
@@ -40,88 +40,127 @@ void check_cuda(cudaError_t error, char const* doing) {
   if (error != cudaSuccess) fail("RuntimeError", doing, ": ", cudaGetErrorString(error));
 }
 
-std::string shape_of(Tensor const& t) {
-  std::ostringstream text;
-  text << '[';
-  for (int64_t i = 0; i < t.dim(); ++i) text << (i ? ", " : "") << t.size(i);
-  text << ']';
-  return text.str();
-}
+/// What the checks and ForwardParams need of a tensor, read once: every question to a Tensor is a call through the C
+/// shim.
+struct View {
+  torch::headeronly::IntHeaderOnlyArrayRef shape, strides;
+  ScalarType dtype;
+  int32_t device_type, device_index;
+  void const* data;
+
+  explicit View(Tensor const& t)
+      : shape(t.sizes()), strides(t.strides()), dtype(t.scalar_type()), data(t.const_data_ptr()) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &device_type));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &device_index));
+  }
+  int64_t dim() const { return static_cast<int64_t>(shape.size()); }
+  int64_t size(int i) const { return shape[i]; }
+  bool empty() const {
+    for (int64_t n : shape) {
+      if (n == 0) return true;
+    }
+    return false;
+  }
+  char const* dtype_name() const { return torch::headeronly::toString(dtype); }
+  std::string shape_text() const {
+    std::ostringstream text;
+    text << '[';
+    for (int64_t i = 0; i < dim(); ++i) text << (i ? ", " : "") << shape[i];
+    text << ']';
+    return text.str();
+  }
+};
+using OptionalView = std::optional<View>;
+OptionalView view_of(OptionalTensor const& t) { return t ? OptionalView(View(*t)) : std::nullopt; }
 
 // ---------------------------------------------------------------------------------------------- arguments
 constexpr char kParameters[] =
-    "(Tensor q, Tensor k, Tensor v, bool causal, SymInt? start_pos, Tensor? start_positions, SymInt window_left, SymInt window_right, "
-    "float? softmax_scale, float softcap, Tensor? alibi_slopes, Tensor? sink, Tensor? seqused_k, Tensor? leftpad_k, SymInt num_splits, "
+    "(Tensor q, Tensor k, Tensor v, bool causal, SymInt? start_pos, Tensor? start_positions, SymInt window_left, "
+    "SymInt window_right, "
+    "float? softmax_scale, float softcap, Tensor? alibi_slopes, Tensor? sink, Tensor? seqused_k, Tensor? leftpad_k, "
+    "SymInt num_splits, "
     "str backend)";
 
 struct Arguments {
-  Tensor q, k, v;
+  View q, k, v;
   bool causal;
-  std::optional<int64_t> start_pos;     // none, and no start_positions: "end"
-  OptionalTensor start_positions;
+  std::optional<int64_t> start_pos;  // none, and no start_positions: "end"
+  OptionalView start_positions;
   int64_t window_left, window_right;
   std::optional<double> softmax_scale;
   double softcap;
-  OptionalTensor alibi_slopes, sink, seqused_k, leftpad_k;
+  OptionalView alibi_slopes, sink, seqused_k, leftpad_k;
   int64_t num_splits;
-  std::string backend;
+  std::string const& backend;
+
+  bool on_cuda() const { return q.device_type == kCuda; }
+  static inline int32_t const kCuda = aoti_torch_device_type_cuda();
 };
 
 /// An operator's boxed form from a function of Arguments, so that the parameter list stands once.
 template <auto Body>
-auto unpacked(Tensor q, Tensor k, Tensor v, bool causal, std::optional<int64_t> start_pos, OptionalTensor start_positions,
-              int64_t window_left, int64_t window_right, std::optional<double> softmax_scale, double softcap, OptionalTensor alibi_slopes,
-              OptionalTensor sink, OptionalTensor seqused_k, OptionalTensor leftpad_k, int64_t num_splits, std::string backend) {
-  return Body(Arguments{q, k, v, causal, start_pos, start_positions, window_left, window_right, softmax_scale, softcap, alibi_slopes, sink,
-                        seqused_k, leftpad_k, num_splits, backend});
+auto unpacked(Tensor q, Tensor k, Tensor v, bool causal, std::optional<int64_t> start_pos,
+              OptionalTensor start_positions, int64_t window_left, int64_t window_right,
+              std::optional<double> softmax_scale, double softcap, OptionalTensor alibi_slopes, OptionalTensor sink,
+              OptionalTensor seqused_k, OptionalTensor leftpad_k, int64_t num_splits, std::string backend) {
+  return Body(Arguments{View(q), View(k), View(v), causal, start_pos, view_of(start_positions), window_left,
+                        window_right, softmax_scale, softcap, view_of(alibi_slopes), view_of(sink), view_of(seqused_k),
+                        view_of(leftpad_k), num_splits, backend});
 }
 
-constexpr int64_t kMaxLength = int64_t(1) << 29;      // visibility.hpp: positions are held to 32 bits
+constexpr int64_t kMaxLength = int64_t(1) << 29;  // visibility.hpp: positions are held to 32 bits
 constexpr int64_t kUnboundedWindow = int64_t(1) << 30;
 constexpr int64_t kMaxSplits = 1024;
 
-std::optional<DType> dtype_of(Tensor const& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: return DType::Float32;
-    case ScalarType::Half: return DType::Float16;
-    case ScalarType::BFloat16: return DType::BFloat16;
-    default: return std::nullopt;
+std::optional<DType> dtype_of(View const& t) {
+  switch (t.dtype) {
+    case ScalarType::Float:
+      return DType::Float32;
+    case ScalarType::Half:
+      return DType::Float16;
+    case ScalarType::BFloat16:
+      return DType::BFloat16;
+    default:
+      return std::nullopt;
   }
 }
 
-void check_same_device(char const* name, Tensor const& t, Tensor const& q) {
-  if (t.device() != q.device()) fail("ValueError", name, ": is on another device than q; move it there");
+void check_same_device(char const* name, View const& t, View const& q) {
+  if (t.device_type != q.device_type || t.device_index != q.device_index)
+    fail("ValueError", name, ": is on another device than q; move it there");
 }
 
-void check_operand(char const* name, Tensor const& t, Tensor const& q) {
-  if (t.dim() != 4) fail("ValueError", name, ": has shape ", shape_of(t), "; expected 4 dimensions [batch, seq, heads, head_dim]");
-  if (!dtype_of(t)) {
-    fail("TypeError", name, ": has dtype ", torch::headeronly::toString(t.scalar_type()), "; expected float32, float16 or bfloat16");
-  }
-  if (t.scalar_type() != q.scalar_type()) {
-    fail("TypeError", name, ": has dtype ", torch::headeronly::toString(t.scalar_type()), " and q ", torch::headeronly::toString(q.scalar_type()),
-         "; give q, k and v one dtype");
+void check_operand(char const* name, View const& t, View const& q) {
+  if (t.dim() != 4)
+    fail("ValueError", name, ": has shape ", t.shape_text(), "; expected 4 dimensions [batch, seq, heads, head_dim]");
+  if (!dtype_of(t)) fail("TypeError", name, ": has dtype ", t.dtype_name(), "; expected float32, float16 or bfloat16");
+  if (t.dtype != q.dtype) {
+    fail("TypeError", name, ": has dtype ", t.dtype_name(), " and q ", q.dtype_name(), "; give q, k and v one dtype");
   }
   check_same_device(name, t, q);
-  if (t.size(0) != q.size(0)) fail("ValueError", name, ": has batch ", t.size(0), " and q has ", q.size(0), "; they must be equal");
-  int64_t const step = t.scalar_type() == ScalarType::Float ? 4 : 8;
+  if (t.size(0) != q.size(0))
+    fail("ValueError", name, ": has batch ", t.size(0), " and q has ", q.size(0), "; they must be equal");
+  int64_t const step = t.dtype == ScalarType::Float ? 4 : 8;
   int64_t const d = t.size(3);
   if (d < step || d > 256 || d % step != 0) {
-    fail("ValueError", name, ": has head_dim ", d, "; expected a multiple of ", step, " from ", step, " to 256: pad the last dimension with zeros");
+    fail("ValueError", name, ": has head_dim ", d, "; expected a multiple of ", step, " from ", step,
+         " to 256: pad the last dimension with zeros");
   }
-  if (t.numel() != 0 && t.stride(3) != 1) {
-    fail("ValueError", name, ": its last dimension has stride ", t.stride(3), "; expected 1: call .contiguous() on it");
+  if (t.strides[3] != 1 && !t.empty()) {
+    fail("ValueError", name, ": its last dimension has stride ", t.strides[3],
+         "; expected 1: call .contiguous() on it");
   }
   if (t.size(1) >= kMaxLength) fail("ValueError", name, ": has ", t.size(1), " rows; expected fewer than 2^29");
 }
 
-void check_vector(char const* name, OptionalTensor const& t, Tensor const& q, ScalarType dtype, int64_t length, char const* meaning) {
+void check_vector(char const* name, OptionalView const& t, View const& q, ScalarType dtype, int64_t length,
+                  char const* meaning) {
   if (!t) return;
-  if (t->scalar_type() != dtype) {
-    fail("TypeError", name, ": has dtype ", torch::headeronly::toString(t->scalar_type()), "; expected ", torch::headeronly::toString(dtype));
-  }
-  if (t->dim() != 1 || t->size(0) != length) fail("ValueError", name, ": has shape ", shape_of(*t), "; expected ", meaning, " = [", length, "]");
-  if (length > 1 && t->stride(0) != 1) fail("ValueError", name, ": is not contiguous; call .contiguous() on it");
+  if (t->dtype != dtype)
+    fail("TypeError", name, ": has dtype ", t->dtype_name(), "; expected ", torch::headeronly::toString(dtype));
+  if (t->dim() != 1 || t->size(0) != length)
+    fail("ValueError", name, ": has shape ", t->shape_text(), "; expected ", meaning, " = [", length, "]");
+  if (length > 1 && t->strides[0] != 1) fail("ValueError", name, ": is not contiguous; call .contiguous() on it");
   check_same_device(name, *t, q);
 }
 
@@ -130,66 +169,79 @@ void check(Arguments const& a) {
   check_operand("k", a.k, a.q);
   check_operand("v", a.v, a.q);
   int64_t const batch = a.q.size(0), heads_q = a.q.size(2), heads_kv = a.k.size(2);
-  if (a.q.size(3) != a.k.size(3)) fail("ValueError", "k: has head_dim ", a.k.size(3), " and q has ", a.q.size(3), "; they must be equal");
+  if (a.q.size(3) != a.k.size(3))
+    fail("ValueError", "k: has head_dim ", a.k.size(3), " and q has ", a.q.size(3), "; they must be equal");
   if (a.v.size(1) != a.k.size(1) || a.v.size(2) != heads_kv) {
-    fail("ValueError", "v: has shape ", shape_of(a.v), " and k ", shape_of(a.k), "; they must agree in all but the last dimension");
+    fail("ValueError", "v: has shape ", a.v.shape_text(), " and k ", a.k.shape_text(),
+         "; they must agree in all but the last dimension");
   }
   if (heads_q < 1) fail("ValueError", "q: has no heads; expected at least 1");
   if (heads_kv < 1 || heads_q % heads_kv != 0) {
-    fail("ValueError", "k: has ", heads_kv, " heads and q has ", heads_q, "; the heads of q must be a multiple of those of k and v");
+    fail("ValueError", "k: has ", heads_kv, " heads and q has ", heads_q,
+         "; the heads of q must be a multiple of those of k and v");
   }
   check_vector("start_pos", a.start_positions, a.q, ScalarType::Int, batch, "[batch]");
   check_vector("seqused_k", a.seqused_k, a.q, ScalarType::Int, batch, "[batch]");
   check_vector("leftpad_k", a.leftpad_k, a.q, ScalarType::Int, batch, "[batch]");
   check_vector("sink", a.sink, a.q, ScalarType::Float, heads_q, "[heads_q]");
   if (a.alibi_slopes && a.alibi_slopes->dim() == 2) {
-    Tensor const& t = *a.alibi_slopes;
-    if (t.scalar_type() != ScalarType::Float) {
-      fail("TypeError", "alibi_slopes: has dtype ", torch::headeronly::toString(t.scalar_type()), "; expected float32");
-    }
+    View const& t = *a.alibi_slopes;
+    if (t.dtype != ScalarType::Float)
+      fail("TypeError", "alibi_slopes: has dtype ", t.dtype_name(), "; expected float32");
     if (t.size(0) != batch || t.size(1) != heads_q) {
-      fail("ValueError", "alibi_slopes: has shape ", shape_of(t), "; expected [heads_q] = [", heads_q, "] or [batch, heads_q] = [", batch, ", ", heads_q, "]");
+      fail("ValueError", "alibi_slopes: has shape ", t.shape_text(), "; expected [heads_q] = [", heads_q,
+           "] or [batch, heads_q] = [", batch, ", ", heads_q, "]");
     }
-    if (heads_q > 1 && t.stride(1) != 1) fail("ValueError", "alibi_slopes: its last dimension is not contiguous; call .contiguous() on it");
+    if (heads_q > 1 && t.strides[1] != 1)
+      fail("ValueError", "alibi_slopes: its last dimension is not contiguous; call .contiguous() on it");
     check_same_device("alibi_slopes", t, a.q);
   } else {
-    check_vector("alibi_slopes", a.alibi_slopes, a.q, ScalarType::Float, heads_q, "[heads_q] or [batch, heads_q], here [heads_q]");
+    check_vector("alibi_slopes", a.alibi_slopes, a.q, ScalarType::Float, heads_q,
+                 "[heads_q] or [batch, heads_q], here [heads_q]");
   }
   if (a.start_pos && (*a.start_pos <= -kMaxLength || *a.start_pos >= kMaxLength)) {
     fail("ValueError", "start_pos: is ", *a.start_pos, "; expected a position between -2^29 and 2^29");
   }
-  if (a.window_left < -1) fail("ValueError", "window: its left side is ", a.window_left, "; expected the number of keys before a row's own, or -1 for all");
-  if (a.window_right < -1) fail("ValueError", "window: its right side is ", a.window_right, "; expected the number of keys after a row's own, or -1 for all");
+  if (a.window_left < -1)
+    fail("ValueError", "window: its left side is ", a.window_left,
+         "; expected the number of keys before a row's own, or -1 for all");
+  if (a.window_right < -1)
+    fail("ValueError", "window: its right side is ", a.window_right,
+         "; expected the number of keys after a row's own, or -1 for all");
   if (a.softmax_scale && !(*a.softmax_scale > 0 && std::isfinite(*a.softmax_scale))) {
-    fail("ValueError", "softmax_scale: is ", *a.softmax_scale, "; expected a finite number above 0, or None for 1/sqrt(head_dim)");
+    fail("ValueError", "softmax_scale: is ", *a.softmax_scale,
+         "; expected a finite number above 0, or None for 1/sqrt(head_dim)");
   }
-  if (!(a.softcap >= 0 && std::isfinite(a.softcap))) fail("ValueError", "softcap: is ", a.softcap, "; expected a finite number above 0, or 0 for none");
+  if (!(a.softcap >= 0 && std::isfinite(a.softcap)))
+    fail("ValueError", "softcap: is ", a.softcap, "; expected a finite number above 0, or 0 for none");
   if (a.num_splits < 0 || a.num_splits > kMaxSplits) {
     fail("ValueError", "num_splits: is ", a.num_splits, "; expected 1 to ", kMaxSplits, ", or 0 to have it chosen");
   }
-  if (a.backend != "auto" && a.backend != "torch" && a.backend != "simt" && a.backend != "sm80" && a.backend != "sm90") {
+  if (a.backend != "auto" && a.backend != "torch" && a.backend != "simt" && a.backend != "sm80" &&
+      a.backend != "sm90") {
     fail("ValueError", "backend: is \"", a.backend, "\"; expected \"auto\", \"simt\", \"sm80\", \"sm90\" or \"torch\"");
   }
-  if (!a.q.is_cuda() && a.backend != "auto" && a.backend != "torch") {
-    fail("ValueError", "backend: \"", a.backend, "\" runs on a CUDA device and q is not on one; move q, k and v there, or use \"auto\" or \"torch\"");
+  if (!a.on_cuda() && a.backend != "auto" && a.backend != "torch") {
+    fail("ValueError", "backend: \"", a.backend,
+         "\" runs on a CUDA device and q is not on one; move q, k and v there, or use \"auto\" or \"torch\"");
   }
 }
 
 // ---------------------------------------------------------------------------------------------- parameters
 template <class T>
-T const* data_of(OptionalTensor const& t) {
-  return t ? static_cast<T const*>(t->const_data_ptr()) : nullptr;
+T const* data_of(OptionalView const& t) {
+  return t ? static_cast<T const*>(t->data) : nullptr;
 }
 
-Strides strides_of(Tensor const& t) { return {t.stride(0), t.stride(1), t.stride(2)}; }
+Strides strides_of(View const& t) { return {t.strides[0], t.strides[1], t.strides[2]}; }
 
 int bounded_window(int64_t window) { return window >= kUnboundedWindow ? -1 : static_cast<int>(window); }
 
 ForwardParams params_of(Arguments const& a) {
   ForwardParams p;
-  p.q = a.q.const_data_ptr();
-  p.k = a.k.const_data_ptr();
-  p.v = a.v.const_data_ptr();
+  p.q = a.q.data;
+  p.k = a.k.data;
+  p.v = a.v.data;
   p.q_stride = strides_of(a.q);
   p.k_stride = strides_of(a.k);
   p.v_stride = strides_of(a.v);
@@ -200,10 +252,11 @@ ForwardParams params_of(Arguments const& a) {
   p.n_kv = static_cast<int>(a.k.size(1));
   p.heads_kv = static_cast<int>(a.k.size(2));
   p.head_dim_v = static_cast<int>(a.v.size(3));
-  p.softmax_scale = static_cast<float>(a.softmax_scale ? *a.softmax_scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim)));
+  p.softmax_scale =
+      static_cast<float>(a.softmax_scale ? *a.softmax_scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim)));
   p.softcap = static_cast<float>(a.softcap);
   p.alibi_slopes = data_of<float>(a.alibi_slopes);
-  p.alibi_batch_stride = a.alibi_slopes && a.alibi_slopes->dim() == 2 ? a.alibi_slopes->stride(0) : 0;
+  p.alibi_batch_stride = a.alibi_slopes && a.alibi_slopes->dim() == 2 ? a.alibi_slopes->strides[0] : 0;
   p.sink = data_of<float>(a.sink);
   p.start_pos_kind = a.start_positions ? StartPos::PerBatch : a.start_pos ? StartPos::Scalar : StartPos::End;
   p.start_pos = static_cast<int>(a.start_pos.value_or(0));
@@ -232,7 +285,8 @@ class DeviceGuard {
   int device_, before_ = 0;
 };
 
-/// PyTorch's current stream. The binary may have been linked where torch is a CPU build, so the function is looked up where it runs.
+/// PyTorch's current stream. The binary may have been linked where torch is a CPU build, so the function is looked up
+/// where it runs.
 cudaStream_t current_stream(int device) {
   using GetStream = AOTITorchError (*)(int32_t, void**);
   static GetStream const get = [] {
@@ -240,11 +294,13 @@ cudaStream_t current_stream(int device) {
     return library ? reinterpret_cast<GetStream>(dlsym(library, "aoti_torch_get_current_cuda_stream")) : nullptr;
   }();
   void* stream = nullptr;
-  if (!get || get(device, &stream) != AOTI_TORCH_SUCCESS) fail("RuntimeError", "PyTorch's current CUDA stream was not found; this torch has no CUDA support");
+  if (!get || get(device, &stream) != AOTI_TORCH_SUCCESS)
+    fail("RuntimeError", "PyTorch's current CUDA stream was not found; this torch has no CUDA support");
   return static_cast<cudaStream_t>(stream);
 }
 
-/// An uninitialised contiguous tensor on the device of `like`, through the C shim: the dispatcher costs about 2 us more.
+/// An uninitialised contiguous tensor on the device of `like`, through the C shim: the dispatcher costs about 2 us
+/// more.
 template <size_t N>
 Tensor empty(int64_t const (&shape)[N], int32_t dtype, int device) {
   int64_t strides[N];
@@ -254,7 +310,8 @@ Tensor empty(int64_t const (&shape)[N], int32_t dtype, int device) {
     step *= shape[i] > 0 ? shape[i] : 1;
   }
   AtenTensorHandle handle;
-  if (aoti_torch_empty_strided(N, shape, strides, dtype, aoti_torch_device_type_cuda(), device, &handle) != AOTI_TORCH_SUCCESS) {
+  if (aoti_torch_empty_strided(N, shape, strides, dtype, aoti_torch_device_type_cuda(), device, &handle) !=
+      AOTI_TORCH_SUCCESS) {
     fail("RuntimeError", "could not allocate ", step, " elements on CUDA device ", device);
   }
   return Tensor(handle);
@@ -262,7 +319,8 @@ Tensor empty(int64_t const (&shape)[N], int32_t dtype, int device) {
 
 Plan plan_of(Arguments const& a, ForwardParams const& params, bool want_reason) {
   Plan plan;
-  check_cuda(plan_forward(params, *dtype_of(a.q), a.backend, static_cast<int>(a.num_splits), want_reason, &plan), "choosing a kernel");
+  check_cuda(plan_forward(params, *dtype_of(a.q), a.backend, static_cast<int>(a.num_splits), want_reason, &plan),
+             "choosing a kernel");
   return plan;
 }
 
@@ -270,21 +328,23 @@ Plan plan_of(Arguments const& a, ForwardParams const& params, bool want_reason) 
 std::tuple<Tensor, Tensor> fmha_forward(Arguments const& a) {
   check(a);
   ForwardParams params = params_of(a);
-  int const device = a.q.get_device_index();
+  int const device = a.q.device_index;
   DeviceGuard const guard(device);
   Plan plan = plan_of(a, params, false);
   if (!plan.kernel) fail("NotImplementedError", plan_of(a, params, true).reason);
 
-  int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(a.q.get(), &dtype));
   int32_t const fp32 = aoti_torch_dtype_float32();
+  int32_t const dtype = a.q.dtype == ScalarType::Float  ? fp32
+                        : a.q.dtype == ScalarType::Half ? aoti_torch_dtype_float16()
+                                                        : aoti_torch_dtype_bfloat16();
   Tensor out = empty({params.batch, params.n_q, params.heads_q, params.head_dim_v}, dtype, device);
   Tensor lse = empty({params.batch, params.heads_q, params.n_q}, fp32, device);
   params.o = out.mutable_data_ptr();
-  params.o_stride = strides_of(out);
+  params.o_stride = {int64_t(params.n_q) * params.heads_q * params.head_dim_v,
+                     int64_t(params.heads_q) * params.head_dim_v, params.head_dim_v};
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
   params.num_splits = plan.num_splits;
-  OptionalTensor o_partial, lse_partial;     // freed on return: the caching allocator reuses them in stream order
+  OptionalTensor o_partial, lse_partial;  // freed on return: the caching allocator reuses them in stream order
   if (plan.num_splits > 1) {
     o_partial = empty({plan.num_splits, params.batch, params.heads_q, params.n_q, params.head_dim_v}, fp32, device);
     lse_partial = empty({plan.num_splits, params.batch, params.heads_q, params.n_q}, fp32, device);
@@ -299,9 +359,9 @@ void fmha_check(Arguments const& a) { check(a); }
 
 std::string fmha_explain(Arguments const& a) {
   check(a);
-  if (!a.q.is_cuda()) return "torch: the tensors are not on a CUDA device";
+  if (!a.on_cuda()) return "torch: the tensors are not on a CUDA device";
   if (a.backend == "torch") return "torch: asked for by backend=\"torch\"";
-  DeviceGuard const guard(a.q.get_device_index());
+  DeviceGuard const guard(a.q.device_index);
   return plan_of(a, params_of(a), true).reason;
 }
 
@@ -329,8 +389,10 @@ STABLE_TORCH_LIBRARY_IMPL(cutlass_ext, CPU, library) {
 }  // namespace cutlass_ext
 
 extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", "Registers torch.ops.cutlass_ext.", -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  static PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C", "Registers torch.ops.cutlass_ext.", -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   PyObject* const created = PyModule_Create(&module);
-  if (created) PyModule_AddIntConstant(created, "CUDART_VERSION", CUDART_VERSION);      // for the check of the driver at import
+  if (created)
+    PyModule_AddIntConstant(created, "CUDART_VERSION", CUDART_VERSION);  // for the check of the driver at import
   return created;
 }

@@ -1,4 +1,4 @@
-"""Runs on a GPU what CI cannot: every test, and compute-sanitizer over sanitizer_sweep.py; writes gpu_verified.json.
+"""Runs on a GPU what CI cannot: the GPU tests, and compute-sanitizer over sanitizer_sweep.py; writes gpu_verified.json.
 
 `make verify-gpu` calls it. The file ties the result to the hash of csrc/, which tests/check_build.py compares in CI;
 it is written only where everything passed.
@@ -34,7 +34,7 @@ def sanitizer() -> str:
 def run_tests() -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}"]
         if subprocess.run(command, cwd=ROOT).returncode:
             sys.exit("the tests failed: tests/gpu_verified.json is not written")
         suite = xml.parse(report).getroot().find("testsuite")

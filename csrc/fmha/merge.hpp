@@ -1,5 +1,5 @@
-// Merges the splits of each query row by their lse, in split order, and lets the sink in (Flash-Decoding's second step, in a
-// launch of its own). Launched by dispatch.cu after a kernel that ran with num_splits > 1.
+// Merges the splits of each query row by their lse, in split order, and lets the sink in (Flash-Decoding's second step,
+// in a launch of its own). Launched by dispatch.cu after a kernel that ran with num_splits > 1.
 #pragma once
 
 #include "online_softmax.hpp"
@@ -13,7 +13,8 @@ constexpr int kMergeThreads = 128;
 template <class Element>
 __global__ void __launch_bounds__(kMergeThreads) merge_splits_kernel(__grid_constant__ ForwardParams const params) {
   int64_t const rows = int64_t(params.batch) * params.heads_q * params.n_q;
-  int64_t const index = int64_t(blockIdx.x) * (kMergeThreads / 32) + threadIdx.x / 32;     // (b, h, row), as lse is laid out
+  int64_t const index =
+      int64_t(blockIdx.x) * (kMergeThreads / 32) + threadIdx.x / 32;  // (b, h, row), as lse is laid out
   if (index >= rows) return;
   int const lane = threadIdx.x % 32;
   int const row = static_cast<int>(index % params.n_q);
@@ -28,13 +29,16 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits_kernel(__grid_cons
   for (int s = 0; s < params.num_splits; ++s) sum += expf(params.lse_partial[s * rows + index] - base);
   float const factor = sum == 0.f ? 0.f : 1.f / sum;
 
-  Element* out = static_cast<Element*>(params.o) + b * params.o_stride.batch + row * params.o_stride.row + head * params.o_stride.head;
+  Element* out = static_cast<Element*>(params.o) + b * params.o_stride.batch + row * params.o_stride.row +
+                 head * params.o_stride.head;
   for (int col = lane * 4; col < params.head_dim_v; col += 32 * 4) {
     float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
     for (int s = 0; s < params.num_splits; ++s) {
       float const weight = expf(params.lse_partial[s * rows + index] - base) * factor;
-      float4 const part = *reinterpret_cast<float4 const*>(params.o_partial + (s * rows + index) * params.head_dim_v + col);
-      acc = make_float4(acc.x + weight * part.x, acc.y + weight * part.y, acc.z + weight * part.z, acc.w + weight * part.w);
+      float4 const part =
+          *reinterpret_cast<float4 const*>(params.o_partial + (s * rows + index) * params.head_dim_v + col);
+      acc = make_float4(acc.x + weight * part.x, acc.y + weight * part.y, acc.z + weight * part.z,
+                        acc.w + weight * part.w);
     }
     out[col] = Element(acc.x);
     out[col + 1] = Element(acc.y);

@@ -1,5 +1,6 @@
-// The online softmax (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691, section 3.1) in the exp2
-// domain: running maximum m, running sum l, rescaling of O. Called by every main loop on the rows that a thread holds.
+// The online softmax (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691, section 3.1) in the
+// exp2 domain: running maximum m, running sum l, rescaling of O. Called by every main loop on the rows that a thread
+// holds.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -38,8 +39,8 @@ CUTE_DEVICE float warp_sum(float x) {
   return x;
 }
 
-/// m and l of the `Rows` rows that a thread shares with `Lanes` lanes at `Stride`. l stays a sum over the thread's own columns
-/// until `finish`: one shuffle tree a row instead of one a tile.
+/// m and l of the `Rows` rows that a thread shares with `Lanes` lanes at `Stride`. l stays a sum over the thread's own
+/// columns until `finish`: one shuffle tree a row instead of one a tile.
 template <int Rows, int Lanes, int Stride>
 struct OnlineSoftmax {
   float m[Rows];
@@ -53,7 +54,8 @@ struct OnlineSoftmax {
     }
   }
 
-  /// S becomes P = exp2(S - m), l follows the new maximum, and so must O: `rescale(i)` is what its row i is to be multiplied by.
+  /// S becomes P = exp2(S - m), l follows the new maximum, and so must O: `rescale(i)` is what its row i is to be
+  /// multiplied by.
   template <class ScoreTensor, class RowTensor>
   CUTE_DEVICE void update(ScoreTensor& S, RowTensor& rescale) {
     CUTE_UNROLL
@@ -62,7 +64,7 @@ struct OnlineSoftmax {
       CUTE_UNROLL
       for (int j = 1; j < cute::size<1>(S); ++j) tile_max = fmaxf(tile_max, S(i, j));
       float const m_new = fmaxf(m[i], warp_max<Lanes, Stride>(tile_max));
-      float const base = m_new == -INFINITY ? 0.f : m_new;      // a row without a visible key so far: all of P is 0
+      float const base = m_new == -INFINITY ? 0.f : m_new;  // a row without a visible key so far: all of P is 0
       rescale(i) = exp2_approx(m[i] - base);
       m[i] = m_new;
       float sum = 0.f;
@@ -75,7 +77,8 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Normalises row `i` of O, the sink included, and returns its lse (natural log); a row without keys gives 0 and the sink.
+  /// Normalises row `i` of O, the sink included, and returns its lse (natural log); a row without keys gives 0 and the
+  /// sink.
   template <class OutTensor>
   CUTE_DEVICE float finish(int i, OutTensor& O, float sink_log2) {
     float const m_all = fmaxf(m[i], sink_log2);

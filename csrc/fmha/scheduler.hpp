@@ -11,12 +11,12 @@ namespace cutlass_ext {
 struct WorkItem {
   int batch;
   int head;
-  int row0;     // first query row of the tile
+  int row0;  // first query row of the tile
   int split;
 };
 
-/// Launch order: the last query tile first, since under a causal mask it sees the most keys and the GPU's tail is then made
-/// of short tiles; heads fastest, so that the query heads of one key head run together and share K and V in L2.
+/// Launch order: the last query tile first, since under a causal mask it sees the most keys and the GPU's tail is then
+/// made of short tiles; heads fastest, so that the query heads of one key head run together and share K and V in L2.
 struct Scheduler {
   int batch;
   int heads_q;
@@ -39,8 +39,9 @@ struct Scheduler {
   }
 };
 
-/// Splits of the keys that fill `slots` (CTAs that the GPU holds at once) when `work_tiles` query tiles do not: 1 while they fill three
-/// quarters of them; never fewer than two key tiles a split, since the merge costs about as much; no split count that only makes tails shorter.
+/// Splits of the keys that fill `slots` (CTAs that the GPU holds at once) when `work_tiles` query tiles do not: 1 while
+/// they fill three quarters of them; never fewer than two key tiles a split, since the merge costs about as much; no
+/// split count that only makes tails shorter.
 inline int choose_num_splits(int64_t work_tiles, int64_t key_tiles, int64_t slots) {
   if (work_tiles == 0 || key_tiles < 4 || 4 * work_tiles >= 3 * slots) return 1;
   int64_t const wanted = slots / work_tiles < key_tiles / 2 ? slots / work_tiles : key_tiles / 2;

@@ -12,22 +12,24 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
 struct ScoreMod {
-  float softcap_log2;       // softcap * log2(e); 0: off
-  float alibi_slope_log2;   // slope * log2(e); 0: off
-  float sink_log2;          // sink * log2(e); -inf: none
+  float softcap_log2;      // softcap * log2(e); 0: off
+  float alibi_slope_log2;  // slope * log2(e); 0: off
+  float sink_log2;         // sink * log2(e); -inf: none
 
   CUTE_DEVICE ScoreMod(ForwardParams const& params, int batch, int head)
       : softcap_log2(params.softcap * kLog2e),
-        alibi_slope_log2(params.alibi_slopes ? params.alibi_slopes[batch * params.alibi_batch_stride + head] * kLog2e : 0.f),
+        alibi_slope_log2(params.alibi_slopes ? params.alibi_slopes[batch * params.alibi_batch_stride + head] * kLog2e
+                                             : 0.f),
         sink_log2(params.sink ? params.sink[head] * kLog2e : -INFINITY) {}
 
-  /// What Q is multiplied by before the product, so that a plain score needs no instruction of its own: Q K^T then is the
-  /// score in the log2 domain, or the argument of tanh.
+  /// What Q is multiplied by before the product, so that a plain score needs no instruction of its own: Q K^T then is
+  /// the score in the log2 domain, or the argument of tanh.
   CUTE_HOST_DEVICE static float query_scale(ForwardParams const& params) {
     return params.softcap > 0.f ? params.softmax_scale / params.softcap : params.softmax_scale * kLog2e;
   }
 
-  /// Turns the products in `S` into scores. `p - j` of element (i, j) is `first_offset + offset(i, j)`, the latter known when unrolled.
+  /// Turns the products in `S` into scores. `p - j` of element (i, j) is `first_offset + offset(i, j)`, the latter
+  /// known when unrolled.
   template <class ScoreTensor, class Offset>
   CUTE_DEVICE void apply(ScoreTensor& S, int first_offset, Offset offset) const {
     if (softcap_log2 != 0.f) {

@@ -2,9 +2,10 @@
 // Called by every main loop on the device, and by the tests on the host.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
-#include <cute/config.hpp>
+#include <cute/tensor.hpp>
 
 #include "params.hpp"
 
@@ -20,11 +21,11 @@ struct Range {
 /// The keys of one sequence, counted from its first real key: left padding is cut off by moving the origin, so that
 /// only the far end of the keys can fall inside a tile.
 struct Visibility {
-  int n_q;                // query rows
-  int len_kv;             // keys after the left padding
-  int start_pos;          // position of query row 0, relative to the first real key
-  int window_left;        // < 0: unbounded
-  int window_right;       // < 0: unbounded; causal is 0
+  int n_q;           // query rows
+  int len_kv;        // keys after the left padding
+  int start_pos;     // position of query row 0, relative to the first real key
+  int window_left;   // < 0: unbounded
+  int window_right;  // < 0: unbounded; causal is 0
 
   /// Keys that query row `row` sees. Both ends grow with `row`: everything below leans on it.
   CUTE_HOST_DEVICE Range keys_of_row(int row) const {
@@ -33,13 +34,15 @@ struct Visibility {
             window_right < 0 ? len_kv : clamp_to_keys(p + window_right + 1)};
   }
 
-  /// The same with keys counted from `first_key`. Ranges then depend on the tile, and the compiler cannot keep those of every row in
-  /// registers around the main loop (25 spilled registers at B_r 128, B_c 64, head_dim 64).
+  /// The same with keys counted from `first_key`. Ranges then depend on the tile, and the compiler cannot keep those of
+  /// every row in registers around the main loop (25 spilled registers at B_r 128, B_c 64, head_dim 64).
   CUTE_HOST_DEVICE Visibility counted_from(int first_key) const {
     return {n_q, len_kv - first_key, start_pos - first_key, window_left, window_right};
   }
 
-  CUTE_HOST_DEVICE int last_row(int row0, int block_r) const { return (row0 + block_r < n_q ? row0 + block_r : n_q) - 1; }
+  CUTE_HOST_DEVICE int last_row(int row0, int block_r) const {
+    return (row0 + block_r < n_q ? row0 + block_r : n_q) - 1;
+  }
 
   /// Key tiles of `block_c` keys that some row of the query tile [row0, row0 + block_r) sees.
   CUTE_HOST_DEVICE Range tiles_of(int row0, int block_r, int block_c) const {
@@ -59,26 +62,45 @@ struct Visibility {
   CUTE_HOST_DEVICE int clamp_to_keys(int key) const { return key < 0 ? 0 : key > len_kv ? len_kv : key; }
 };
 
-/// The part of `tiles` that split `split` of `num_splits` works on; the parts are contiguous and differ by one tile at most.
+/// The part of `tiles` that split `split` of `num_splits` works on; the parts are contiguous and differ by one tile at
+/// most.
 CUTE_HOST_DEVICE Range split_range(Range tiles, int num_splits, int split) {
   int64_t const n = tiles.size();
-  return {tiles.begin + static_cast<int>(n * split / num_splits), tiles.begin + static_cast<int>(n * (split + 1) / num_splits)};
+  return {tiles.begin + static_cast<int>(n * split / num_splits),
+          tiles.begin + static_cast<int>(n * (split + 1) / num_splits)};
 }
 
-/// Positions and windows are held to 32 bits without overflow: lengths and |start_pos| stay below 2^29 (checked on the host, clamped
-/// here where the device alone knows), a window from 2^30 on is unbounded.
+/// Positions and windows are held to 32 bits without overflow: lengths and |start_pos| stay below 2^29 (checked on the
+/// host, clamped here where the device alone knows), a window from 2^30 on is unbounded.
 constexpr int kMaxPosition = 1 << 29;
 
 /// Reads what the device alone knows about sequence `b` (lengths, padding, start position).
 CUTE_HOST_DEVICE Visibility visibility_of(ForwardParams const& params, int b, int* leftpad) {
-  auto clamp = [](int x, int low, int high) { return x < low ? low : x > high ? high : x; };     // whatever the device holds stays in bounds
+  auto clamp = [](int x, int low, int high) {
+    return x < low ? low : x > high ? high : x;
+  };  // whatever the device holds stays in bounds
   int const len = params.seqused_k ? clamp(params.seqused_k[b], 0, params.n_kv) : params.n_kv;
   int const pad = params.leftpad_k ? clamp(params.leftpad_k[b], 0, len) : 0;
-  int const start = params.start_pos_kind == StartPos::Scalar     ? params.start_pos
-                        : params.start_pos_kind == StartPos::PerBatch ? clamp(params.start_positions[b], -kMaxPosition, kMaxPosition)
-                                                                      : len - params.n_q;
+  int const start = params.start_pos_kind == StartPos::Scalar ? params.start_pos
+                    : params.start_pos_kind == StartPos::PerBatch
+                        ? clamp(params.start_positions[b], -kMaxPosition, kMaxPosition)
+                        : len - params.n_q;
   *leftpad = pad;
   return {params.n_q, len - pad, start - pad, params.window_left, params.window_right};
+}
+
+/// Hides from each row of `S` the keys that it does not see: element (i, j) is row `first_row + row_of(i)` and key
+/// `key_of(j)` of `visibility`.
+template <class ScoreTensor, class RowOf, class KeyOf>
+CUTE_HOST_DEVICE void mask(ScoreTensor& S, Visibility const& visibility, int first_row, RowOf row_of, KeyOf key_of) {
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size<0>(S); ++i) {
+    Range const visible = visibility.keys_of_row(first_row + row_of(i));
+    CUTE_UNROLL
+    for (int j = 0; j < cute::size<1>(S); ++j) {
+      if (key_of(j) < visible.begin || key_of(j) >= visible.end) S(i, j) = -INFINITY;
+    }
+  }
 }
 
 }  // namespace cutlass_ext

@@ -1,4 +1,5 @@
-// fp32 on CUDA cores, head_dim up to 224 where a block may have 99 KB of shared memory (sm_86, sm_89): tiles of head_dim 256 do not fit. How the tiles were chosen: bench/results/tuning.md.
+// fp32 on CUDA cores, head_dim up to 224 where a block may have 99 KB of shared memory (sm_86, sm_89): tiles of
+// head_dim 256 do not fit. How the tiles were chosen: bench/results/tuning.md.
 #include "simt_kernel.hpp"
 
 namespace cutlass_ext {

@@ -1,4 +1,5 @@
-// cutlass_ext_host: the host-side logic of csrc/fmha for pytest and hypothesis (tests/python/test_host_logic.py). Test-only.
+// cutlass_ext_host: the host-side logic of csrc/fmha for pytest and hypothesis (tests/python/test_host_logic.py).
+// Test-only.
 #include <tuple>
 #include <vector>
 
@@ -15,12 +16,13 @@ using namespace cutlass_ext;
 namespace {
 
 /// (first key, needs a mask) of the key tiles of one query tile, in the order in which the main loop visits them.
-std::vector<std::pair<int, bool>> visible_tiles(int row0, int rows, int n_q, int len_kv, int start_pos, int window_left, int window_right,
-                                                int block_c) {
+std::vector<std::pair<int, bool>> visible_tiles(int row0, int rows, int n_q, int len_kv, int start_pos, int window_left,
+                                                int window_right, int block_c) {
   Visibility const visibility{n_q, len_kv, start_pos, window_left, window_right};
   Range const tiles = visibility.tiles_of(row0, rows, block_c);
   std::vector<std::pair<int, bool>> visited;
-  for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) visited.emplace_back(tile * block_c, visibility.needs_mask(tile, row0, rows, block_c));
+  for (int tile = tiles.end - 1; tile >= tiles.begin; --tile)
+    visited.emplace_back(tile * block_c, visibility.needs_mask(tile, row0, rows, block_c));
   return visited;
 }
 

@@ -1,5 +1,5 @@
-// Visibility, scheduler and splits on the host: the cases that a reader wants to see worked out. tests/python/test_host_logic.py holds the
-// same functions against brute force.
+// Visibility, scheduler and splits on the host: the cases that a reader wants to see worked out.
+// tests/python/test_host_logic.py holds the same functions against brute force.
 #include <gtest/gtest.h>
 
 #include <set>
@@ -55,7 +55,7 @@ TEST(Visibility, LengthsAndPaddingOfTheDeviceAreHeldInBounds) {
   Visibility const first = visibility_of(params, 0, &pad);
   EXPECT_EQ(pad, 10);
   EXPECT_EQ(first.len_kv, 40);
-  EXPECT_EQ(first.start_pos, 36);      // 50 - 4, counted from the first real key
+  EXPECT_EQ(first.start_pos, 36);  // 50 - 4, counted from the first real key
   EXPECT_EQ(visibility_of(params, 1, &pad).len_kv, 100);
   EXPECT_EQ(visibility_of(params, 2, &pad).len_kv, 0);
 }
@@ -74,8 +74,8 @@ TEST(Scheduler, CoversEveryItemLongestFirst) {
 }
 
 TEST(Splits, FillAnIdleGpuAndNoMore) {
-  EXPECT_EQ(choose_num_splits(256, 128, 264), 1);      // three quarters full already
-  EXPECT_EQ(choose_num_splits(4, 8, 396), 4);          // two key tiles a split
+  EXPECT_EQ(choose_num_splits(256, 128, 264), 1);  // three quarters full already
+  EXPECT_EQ(choose_num_splits(4, 8, 396), 4);      // two key tiles a split
   EXPECT_EQ(choose_num_splits(1, 3, 396), 1);
   EXPECT_EQ(choose_num_splits(32, 1000, 396), 12);
   EXPECT_EQ(choose_num_splits(0, 8, 396), 1);

@@ -1,4 +1,5 @@
-// Shared-memory layouts of the CUDA-core FMHA: every hand-written offset is the CuTe layout's, no access conflicts on a bank.
+// Shared-memory layouts of the CUDA-core FMHA: every hand-written offset is the CuTe layout's, no access conflicts on a
+// bank.
 #include <gtest/gtest.h>
 
 #include "simt_banks.hpp"
@@ -12,7 +13,7 @@ TEST(SimtLayouts, OffsetsAreTheLayouts) {
 
 TEST(SimtLayouts, NoAccessConflicts) {
   for (auto const& [name, report] : bank_reports()) {
-    EXPECT_EQ(report.conflicts.size(), 8u) << name;      // store and load of Q, K, V and P
+    EXPECT_EQ(report.conflicts.size(), 8u) << name;  // store and load of Q, K, V and P
     for (auto const& [access, extra] : report.conflicts) EXPECT_EQ(extra, 0) << name << ", " << access;
   }
 }

@@ -1,5 +1,5 @@
-// The shared-memory accesses of the CUDA-core FMHA, lane by lane: where the kernel's hand-written offsets put them, where the CuTe layouts
-// say they belong, and on which banks they fall. Used by layouts_test.cpp and bindings.cpp.
+// The shared-memory accesses of the CUDA-core FMHA, lane by lane: where the kernel's hand-written offsets put them,
+// where the CuTe layouts say they belong, and on which banks they fall. Used by layouts_test.cpp and bindings.cpp.
 #pragma once
 
 #include <algorithm>
@@ -13,11 +13,12 @@
 namespace cutlass_ext::simt {
 
 struct BankReport {
-  std::map<std::string, int> conflicts;      // access -> extra passes over the banks, summed over all of its instructions
-  int misplaced = 0;                         // accesses whose offset is not the layout's
+  std::map<std::string, int> conflicts;  // access -> extra passes over the banks, summed over all of its instructions
+  int misplaced = 0;                     // accesses whose offset is not the layout's
 };
 
-/// Extra passes of one warp instruction. A pass serves each bank once, lanes of one word together; 16-byte accesses go a quarter warp at a time.
+/// Extra passes of one warp instruction. A pass serves each bank once, lanes of one word together; 16-byte accesses go
+/// a quarter warp at a time.
 inline int extra_passes(std::array<int, 32> const& offset, int width) {
   int const lanes = 32 / width;
   int extra = 0;
@@ -56,54 +57,73 @@ BankReport bank_report() {
     return (place.panel + h * Traits::PanelsApart) * kPanel + place.row_chunk * kVector;
   };
 
-  for (int panel = 0; panel < Traits::HeadDim / kPanel; ++panel) {      // copy_q, copy_kv_async
+  for (int panel = 0; panel < Traits::HeadDim / kPanel; ++panel) {  // copy_q, copy_kv_async
     auto col = [&](int t) { return panel * kPanel + t % kPanelChunks * kVector; };
     for (int pass = 0; pass < Traits::B_r / RowsAPass; ++pass) {
       auto row = [&](int t) { return pass * RowsAPass + t / kPanelChunks; };
       for (int e = 0; e < kVector; ++e) {
-        access("Q store", 1, [&](int t) { return query_store_offset<Traits::HeadDim>(row(t), col(t)) + e * kPanel; },
-               [&](int t) { return layout_q(col(t) + e, row(t)); });
+        access(
+            "Q store", 1, [&](int t) { return query_store_offset<Traits::HeadDim>(row(t), col(t)) + e * kPanel; },
+            [&](int t) { return layout_q(col(t) + e, row(t)); });
       }
     }
     for (int pass = 0; pass < Traits::B_c / RowsAPass; ++pass) {
       auto row = [&](int t) { return pass * RowsAPass + t / kPanelChunks; };
       for (char const* name : {"K store", "V store"}) {
-        access(name, 4, [&](int t) { return row(t) * kPanel + chunk_offset(t % kPanelChunks, row(t) / 4) + panel * Traits::B_c * kPanel; },
-               [&](int t) { return layout_kv(row(t), col(t)); });
+        access(
+            name, 4,
+            [&](int t) {
+              return row(t) * kPanel + chunk_offset(t % kPanelChunks, row(t) / 4) + panel * Traits::B_c * kPanel;
+            },
+            [&](int t) { return layout_kv(row(t), col(t)); });
       }
     }
   }
-  for (int chunk = 0; chunk < Traits::HeadDim / kVector; ++chunk) {      // gemm_qk
+  for (int chunk = 0; chunk < Traits::HeadDim / kVector; ++chunk) {  // gemm_qk
     for (int j = 0; j < Traits::Keys; ++j) {
       int const key = j / kVector * kPanel + j % kVector;
-      access("K load", 4, [&](int t) { return key_offset<Traits::B_c>(LanePlace(t), chunk) + key * kPanel; },
-             [&](int t) { return layout_kv(LanePlace(t).col * kVector + key, chunk * kVector); });
+      access(
+          "K load", 4, [&](int t) { return key_offset<Traits::B_c>(LanePlace(t), chunk) + key * kPanel; },
+          [&](int t) { return layout_kv(LanePlace(t).col * kVector + key, chunk * kVector); });
     }
     for (int e = 0; e < kVector; ++e) {
       for (int h = 0; h < Traits::Halves; ++h) {
-        access("Q load", 4,
-               [&](int t) { return rows_offset<Traits::HeadDim>(LanePlace(t), chunk, e) + h * Traits::PanelsApart * Traits::HeadDim * kPanel; },
-               [&](int t) { return layout_q(chunk * kVector + e, first_row(t, h)); });
+        access(
+            "Q load", 4,
+            [&](int t) {
+              return rows_offset<Traits::HeadDim>(LanePlace(t), chunk, e) +
+                     h * Traits::PanelsApart * Traits::HeadDim * kPanel;
+            },
+            [&](int t) { return layout_q(chunk * kVector + e, first_row(t, h)); });
       }
     }
   }
-  for (int h = 0; h < Traits::Halves; ++h) {      // store_p
+  for (int h = 0; h < Traits::Halves; ++h) {  // store_p
     for (int j = 0; j < Traits::Keys; ++j) {
       int const key = j / kVector * kPanel + j % kVector;
-      access("P store", 4,
-             [&](int t) { return rows_offset<Traits::B_c>(LanePlace(t), LanePlace(t).col, 0) + (h * Traits::PanelsApart * Traits::B_c + key) * kPanel; },
-             [&](int t) { return layout_p(LanePlace(t).col * kVector + key, first_row(t, h)); });
+      access(
+          "P store", 4,
+          [&](int t) {
+            return rows_offset<Traits::B_c>(LanePlace(t), LanePlace(t).col, 0) +
+                   (h * Traits::PanelsApart * Traits::B_c + key) * kPanel;
+          },
+          [&](int t) { return layout_p(LanePlace(t).col * kVector + key, first_row(t, h)); });
     }
   }
-  for (int key = 0; key < Traits::B_c; ++key) {      // gemm_pv
+  for (int key = 0; key < Traits::B_c; ++key) {  // gemm_pv
     for (int h = 0; h < Traits::Halves; ++h) {
-      access("P load", 4,
-             [&](int t) { return rows_offset<Traits::B_c>(LanePlace(t), key / 4, key % 4) + h * Traits::PanelsApart * Traits::B_c * kPanel; },
-             [&](int t) { return layout_p(key, first_row(t, h)); });
+      access(
+          "P load", 4,
+          [&](int t) {
+            return rows_offset<Traits::B_c>(LanePlace(t), key / 4, key % 4) +
+                   h * Traits::PanelsApart * Traits::B_c * kPanel;
+          },
+          [&](int t) { return layout_p(key, first_row(t, h)); });
     }
     for (int j = 0; j < Traits::OutCols / kVector; ++j) {
-      access("V load", 4, [&](int t) { return value_offset(LanePlace(t), key / 4, key % 4) + j * Traits::B_c * kPanel; },
-             [&](int t) { return layout_kv(key, LanePlace(t).col * kVector + j * kPanel); });
+      access(
+          "V load", 4, [&](int t) { return value_offset(LanePlace(t), key / 4, key % 4) + j * Traits::B_c * kPanel; },
+          [&](int t) { return layout_kv(key, LanePlace(t).col * kVector + j * kPanel); });
     }
   }
   return report;
@@ -114,15 +134,18 @@ inline std::map<std::string, BankReport> bank_reports() {
   std::map<std::string, BankReport> reports;
   auto add = [&](auto traits) {
     using T = decltype(traits);
-    reports["simt_Br" + std::to_string(T::B_r) + "_Bc" + std::to_string(T::B_c) + "_d" + std::to_string(T::HeadDim) + "_threads" +
-            std::to_string(T::Threads)] = bank_report<T>();
+    reports["simt_Br" + std::to_string(T::B_r) + "_Bc" + std::to_string(T::B_c) + "_d" + std::to_string(T::HeadDim) +
+            "_threads" + std::to_string(T::Threads)] = bank_report<T>();
   };
   add(Traits<128, 64, 32, float, 128>{}), add(Traits<64, 32, 32, float, 128>{});
-  add(Traits<128, 64, 64, float, 128>{}), add(Traits<64, 32, 64, float, 128>{}), add(Traits<64, 64, 64, float, 128>{}), add(Traits<32, 64, 64, float, 64>{});
+  add(Traits<128, 64, 64, float, 128>{}), add(Traits<64, 32, 64, float, 128>{}), add(Traits<64, 64, 64, float, 128>{}),
+      add(Traits<32, 64, 64, float, 64>{});
   add(Traits<64, 64, 96, float, 128>{}), add(Traits<64, 32, 96, float, 128>{});
-  add(Traits<64, 64, 128, float, 128>{}), add(Traits<64, 32, 128, float, 128>{}), add(Traits<128, 96, 128, float, 256>{});
+  add(Traits<64, 64, 128, float, 128>{}), add(Traits<64, 32, 128, float, 128>{}),
+      add(Traits<128, 96, 128, float, 256>{});
   add(Traits<64, 32, 192, float, 128>{}), add(Traits<32, 32, 192, float, 64>{});
-  add(Traits<32, 32, 224, float, 64>{}), add(Traits<128, 32, 256, float, 256>{}), add(Traits<64, 32, 256, float, 128>{});
+  add(Traits<32, 32, 224, float, 64>{}), add(Traits<128, 32, 256, float, 256>{}),
+      add(Traits<64, 32, 256, float, 128>{});
   add(Traits<128, 128, 64, float, 256>{}), add(Traits<32, 128, 64, float, 64>{});
   return reports;
 }

@@ -18,9 +18,9 @@ namespace cutlass_ext::simt {
 struct GlobalTile {
   float const* data;
   int64_t row_stride;
-  int rows;       // rows at or past this are filled with zeros
-  int cols;       // so are columns
-  bool aligned;   // 16-byte vectors allowed
+  int rows;      // rows at or past this are filled with zeros
+  int cols;      // so are columns
+  bool aligned;  // 16-byte vectors allowed
 };
 
 CUTE_HOST_DEVICE bool allows_vectors(void const* data, Strides const& stride) {
@@ -30,7 +30,8 @@ CUTE_HOST_DEVICE bool allows_vectors(void const* data, Strides const& stride) {
 CUTE_DEVICE float4 load_vector(float const* smem) { return *reinterpret_cast<float4 const*>(smem); }
 CUTE_DEVICE float component(float4 const& v, int e) { return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w; }
 
-/// Starts the asynchronous copy of a K or V tile to shared memory. With `Predicated` false every row of the tile exists.
+/// Starts the asynchronous copy of a K or V tile to shared memory. With `Predicated` false every row of the tile
+/// exists.
 template <class Traits, bool Predicated>
 CUTE_DEVICE void copy_kv_async(GlobalTile const& src, float* sKV) {
   constexpr int RowsAPass = Traits::Threads / kPanelChunks;
@@ -45,7 +46,8 @@ CUTE_DEVICE void copy_kv_async(GlobalTile const& src, float* sKV) {
       bool const exists = row_exists && panel * kPanel + chunk * kVector < src.cols;
       float const* from = exists ? src_row + panel * kPanel : src.data;
       float* to = dst_row + panel * Traits::B_c * kPanel;
-      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(*reinterpret_cast<uint128_t const*>(from), *reinterpret_cast<uint128_t*>(to), exists);
+      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(*reinterpret_cast<uint128_t const*>(from),
+                                                       *reinterpret_cast<uint128_t*>(to), exists);
     }
   }
 }
@@ -57,16 +59,19 @@ CUTE_DEVICE void copy_kv_async_unaligned(GlobalTile const& src, float* sKV) {
   for (int i = threadIdx.x; i < Traits::B_c * Traits::HeadDim; i += Traits::Threads) {
     int const row = i / Traits::HeadDim, col = i % Traits::HeadDim;
     bool const exists = row < src.rows && col < src.cols;
-    float* to = sKV + (col / kPanel * Traits::B_c + row) * kPanel + chunk_offset(col % kPanel / kVector, row / 4) + col % kVector;
-    SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(exists ? src.data[row * src.row_stride + col] : src.data[0], *to, exists);
+    float* to = sKV + (col / kPanel * Traits::B_c + row) * kPanel + chunk_offset(col % kPanel / kVector, row / 4) +
+                col % kVector;
+    SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(exists ? src.data[row * src.row_stride + col] : src.data[0], *to,
+                                                 exists);
   }
 }
 
-/// Copies the query tile to shared memory, transposed and times `scale`: the scale then costs no instruction a score, and P at a row's
-/// maximum is exactly 1. All loads are under way before the first store waits for one.
+/// Copies the query tile to shared memory, transposed and times `scale`: the scale then costs no instruction a score,
+/// and P at a row's maximum is exactly 1. All loads are under way before the first store waits for one.
 template <class Traits, bool Aligned>
 CUTE_DEVICE void copy_q(GlobalTile const& src, float* sQ, float scale) {
-  constexpr int RowsAPass = Traits::Threads / kPanelChunks, Passes = Traits::B_r / RowsAPass, Panels = Traits::HeadDim / kPanel;
+  constexpr int RowsAPass = Traits::Threads / kPanelChunks, Passes = Traits::B_r / RowsAPass,
+                Panels = Traits::HeadDim / kPanel;
   int const row0 = threadIdx.x / kPanelChunks, col0 = threadIdx.x % kPanelChunks * kVector;
   float4 v[Panels][Passes];
   CUTE_UNROLL
@@ -77,7 +82,8 @@ CUTE_DEVICE void copy_q(GlobalTile const& src, float* sQ, float scale) {
       float const* from = src.data + row * src.row_stride + col;
       v[panel][pass] = make_float4(0.f, 0.f, 0.f, 0.f);
       if (row < src.rows && col < src.cols) {
-        v[panel][pass] = Aligned ? *reinterpret_cast<float4 const*>(from) : make_float4(from[0], from[1], from[2], from[3]);
+        v[panel][pass] =
+            Aligned ? *reinterpret_cast<float4 const*>(from) : make_float4(from[0], from[1], from[2], from[3]);
       }
     }
   }
@@ -104,38 +110,54 @@ CUTE_DEVICE void load_rows(float (&x)[Traits::Rows], float const* smem, int colu
   }
 }
 
-// Both products run through the lane's outer product in a serpentine: from one FFMA to the next one factor stays, where the register-reuse
-// cache holds it. An FFMA whose three sources come from one of the two register banks waits a cycle; that was every second one of the
-// product written along the reduced dimension (37 TFLOP/s at head_dim 64 on an H200, 43 in this order). Loading an operand ahead of its
-// use costs: its load falls between two FFMAs and ends their reuse (42). bench/results/tuning.md has the figures.
+// Both products run through the lane's outer product in a serpentine: from one FFMA to the next one factor stays, where
+// the register-reuse cache holds it. An FFMA whose three sources come from one of the two register banks waits a cycle;
+// that was every second one of the product written along the reduced dimension (37 TFLOP/s at head_dim 64 on an H200,
+// 43 in this order). Loading an operand ahead of its use costs: its load falls between two FFMAs and ends their reuse
+// (42). bench/results/tuning.md has the figures.
 
-/// S = Q K^T over `columns` columns (whole groups of 16; the copies have zeroed what lies past head_dim).
+/// S += the part of Q K^T that chunks `turn * Traits::ChunksATurn` and on of the columns make.
 template <class Traits, class ScoreTensor>
-CUTE_DEVICE void gemm_qk(ScoreTensor& S, float const* sQ, float const* sK, LanePlace place, int columns) {
-  constexpr int ChunksATurn = 4;      // unrolled: 16 columns are 16 KB of instructions at 8 x 8
-  clear(S);
-  CUTE_NO_UNROLL
-  for (int turn = 0; turn < columns / (ChunksATurn * kVector); ++turn) {
+CUTE_DEVICE void gemm_qk_turn(ScoreTensor& S, float const* sQ, float const* sK, LanePlace place, int turn) {
+  CUTE_UNROLL
+  for (int c = 0; c < Traits::ChunksATurn; ++c) {
+    int const chunk = turn * Traits::ChunksATurn + c;
+    float const* keys = sK + key_offset<Traits::B_c>(place, chunk);
+    float4 k[Traits::Keys];
     CUTE_UNROLL
-    for (int c = 0; c < ChunksATurn; ++c) {
-      int const chunk = turn * ChunksATurn + c;
-      float const* keys = sK + key_offset<Traits::B_c>(place, chunk);
-      float4 k[Traits::Keys];
+    for (int j = 0; j < Traits::Keys; ++j) k[j] = load_vector(keys + (j / kVector * kPanel + j % kVector) * kPanel);
+    CUTE_UNROLL
+    for (int e = 0; e < kVector; ++e) {
+      float q[Traits::Rows];
+      load_rows<Traits, Traits::HeadDim>(q, sQ, chunk, e, place);
       CUTE_UNROLL
-      for (int j = 0; j < Traits::Keys; ++j) k[j] = load_vector(keys + (j / kVector * kPanel + j % kVector) * kPanel);
-      CUTE_UNROLL
-      for (int e = 0; e < kVector; ++e) {
-        float q[Traits::Rows];
-        load_rows<Traits, Traits::HeadDim>(q, sQ, chunk, e, place);
+      for (int j = 0; j < Traits::Keys; ++j) {
         CUTE_UNROLL
-        for (int j = 0; j < Traits::Keys; ++j) {
-          CUTE_UNROLL
-          for (int step = 0; step < Traits::Rows; ++step) {
-            int const i = j % 2 == 0 ? step : Traits::Rows - 1 - step;
-            S(i, j) = fmaf(component(k[j], e), q[i], S(i, j));
-          }
+        for (int step = 0; step < Traits::Rows; ++step) {
+          int const i = j % 2 == 0 ? step : Traits::Rows - 1 - step;
+          S(i, j) = fmaf(component(k[j], e), q[i], S(i, j));
         }
       }
+    }
+  }
+}
+
+/// S = Q K^T over the first `head_dim` columns, up to whole turns: the copies have zeroed what lies past head_dim.
+/// Where registers allow, each turn is summed apart, as in gemm_pv.
+template <class Traits, class ScoreTensor>
+CUTE_DEVICE void gemm_qk(ScoreTensor& S, float const* sQ, float const* sK, LanePlace place, int head_dim) {
+  constexpr int Columns = Traits::ChunksATurn * kVector;
+  clear(S);
+  CUTE_NO_UNROLL
+  for (int turn = 0; turn < (head_dim + Columns - 1) / Columns; ++turn) {
+    if constexpr (Traits::SumTurnsApart) {
+      auto T = make_tensor_like(S);
+      clear(T);
+      gemm_qk_turn<Traits>(T, sQ, sK, place, turn);
+      CUTE_UNROLL
+      for (int e = 0; e < size(S); ++e) S(e) += T(e);
+    } else {
+      gemm_qk_turn<Traits>(S, sQ, sK, place, turn);
     }
   }
 }
@@ -149,14 +171,15 @@ CUTE_DEVICE void store_p(ScoreTensor const& P, float* sP, LanePlace place) {
     CUTE_UNROLL
     for (int j = 0; j < Traits::Keys; ++j) {
       int const i = h * kVector;
-      *reinterpret_cast<float4*>(rows + (h * Traits::PanelsApart * Traits::B_c + j / kVector * kPanel + j % kVector) * kPanel) =
-          make_float4(P(i, j), P(i + 1, j), P(i + 2, j), P(i + 3, j));
+      *reinterpret_cast<float4*>(rows + (h * Traits::PanelsApart * Traits::B_c + j / kVector * kPanel + j % kVector) *
+                                            kPanel) = make_float4(P(i, j), P(i + 1, j), P(i + 2, j), P(i + 3, j));
     }
   }
 }
 
-/// O = rescale O + P V. The tile's product is summed apart and added once: the rounding error of O then grows with the number of tiles and not
-/// of keys (2.4 times less at 2000 keys), and the addition rescales for nothing. `Traits::GroupCols` columns at a time, as registers allow.
+/// O = rescale O + P V. The tile's product is summed apart and added once: the rounding error of O then grows with the
+/// number of tiles and not of keys (2.4 times less at 2000 keys), and the addition rescales for nothing.
+/// `Traits::GroupCols` columns at a time, as registers allow.
 template <class Traits, class OutTensor, class RowTensor>
 CUTE_DEVICE void gemm_pv(OutTensor& O, RowTensor const& rescale, float const* sP, float const* sV, LanePlace place) {
   constexpr int QuadsATurn = 4, Cols = Traits::GroupCols;
@@ -200,7 +223,8 @@ CUTE_DEVICE void gemm_pv(OutTensor& O, RowTensor const& rescale, float const* sP
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(__grid_constant__ ForwardParams const params) {
+__global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
+    fmha_kernel(__grid_constant__ ForwardParams const params) {
   constexpr int B_r = Traits::B_r, B_c = Traits::B_c, Rows = Traits::Rows, Stages = Traits::Stages;
   extern __shared__ __align__(128) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
@@ -212,21 +236,24 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
   int const head_kv = work.head / (params.heads_q / params.heads_kv);
   LanePlace const place(threadIdx.x);
   int const first_row = work.row0 + place.panel * kPanel + place.row_chunk * kVector;
-  auto row_of = [](int i) { return i / kVector * Traits::PanelsApart * kPanel + i % kVector; };     // counted from the lane's first row
-  auto key_of = [](int j) { return j / kVector * kPanel + j % kVector; };                            // and from its first key
+  // Rows and keys of the lane, counted from its first.
+  auto row_of = [](int i) { return (i / kVector) * Traits::PanelsApart * kPanel + i % kVector; };
+  auto key_of = [](int j) { return (j / kVector) * kPanel + j % kVector; };
 
   auto tile_at = [&](void const* base, Strides const& stride, int b, int head, int64_t row, int rows, int cols) {
-    return GlobalTile{static_cast<float const*>(base) + b * stride.batch + head * stride.head + row * stride.row, stride.row, rows, cols,
-                      allows_vectors(base, stride)};
+    return GlobalTile{static_cast<float const*>(base) + b * stride.batch + head * stride.head + row * stride.row,
+                      stride.row, rows, cols, allows_vectors(base, stride)};
   };
-  // Items of the ring: K and V of the last tile, K and V of the tile before it, ... The last tile is the only one whose rows may end inside it.
+  // Items of the ring: K and V of the last tile, K and V of the tile before it, ... The last tile is the only one whose
+  // rows may end inside it.
   auto load_item = [&](int item) {
     if (item < 2 * tiles.size()) {
       int const first_key = (tiles.end - 1 - item / 2) * B_c;
       int const rows = visibility.len_kv - first_key;
       bool const is_k = item % 2 == 0;
-      GlobalTile const src = is_k ? tile_at(params.k, params.k_stride, work.batch, head_kv, leftpad + first_key, rows, params.head_dim)
-                                  : tile_at(params.v, params.v_stride, work.batch, head_kv, leftpad + first_key, rows, params.head_dim_v);
+      GlobalTile const src =
+          is_k ? tile_at(params.k, params.k_stride, work.batch, head_kv, leftpad + first_key, rows, params.head_dim)
+               : tile_at(params.v, params.v_stride, work.batch, head_kv, leftpad + first_key, rows, params.head_dim_v);
       float* dst = shared.kv[item % Stages];
       if (!src.aligned) {
         copy_kv_async_unaligned<Traits>(src, dst);
@@ -257,32 +284,25 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
   if (tiles.size() > 0) {
     CUTE_UNROLL
     for (int i = 0; i < Stages - 1; ++i) load_item(i);
-    GlobalTile const q = tile_at(params.q, params.q_stride, work.batch, work.head, work.row0, params.n_q - work.row0, params.head_dim);
+    GlobalTile const q =
+        tile_at(params.q, params.q_stride, work.batch, work.head, work.row0, params.n_q - work.row0, params.head_dim);
     float const scale = ScoreMod::query_scale(params);
     q.aligned ? copy_q<Traits, true>(q, shared.q, scale) : copy_q<Traits, false>(q, shared.q, scale);
   }
 
-  int const columns = (params.head_dim + 15) / 16 * 16;
   for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-    gemm_qk<Traits>(S, shared.q, next_item(), place, columns);
+    gemm_qk<Traits>(S, shared.q, next_item(), place, params.head_dim);
 
     int const first_key = tile * B_c + place.col * kVector;
-    score_mod.apply(S, visibility.start_pos + first_row - first_key, [&](int i, int j) { return row_of(i) - key_of(j); });
+    score_mod.apply(S, visibility.start_pos + first_row - first_key,
+                    [&](int i, int j) { return row_of(i) - key_of(j); });
     if (visibility.needs_mask(tile, work.row0, B_r, B_c)) {
-      Visibility const from_here = visibility.counted_from(first_key);
-      CUTE_UNROLL
-      for (int i = 0; i < Rows; ++i) {
-        Range const visible = from_here.keys_of_row(first_row + row_of(i));
-        CUTE_UNROLL
-        for (int j = 0; j < size<1>(S); ++j) {
-          if (key_of(j) < visible.begin || key_of(j) >= visible.end) S(i, j) = -INFINITY;
-        }
-      }
+      mask(S, visibility.counted_from(first_key), first_row, row_of, key_of);
     }
     softmax.update(S, rescale);
     store_p<Traits>(S, shared.p, place);
 
-    float const* sV = next_item();      // its barrier also orders this warp's stores of P before its loads
+    float const* sV = next_item();  // its barrier also orders this warp's stores of P before its loads
     gemm_pv<Traits>(O, rescale, shared.p, sV, place);
   }
 
@@ -295,14 +315,15 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
     int64_t const lse_index = (int64_t(work.batch) * params.heads_q + work.head) * params.n_q + row;
     int64_t const split_index = int64_t(work.split) * params.batch * params.heads_q * params.n_q + lse_index;
     float* out = is_split ? params.o_partial + split_index * params.head_dim_v
-                          : static_cast<float*>(params.o) + work.batch * params.o_stride.batch + row * params.o_stride.row +
-                                work.head * params.o_stride.head;
+                          : static_cast<float*>(params.o) + work.batch * params.o_stride.batch +
+                                row * params.o_stride.row + work.head * params.o_stride.head;
     if (place.col == 0) (is_split ? params.lse_partial[split_index] : params.lse[lse_index]) = lse;
     CUTE_UNROLL
     for (int j = 0; j < Traits::OutCols / kVector; ++j) {
       int const col = j * kPanel + place.col * kVector;
       if (col < params.head_dim_v) {
-        *reinterpret_cast<float4*>(out + col) = make_float4(O(i, 4 * j), O(i, 4 * j + 1), O(i, 4 * j + 2), O(i, 4 * j + 3));
+        *reinterpret_cast<float4*>(out + col) =
+            make_float4(O(i, 4 * j), O(i, 4 * j + 1), O(i, 4 * j + 2), O(i, 4 * j + 3));
       }
     }
   }
