@@ -1,10 +1,13 @@
 // fmha_bench: times the library's kernels without torch or Python, on Google Benchmark: --benchmark_filter=REGEX,
-// --benchmark_format=json, --benchmark_out=FILE. Needs a driver and nothing else.
+// --benchmark_format=json, --benchmark_out=FILE. Needs a driver and nothing else. With -DFMHA_SWEEP=ON it holds the
+// tile shapes of tile_sweep.cu instead: a kernel that two parts of one program instantiate has two copies on the
+// device, and one name between them.
 #include <string>
 
 #include "workload.hpp"
 
 namespace cutlass_ext::bench {
+#ifndef FMHA_SWEEP
 namespace {
 
 void time_library(benchmark::State& state, Case const& c) {
@@ -39,10 +42,13 @@ void register_library() {
 }
 
 }  // namespace
+#endif
 }  // namespace cutlass_ext::bench
 
 int main(int argc, char** argv) {
+#ifndef FMHA_SWEEP  // there tile_sweep.cu has registered its own
   cutlass_ext::bench::register_library();
+#endif
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
   cudaDeviceProp device;

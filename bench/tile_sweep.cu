@@ -31,7 +31,7 @@ void time_tile(benchmark::State& state, Kernel const& kernel, Case const& c) {
 
 template <int B_r, int B_c, int Threads>
 void register_tile() {
-  if constexpr (B_r >= Threads / 2) {  // a lane owns four rows at least
+  if constexpr (B_r % (Threads / 2) == 0 && B_r <= Threads) {  // four or eight rows a lane
     using Fmha = simt::FMHA<B_r, B_c, SWEEP_HEAD_DIM, float, Threads>;
     if constexpr (Fmha::kSharedBytes <= kSharedLimit) {
       Kernel const kernel = simt_kernel<B_r, B_c, SWEEP_HEAD_DIM, Threads>();
@@ -55,7 +55,8 @@ void register_keys() {
 
 template <int Threads>
 void register_rows() {
-  register_keys<32, Threads>(), register_keys<64, Threads>(), register_keys<128, Threads>();
+  register_keys<32, Threads>(), register_keys<64, Threads>(), register_keys<96, Threads>(),
+      register_keys<128, Threads>();
 }
 
 [[maybe_unused]] bool const registered = (register_rows<64>(), register_rows<128>(), register_rows<256>(), true);

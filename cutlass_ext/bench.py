@@ -5,7 +5,7 @@ python/report.py turns into bench/results. Each case has fresh random data; our 
 computation before it is timed (the bound: twice the error of written-out attention), and a miss ends the run.
 
 The figures are medians over rounds in which the providers take turns, in an order that rotates. On a GPU a sample is
-one replay of a CUDA graph that holds enough calls for a millisecond, timed by events: host time is not in it.
+up to 20 calls back to back, timed by events and queued behind a sleeping kernel: host time is not in it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cutlass_ext
 
 OURS, WRITTEN_OUT = "cutlass_ext", "written out"
-GRAPH_MS = 1.0  # the least time of one sample, so that the few microseconds of an event do not count
+SAMPLE_MS = 1.0  # the least time of one sample, so that the few microseconds of an event do not count
+MAX_REPEATS = 20  # calls that the host queues in less time than the kernel before them sleeps
+SLEEP_CYCLES = 10_000_000  # about 5 ms
 
 
 @dataclass(frozen=True)
@@ -160,38 +162,28 @@ class Oracle:
 # ---- how fast, in how much memory ----
 
 
-def capture(call: Callable[[], Tensor]) -> tuple[Callable[[], None], int]:
-    """A CUDA graph that holds `call` often enough for a sample of GRAPH_MS, and how often that is."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-        start.record()
-        for _ in range(3):
-            call()
-        end.record()
-    stream.synchronize()
-    repeats = max(1, min(100, math.ceil(GRAPH_MS / max(start.elapsed_time(end) / 3, 1e-3))))
-    torch.cuda.empty_cache()  # a graph has a memory pool of its own
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(repeats):
-            call()
-    return graph.replay, repeats
+def repeats_of(call: Callable[[], Tensor], device: str) -> int:
+    """How many calls make a sample of SAMPLE_MS on a GPU; 1 on a CPU."""
+    if device == "cpu":
+        return 1
+    ms = min(sample_ms(call, 1, device) for _ in range(3))
+    return max(1, min(MAX_REPEATS, math.ceil(SAMPLE_MS / ms)))
 
 
-def sample_ms(run: Callable[[], object], device: str) -> float:
+def sample_ms(call: Callable[[], Tensor], repeats: int, device: str) -> float:
+    """Milliseconds a call; on a GPU the calls are queued behind a sleeping kernel, so that host work is not in the figure."""
     if device == "cpu":
         start = time.perf_counter()
-        run()
+        call()
         return (time.perf_counter() - start) * 1e3
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(SLEEP_CYCLES)
     begin.record()
-    run()
+    for _ in range(repeats):
+        call()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end)
+    return begin.elapsed_time(end) / repeats
 
 
 def peak_extra_bytes(call: Callable[[], Tensor], device: str) -> int:
@@ -237,7 +229,7 @@ def measure(case: Case, device: str, rounds: int, tick: Callable[[str], None]) -
         if name == OURS and not oracle.accepts(errors):
             raise Wrong(f"{case}: {errors} against float64, where written-out attention has {oracle.reference}")
         peak = peak_extra_bytes(call, device)
-        calls[name] = capture(call) if device == "cuda" else (call, 1)
+        calls[name] = call, repeats_of(call, device)
         rows[name] = {**asdict(case), "provider": name, "max_error": errors.largest, "peak_bytes": peak}
 
     samples = {name: [] for name in calls}
@@ -245,8 +237,7 @@ def measure(case: Case, device: str, rounds: int, tick: Callable[[str], None]) -
     for i in range(rounds):
         tick(f"{case} round {i + 1} of {rounds}")
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            run, repeats = calls[name]
-            samples[name].append(sample_ms(run, device) / repeats)
+            samples[name].append(sample_ms(*calls[name], device))
     for name, row in rows.items():
         q25, ms, q75 = statistics.quantiles(samples[name], n=4)
         row |= {"ms": ms, "ms_q25": q25, "ms_q75": q75, "tflops": case.flops / ms / 1e9}
