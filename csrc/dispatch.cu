@@ -5,6 +5,8 @@
 #include <atomic>
 #include <sstream>
 
+#include <cutlass/numeric_types.h>
+
 #include "fmha/merge.hpp"
 #include "fmha/scheduler.hpp"
 
@@ -14,14 +16,23 @@ extern Kernel const simt_f32_d32_large, simt_f32_d32_small, simt_f32_d64_large, 
     simt_f32_d96_large, simt_f32_d96_small, simt_f32_d128_large, simt_f32_d128_medium, simt_f32_d128_small,
     simt_f32_d192_large, simt_f32_d192_small, simt_f32_d224_small, simt_f32_d256_large, simt_f32_d256_small;
 
+extern Kernel const sm80_f16_d64_large, sm80_f16_d64_small, sm80_bf16_d64_large, sm80_bf16_d64_small,
+    sm80_f16_d128_large, sm80_f16_d128_small, sm80_bf16_d128_large, sm80_bf16_d128_small, sm80_f16_d192_large,
+    sm80_f16_d192_small, sm80_bf16_d192_large, sm80_bf16_d192_small, sm80_f16_d256_large, sm80_f16_d256_small,
+    sm80_bf16_d256_large, sm80_bf16_d256_small;
+
 namespace {
 
 /// Every kernel there is. Of one family, dtype and head_dim the larger tile comes first: it is taken where its query
 /// tiles fill the GPU.
 Kernel const* const kKernels[] = {
-    &simt_f32_d32_large,  &simt_f32_d32_small,  &simt_f32_d64_large,  &simt_f32_d64_medium,  &simt_f32_d64_small,
-    &simt_f32_d96_large,  &simt_f32_d96_small,  &simt_f32_d128_large, &simt_f32_d128_medium, &simt_f32_d128_small,
-    &simt_f32_d192_large, &simt_f32_d192_small, &simt_f32_d224_small, &simt_f32_d256_large,  &simt_f32_d256_small,
+    &simt_f32_d32_large,   &simt_f32_d32_small,   &simt_f32_d64_large,   &simt_f32_d64_medium,  &simt_f32_d64_small,
+    &simt_f32_d96_large,   &simt_f32_d96_small,   &simt_f32_d128_large,  &simt_f32_d128_medium, &simt_f32_d128_small,
+    &simt_f32_d192_large,  &simt_f32_d192_small,  &simt_f32_d224_small,  &simt_f32_d256_large,  &simt_f32_d256_small,
+    &sm80_f16_d64_large,   &sm80_f16_d64_small,   &sm80_bf16_d64_large,  &sm80_bf16_d64_small,  &sm80_f16_d128_large,
+    &sm80_f16_d128_small,  &sm80_bf16_d128_large, &sm80_bf16_d128_small, &sm80_f16_d192_large,  &sm80_f16_d192_small,
+    &sm80_bf16_d192_large, &sm80_bf16_d192_small, &sm80_f16_d256_large,  &sm80_f16_d256_small,  &sm80_bf16_d256_large,
+    &sm80_bf16_d256_small,
 };
 constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
 constexpr int kMaxDevices = 64;
@@ -105,10 +116,11 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
     }
   }
   if (head_dim == 0) {
-    plan->reason = family_known ? std::string("q: ") + name_of(dtype) + " with head_dim " + std::to_string(wanted) +
-                                      " has no kernel" + (backend == "auto" ? "" : " in backend \"" + backend + "\"") +
-                                      " yet; cast to float32, or pass backend=\"torch\""
-                                : "backend: \"" + backend + "\" is not built yet; use \"auto\", \"simt\" or \"torch\"";
+    plan->reason = family_known
+                       ? std::string("q: ") + name_of(dtype) + " with head_dim " + std::to_string(wanted) +
+                             " has no kernel" + (backend == "auto" ? "" : " in backend \"" + backend + "\"") +
+                             "; use backend=\"auto\", or backend=\"torch\""
+                       : "backend: \"" + backend + "\" is not built yet; use \"auto\", \"simt\", \"sm80\" or \"torch\"";
     return cudaSuccess;
   }
   int64_t tiles = 0;
@@ -143,7 +155,15 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
 
 cudaError_t run_forward(Plan const& plan, ForwardParams const& params, cudaStream_t stream) {
   if (cudaError_t e = plan.kernel->launch(params, stream)) return e;
-  return params.num_splits > 1 ? merge_splits<float>(params, stream) : cudaSuccess;
+  if (params.num_splits <= 1) return cudaSuccess;
+  switch (plan.kernel->dtype) {
+    case DType::Float32:
+      return merge_splits<float>(params, stream);
+    case DType::Float16:
+      return merge_splits<cutlass::half_t>(params, stream);
+    default:
+      return merge_splits<cutlass::bfloat16_t>(params, stream);
+  }
 }
 
 }  // namespace cutlass_ext

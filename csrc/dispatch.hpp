@@ -15,7 +15,7 @@ enum class DType { Float32, Float16, BFloat16 };
 
 /// One compiled kernel: a family's way of carrying FMHA out at one tile shape. Defined in csrc/kernels/.
 struct Kernel {
-  char const* family;  // "simt"
+  char const* family;  // "simt", "sm80"
   DType dtype;
   int head_dim;  // of the tile: the largest d and d_v that it takes
   int block_r, block_c;

@@ -362,7 +362,9 @@ std::string fmha_explain(Arguments const& a) {
   if (!a.on_cuda()) return "torch: the tensors are not on a CUDA device";
   if (a.backend == "torch") return "torch: asked for by backend=\"torch\"";
   DeviceGuard const guard(a.q.device_index);
-  return plan_of(a, params_of(a), true).reason;
+  Plan const plan = plan_of(a, params_of(a), true);
+  if (!plan.kernel) fail("NotImplementedError", plan.reason);
+  return plan.reason;
 }
 
 std::string schema(char const* name, char const* returns) { return std::string(name) + kParameters + " -> " + returns; }

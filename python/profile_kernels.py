@@ -38,7 +38,13 @@ def counters(lines: list[str]) -> dict[str, str]:
 
 def profile(bench: Path, row: str) -> dict[str, str]:
     command = ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "-k", "regex:fmha_kernel", "-c", "1"]
-    command += ["--metrics", ",".join(METRICS), str(bench), f"--benchmark_filter=fmha/{row}", "--benchmark_min_time=0.001"]
+    command += [
+        "--metrics",
+        ",".join(METRICS),
+        str(bench),
+        f"--benchmark_filter=fmha/{row}",
+        "--benchmark_min_time=0.001",
+    ]
     return counters(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
 
 

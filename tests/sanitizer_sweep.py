@@ -1,4 +1,4 @@
-"""A small sweep for compute-sanitizer: every head-dim bucket and feature at sizes around tile edges.
+"""A small sweep for compute-sanitizer: every dtype, head-dim bucket and feature at sizes around tile edges.
 
 verify_gpu.py runs it under each tool. The results are compared with the torch path on the CPU, so that a kernel which
 compute-sanitizer has kept from running does not count as clean.
@@ -21,24 +21,47 @@ FEATURES = (
 )
 
 
+# of one rounding of P and of the output each, and of values to about 4
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-4, "atol": 1e-5},
+    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+}
+
+
 def cases():
-    """(N_q, N_kv, d, d_v, features)."""
-    yield from itertools.product((1, 33), (31, 130), (32, 64), (64,), FEATURES)
-    yield from ((65, 129, d, d_v, FEATURES[1]) for d, d_v in ((4, 36), (100, 100), (128, 64), (192, 128), (256, 256)))
-    yield (0, 5, 64, 64, {})
-    yield (5, 0, 64, 64, {})
+    """(dtype, N_q, N_kv, d, d_v, features, elements by which rows are longer than the head dim)."""
+    plain, causal, splits = FEATURES[:3]
+    for sizes in itertools.product((1, 33), (31, 130), (32, 64), (64,), FEATURES):
+        yield torch.float32, *sizes, 0
+    for d, d_v in ((4, 36), (100, 100), (128, 64), (192, 128), (256, 256)):
+        yield torch.float32, 65, 129, d, d_v, causal, 0
+    yield torch.float32, 0, 5, 64, 64, plain, 0
+    yield torch.float32, 5, 0, 64, 64, plain, 0
+    for dtype in (torch.float16, torch.bfloat16):
+        for d, features in itertools.product((64, 128, 256), (causal, splits)):
+            yield dtype, 65, 129, d, d, features, 0
+        for d, d_v in ((8, 40), (104, 104), (192, 128)):
+            yield dtype, 130, 33, d, d_v, causal, 0
+        for padding, d in itertools.product((1, 4), (64, 128)):  # rows that begin on 2 bytes, and on 8
+            yield dtype, 33, 130, d, d, causal, padding
+        for features in FEATURES:
+            yield dtype, 1, 130, 64, 64, features, 0
+        yield dtype, 0, 5, 64, 64, plain, 0
+        yield dtype, 5, 0, 64, 64, plain, 0
 
 
-def compare(n_q: int, n_kv: int, d: int, d_v: int, features: dict) -> None:
-    q, k, v = torch.randn(2, n_q, 4, d), torch.randn(2, n_kv, 2, d), torch.randn(2, n_kv, 2, d_v)
+def compare(dtype: torch.dtype, n_q: int, n_kv: int, d: int, d_v: int, features: dict, padding: int) -> None:
+    shapes = (2, n_q, 4, d), (2, n_kv, 2, d), (2, n_kv, 2, d_v)
+    q, k, v = (torch.randn(*rows, n + padding).to(dtype) for *rows, n in shapes)
     on_gpu = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in features.items()}
     on_cpu = {name: x for name, x in features.items() if name != "num_splits"}
-    expected = cutlass_ext.fmha(q, k, v, return_lse=True, **on_cpu)
-    got = cutlass_ext.fmha(q.cuda(), k.cuda(), v.cuda(), return_lse=True, **on_gpu)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(
-            a.cpu(), b, rtol=1e-4, atol=1e-5, msg=lambda text: f"{(n_q, n_kv, d, d_v, features)}: {text}"
-        )
+    expected = cutlass_ext.fmha(q[..., :d], k[..., :d], v[..., :d_v], return_lse=True, **on_cpu)
+    q, k, v = q.cuda(), k.cuda(), v.cuda()
+    got = cutlass_ext.fmha(q[..., :d], k[..., :d], v[..., :d_v], return_lse=True, **on_gpu)
+    what = (dtype, n_q, n_kv, d, d_v, features, padding)
+    for a, b, tolerance in zip(got, expected, (TOLERANCES[dtype], TOLERANCES[torch.float32]), strict=True):
+        torch.testing.assert_close(a.cpu(), b, **tolerance, msg=lambda text: f"{what}: {text}")
 
 
 if __name__ == "__main__":

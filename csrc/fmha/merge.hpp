@@ -7,19 +7,18 @@
 
 namespace cutlass_ext {
 
-constexpr int kMergeThreads = 128;
+constexpr int kMergeRows = 4;  // query rows of a block, a warp each
 
 /// One warp a query row. O = sum_s exp(lse_s - lse) O_s: the bits depend on the number of splits alone.
 template <class Element>
-__global__ void __launch_bounds__(kMergeThreads) merge_splits_kernel(__grid_constant__ ForwardParams const params) {
+__global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_constant__ ForwardParams const params) {
+  int const row = blockIdx.x % ((params.n_q + kMergeRows - 1) / kMergeRows) * kMergeRows + threadIdx.x / 32;
+  if (row >= params.n_q) return;
+  unsigned const batch_head = blockIdx.x / ((params.n_q + kMergeRows - 1) / kMergeRows);
   int64_t const rows = int64_t(params.batch) * params.heads_q * params.n_q;
-  int64_t const index =
-      int64_t(blockIdx.x) * (kMergeThreads / 32) + threadIdx.x / 32;  // (b, h, row), as lse is laid out
-  if (index >= rows) return;
-  int const lane = threadIdx.x % 32;
-  int const row = static_cast<int>(index % params.n_q);
-  int const head = static_cast<int>(index / params.n_q % params.heads_q);
-  int64_t const b = index / params.n_q / params.heads_q;
+  int64_t const index = int64_t(batch_head) * params.n_q + row;  // as lse is laid out
+  int const lane = threadIdx.x % 32, head = batch_head % params.heads_q;
+  int64_t const b = batch_head / params.heads_q;
 
   float const sink = params.sink ? params.sink[head] : -INFINITY;
   float lse_max = sink;
@@ -27,7 +26,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits_kernel(__grid_cons
   float const base = lse_max == -INFINITY ? 0.f : lse_max;
   float sum = expf(sink - base);
   for (int s = 0; s < params.num_splits; ++s) sum += expf(params.lse_partial[s * rows + index] - base);
-  float const factor = sum == 0.f ? 0.f : 1.f / sum;
+  float const factor = sum == 0.f ? 0.f : reciprocal(sum);
 
   Element* out = static_cast<Element*>(params.o) + b * params.o_stride.batch + row * params.o_stride.row +
                  head * params.o_stride.head;
@@ -40,21 +39,18 @@ __global__ void __launch_bounds__(kMergeThreads) merge_splits_kernel(__grid_cons
       acc = make_float4(acc.x + weight * part.x, acc.y + weight * part.y, acc.z + weight * part.z,
                         acc.w + weight * part.w);
     }
-    out[col] = Element(acc.x);
-    out[col + 1] = Element(acc.y);
-    out[col + 2] = Element(acc.z);
-    out[col + 3] = Element(acc.w);
+    Element* to = out + col;
+    to[0] = Element(acc.x), to[1] = Element(acc.y), to[2] = Element(acc.z), to[3] = Element(acc.w);
   }
   if (lane == 0) params.lse[index] = sum == 0.f ? -INFINITY : base + logf(sum);
 }
 
 template <class Element>
 cudaError_t merge_splits(ForwardParams const& params, cudaStream_t stream) {
-  int64_t const rows = int64_t(params.batch) * params.heads_q * params.n_q;
-  int64_t const blocks = (rows + kMergeThreads / 32 - 1) / (kMergeThreads / 32);
+  int64_t const blocks = int64_t(params.batch) * params.heads_q * ((params.n_q + kMergeRows - 1) / kMergeRows);
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  merge_splits_kernel<Element><<<static_cast<unsigned>(blocks), kMergeThreads, 0, stream>>>(params);
+  merge_splits_kernel<Element><<<static_cast<unsigned>(blocks), kMergeRows * 32, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -54,23 +54,23 @@ struct OnlineSoftmax {
     }
   }
 
-  /// S becomes P = exp2(S - m), l follows the new maximum, and so must O: `rescale(i)` is what its row i is to be
-  /// multiplied by.
+  /// S becomes P = exp2(scale S - m), l follows the new maximum, and so must O: `rescale(i)` is what its row i is to be
+  /// multiplied by. `scale` > 0 takes S to the log2 domain, in the instruction that subtracts m.
   template <class ScoreTensor, class RowTensor>
-  CUTE_DEVICE void update(ScoreTensor& S, RowTensor& rescale) {
+  CUTE_DEVICE void update(ScoreTensor& S, RowTensor& rescale, float scale) {
     CUTE_UNROLL
     for (int i = 0; i < Rows; ++i) {
       float tile_max = S(i, 0);
       CUTE_UNROLL
       for (int j = 1; j < cute::size<1>(S); ++j) tile_max = fmaxf(tile_max, S(i, j));
-      float const m_new = fmaxf(m[i], warp_max<Lanes, Stride>(tile_max));
+      float const m_new = fmaxf(m[i], scale * warp_max<Lanes, Stride>(tile_max));
       float const base = m_new == -INFINITY ? 0.f : m_new;  // a row without a visible key so far: all of P is 0
       rescale(i) = exp2_approx(m[i] - base);
       m[i] = m_new;
       float sum = 0.f;
       CUTE_UNROLL
       for (int j = 0; j < cute::size<1>(S); ++j) {
-        S(i, j) = exp2_approx(S(i, j) - base);
+        S(i, j) = exp2_approx(fmaf(S(i, j), scale, -base));
         sum += S(i, j);
       }
       l[i] = l[i] * rescale(i) + sum;

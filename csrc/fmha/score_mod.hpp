@@ -28,6 +28,9 @@ struct ScoreMod {
     return params.softcap > 0.f ? params.softmax_scale / params.softcap : params.softmax_scale * kLog2e;
   }
 
+  /// Whether `apply` does anything.
+  CUTE_DEVICE bool active() const { return softcap_log2 != 0.f || alibi_slope_log2 != 0.f; }
+
   /// Turns the products in `S` into scores. `p - j` of element (i, j) is `first_offset + offset(i, j)`, the latter
   /// known when unrolled.
   template <class ScoreTensor, class Offset>

@@ -34,21 +34,46 @@ class Target:
 
     device: str
     backend: str
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self):
+        name = f"{self.device}-{self.backend}"
+        return name if self.dtype == torch.float32 else f"{name}-{str(self.dtype)[6:]}"
 
     @property
     def cuda(self):
         return self.device == "cuda"
 
-    def randn(self, *shape, dtype=torch.float32):
-        return torch.randn(*shape, device=self.device).to(dtype)
+    @property
+    def family(self):
+        """The backend that should run: what "auto" comes to."""
+        if self.backend != "auto":
+            return self.backend
+        return "torch" if not self.cuda else "simt" if self.dtype == torch.float32 else "sm80"
+
+    @property
+    def step(self):
+        """Head dims are multiples of it."""
+        return 4 if self.dtype == torch.float32 else 8
+
+    def head_dim(self, d):
+        """`d`, or the next head dim that the dtype has."""
+        return -(-d // self.step) * self.step
+
+    def randn(self, *shape):
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    def vector(self, *shape):
+        """Slopes and sinks: float32 whatever the dtype."""
+        return torch.randn(*shape, device=self.device)
 
     def int32(self, values):
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def qkv(self, batch, n_q, heads_q, d, *, n_kv=None, heads_kv=None, d_v=None, dtype=torch.float32):
+    def qkv(self, batch, n_q, heads_q, d, *, n_kv=None, heads_kv=None, d_v=None):
         n_kv, heads_kv, d_v = n_q if n_kv is None else n_kv, heads_kv or heads_q, d_v or d
         shapes = (batch, n_q, heads_q, d), (batch, n_kv, heads_kv, d), (batch, n_kv, heads_kv, d_v)
-        return [self.randn(*shape, dtype=dtype) for shape in shapes]
+        return [self.randn(*shape) for shape in shapes]
 
     def fmha(self, q, k, v, **kwargs):
         if self.cuda:
@@ -56,26 +81,44 @@ class Target:
         return cutlass_ext.fmha(q, k, v, backend=self.backend, return_lse=True, **kwargs)
 
 
-def targets(*pairs):
-    marks = {"cpu": [], "cuda": [pytest.mark.gpu]}
-    return [pytest.param(Target(*pair), id="-".join(pair), marks=marks[pair[0]]) for pair in pairs]
+def targets(*all_fields):
+    params = [Target(*fields) for fields in all_fields]
+    return [pytest.param(t, id=str(t), marks=[pytest.mark.gpu] if t.cuda else []) for t in params]
 
 
-@pytest.fixture(scope="session", params=targets(("cpu", "torch"), ("cuda", "auto"), ("cuda", "simt")))
+F16, BF16 = torch.float16, torch.bfloat16
+FLOAT32 = ("cpu", "torch"), ("cuda", "auto"), ("cuda", "simt")
+TENSOR_CORES = ("cuda", "sm80", F16), ("cuda", "sm80", BF16)
+TORCH_16_BIT = [(device, "torch", dtype) for device in ("cpu", "cuda") for dtype in (F16, BF16)]
+
+
+@pytest.fixture(scope="session", params=targets(*FLOAT32, *TENSOR_CORES))
 def target(request):
+    """Every family of kernels in every dtype that it takes, and PyTorch's operators in float32."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=targets(*FLOAT32))
+def target_fp32(request):
     """Every way of running float32."""
     return request.param
 
 
-@pytest.fixture(scope="session", params=targets(("cpu", "torch"), ("cuda", "torch")))
-def target_16_bit(request):
-    """Every way of running float16 and bfloat16: there are no kernels for them yet."""
+@pytest.fixture(scope="session", params=targets(("cuda", "simt"), *TENSOR_CORES))
+def kernels(request):
+    """What has tiles."""
     return request.param
 
 
-@pytest.fixture(scope="session", params=targets(("cuda", "auto")))
+@pytest.fixture(scope="session", params=targets(*TORCH_16_BIT))
+def target_16_bit(request):
+    """PyTorch's operators in float16 and bfloat16; `target` has the kernels."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=targets(("cuda", "auto"), ("cuda", "auto", BF16)))
 def gpu(request):
-    """What only a GPU can show (streams, graphs, allocations)."""
+    """What only a GPU can show (streams, graphs, allocations), on either kind of kernel."""
     return request.param
 
 

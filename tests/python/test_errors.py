@@ -7,7 +7,7 @@ import torch
 
 import cutlass_ext
 
-F16, F64, INT32, INT64 = torch.float16, torch.float64, torch.int32, torch.int64
+F16, BF16, F64, INT32, INT64 = torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64
 B, N, HEADS, HEADS_KV, D = 2, 6, 4, 2, 16
 
 
@@ -50,7 +50,7 @@ WRONG = [
     # head dims
     *[("q", V, {"q": tensor(B, N, HEADS, d), "k": tensor(B, N, HEADS_KV, d)}) for d in (0, 2, 18, 257, 260)],
     *[("v", V, {"v": tensor(B, N, HEADS_KV, d_v)}) for d_v in (0, 1, 30, 260, 512)],
-    ("q", V, {name: tensor(B, N, 2, 12, dtype=F16) for name in "qkv"}),  # 16-bit: multiples of 8
+    *[("q", V, {name: tensor(B, N, 2, 12, dtype=dtype) for name in "qkv"}) for dtype in (F16, BF16)],  # multiples of 8
     # the last dimension
     ("q", V, {"q": transposed(B, N, HEADS, D)}),
     ("k", V, {"k": transposed(B, N, HEADS_KV, D)}),
@@ -149,19 +149,30 @@ def test_q_alone_on_the_cpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["sm80", "sm90"])
-def test_families_that_are_not_built(backend):
-    with pytest.raises(NotImplementedError, match=backend):
-        cutlass_ext.fmha(**valid("cuda"), backend=backend)
+@pytest.mark.parametrize("dtype", [torch.float32, F16, BF16])
+@pytest.mark.parametrize("backend", ["sm90"])
+def test_families_that_are_not_built(backend, dtype):
+    arguments = {name: t.to(dtype) for name, t in valid("cuda").items()}
+    for call in (cutlass_ext.fmha, cutlass_ext.explain):
+        with pytest.raises(NotImplementedError, match=backend):
+            call(**arguments, backend=backend)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_dtypes_that_have_no_kernel(dtype):
+@pytest.mark.parametrize("backend,dtype", [("simt", F16), ("simt", BF16), ("sm80", torch.float32)])
+def test_dtypes_that_a_family_does_not_take(backend, dtype):
+    """Never a cast behind the user's back."""
     arguments = {name: t.to(dtype) for name, t in valid("cuda").items()}
-    for backend in ("auto", "simt"):
-        with pytest.raises(NotImplementedError, match=r"\bq\b|dtype"):
-            cutlass_ext.fmha(**arguments, backend=backend)
+    for call in (cutlass_ext.fmha, cutlass_ext.explain):
+        assert_refused(call, "q", NotImplementedError, arguments | {"backend": backend})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend,dtype", [("auto", F16), ("auto", BF16), ("sm80", F16), ("sm80", BF16)])
+def test_16_bit_runs_on_cuda(backend, dtype):
+    arguments = {name: t.to(dtype) for name, t in valid("cuda").items()}
+    out, lse = cutlass_ext.fmha(**arguments, backend=backend, return_lse=True)
+    assert out.dtype == dtype and lse.dtype == torch.float32
 
 
 # ------------------------------------------------------------------------------------------------ no backward yet

@@ -45,7 +45,7 @@ def test_options(target, name, options):
 @pytest.mark.parametrize("per_sequence", [False, True])
 def test_alibi_slopes(target, name, per_sequence):
     q, k, v = target.qkv(2, 70, 4, 32, **sizes(name))
-    slopes = target.randn(*((2, 4) if per_sequence else (4,))).abs()
+    slopes = target.vector(*((2, 4) if per_sequence else (4,))).abs()
     out = getattr(cutlass_ext, name)(*TAKES[name](q, k, v), causal=True, alibi_slopes=slopes)
     expect(q, k, v, start_pos="end", causal=True, alibi_slopes=slopes).check(out)
 
@@ -62,7 +62,7 @@ def test_return_attn_probs_gives_lse(target, name):
 def test_arguments_by_position(target, name):
     """flash-attn's order: dropout_p, softmax_scale, causal, window_size, softcap, slopes, deterministic, probs."""
     q, k, v = target.qkv(2, 70, 4, 32, **sizes(name))
-    slopes = target.randn(4).abs()
+    slopes = target.vector(4).abs()
     positional = getattr(cutlass_ext, name)(*TAKES[name](q, k, v), 0.0, 0.2, True, (30, 0), 4.0, slopes, False, True)
     options = {"causal": True, "softmax_scale": 0.2, "window": (30, 0), "softcap": 4.0, "alibi_slopes": slopes}
     expect(q, k, v, start_pos="end", **options).check(*positional[:2])

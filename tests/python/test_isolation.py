@@ -6,11 +6,12 @@ import torch
 import cutlass_ext
 
 NAN, INF = float("nan"), float("inf")
+LARGEST = "largest"  # finite number of the dtype
 LENGTHS, LEFTPADS = [100, 37, 64, 1], [3, 0, 36, 0]
 
 
 class Guarded:
-    """Tensors inside buffers that hold `fill` (or a huge integer) everywhere else; knows whether a buffer changed."""
+    """Tensors inside buffers that hold `fill` (or a huge number) everywhere else; knows whether a buffer changed."""
 
     GUARD = 1024
     HUGE = 0x7F7F7F7F
@@ -20,6 +21,7 @@ class Guarded:
 
     def put(self, tensor):
         fill = self.fill if tensor.is_floating_point() else self.HUGE
+        fill = torch.finfo(tensor.dtype).max if fill == LARGEST else fill
         buffer = torch.full((tensor.numel() + 2 * self.GUARD,), fill, dtype=tensor.dtype, device=tensor.device)
         inside = buffer[self.GUARD : -self.GUARD].view(tensor.shape)
         inside.copy_(tensor)
@@ -38,13 +40,13 @@ def assert_same_bits(got, want):
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("fill", [NAN, INF, -INF, 3e38])
-@pytest.mark.parametrize("n_q,n_kv,d", [(33, 65, 64), (1, 100, 128), (70, 70, 20)])
+@pytest.mark.parametrize("fill", [NAN, INF, -INF, LARGEST])
+@pytest.mark.parametrize("n_q,n_kv,d", [(33, 65, 64), (1, 100, 128), (70, 70, 20), (130, 40, 200)])
 def test_around_every_tensor(target, n_q, n_kv, d, fill, num_splits):
     guarded = Guarded(fill)
-    q, k, v = target.qkv(2, n_q, 4, d, n_kv=n_kv, heads_kv=2)
+    q, k, v = target.qkv(2, n_q, 4, target.head_dim(d), n_kv=n_kv, heads_kv=2)
     features = {
-        "alibi_slopes": target.randn(2, 4).abs(), "sink": target.randn(4), "start_pos": target.int32([n_kv - n_q, 9]),
+        "alibi_slopes": target.vector(2, 4).abs(), "sink": target.vector(4), "start_pos": target.int32([n_kv - n_q, 9]),
         "seqused_k": target.int32([n_kv, n_kv - 5]), "leftpad_k": target.int32([2, 0]),
     }  # fmt: skip
     options = {"causal": True, "num_splits": num_splits}
@@ -57,10 +59,12 @@ def test_around_every_tensor(target, n_q, n_kv, d, fill, num_splits):
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("plant", [NAN, INF, -INF])
-@pytest.mark.parametrize("causal,n_q", [(False, 50), (True, 50), (True, 1)])
-def test_padding(target, causal, n_q, plant, num_splits):
+@pytest.mark.parametrize(
+    "causal,n_q,d", [(False, 50, 64), (True, 50, 64), (True, 1, 64), (True, 70, 128), (False, 1, 256)]
+)
+def test_padding(target, causal, n_q, d, plant, num_splits):
     """Past seqused_k and before leftpad_k."""
-    q, k, v = target.qkv(4, n_q, 4, 64, n_kv=130, heads_kv=2)
+    q, k, v = target.qkv(4, n_q, 4, d, n_kv=130, heads_kv=2)
     options = {"seqused_k": target.int32(LENGTHS), "leftpad_k": target.int32(LEFTPADS), "causal": causal,
                "start_pos": "end", "num_splits": num_splits}  # fmt: skip
     want = target.fmha(q, k, v, **options)
@@ -116,11 +120,11 @@ def test_hidden_by_a_mask_stays_in_its_sequence_and_head(target, which, options)
 
 def test_memory_next_to_the_outputs(gpu):
     """The allocator puts `out` and `lse` into gaps between tensors of NaN, and those keep their bits."""
-    q, k, v = gpu.qkv(2, 61, 4, 64)  # `out` takes 122 KB, `lse` 2 KB: sizes that nothing else here has
+    q, k, v = gpu.qkv(2, 61, 4, 64)  # `out` takes 122 KB (16-bit: 61), `lse` 2 KB: sizes that nothing else here has
     want = gpu.fmha(q, k, v, causal=True, num_splits=1)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    held = [torch.full((t.numel(),), NAN, device="cuda") for t in want for _ in range(3)]
+    held = [torch.full((t.numel(),), NAN, dtype=t.dtype, device="cuda") for t in want for _ in range(3)]
     gaps = held.pop(4).data_ptr(), held.pop(1).data_ptr()
     out, lse = cutlass_ext.fmha(q, k, v, causal=True, num_splits=1, return_lse=True)
     assert (lse.data_ptr(), out.data_ptr()) == gaps, "the allocator did not use the gaps: this test shows nothing"

@@ -26,17 +26,18 @@ def test_opcheck(target, features):
     changes = {}
     if features:
         changes = {"start_pos": None, "start_positions": target.int32([3, 20]), "softmax_scale": 0.3, "softcap": 4.0,
-                   "alibi_slopes": target.randn(4), "sink": target.randn(4), "seqused_k": target.int32([40, 7]),
+                   "alibi_slopes": target.vector(4), "sink": target.vector(4), "seqused_k": target.int32([40, 7]),
                    "leftpad_k": target.int32([0, 2]), "num_splits": 2}  # fmt: skip
     torch.library.opcheck(torch.ops.cutlass_ext.fmha_forward.default, op_arguments(target, **changes))
 
 
-def test_fake_shapes():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_fake_shapes(dtype):
     """Shapes, dtypes and strides of the results are known without data."""
     with torch._subclasses.FakeTensorMode():
-        q, k, v = torch.empty(2, 17, 4, 32), torch.empty(2, 40, 2, 32), torch.empty(2, 40, 2, 16)
+        q, k, v = (torch.empty(s, dtype=dtype) for s in ((2, 17, 4, 32), (2, 40, 2, 32), (2, 40, 2, 16)))
         out, lse = cutlass_ext.fmha(q, k, v, return_lse=True)
-    assert out.shape == (2, 17, 4, 16) and out.dtype == torch.float32 and out.is_contiguous()
+    assert out.shape == (2, 17, 4, 16) and out.dtype == dtype and out.is_contiguous()
     assert lse.shape == (2, 4, 17) and lse.dtype == torch.float32 and lse.is_contiguous()
 
 
@@ -60,21 +61,25 @@ def assert_equal(got, want):
 
 @COMPILE_TIMEOUT
 @pytest.mark.parametrize("start", ["int", "tensor", "end"])
-def test_compile_gives_the_same(target, start):
-    q, k, v = target.qkv(2, 17, 4, 32, n_kv=80, heads_kv=2)
-    start_pos = {"int": 63, "tensor": target.int32([9, 50]), "end": "end"}[start]
-    tensors = {"sink": target.randn(4), "alibi_slopes": target.randn(4), "seqused_k": target.int32([80, 33])}
-    fast, eager, counter = compiled(target, window=(40, -1), softcap=9.0)
+def test_compile_gives_the_same(target_fp32, start):
+    q, k, v = target_fp32.qkv(2, 17, 4, 32, n_kv=80, heads_kv=2)
+    start_pos = {"int": 63, "tensor": target_fp32.int32([9, 50]), "end": "end"}[start]
+    tensors = {
+        "sink": target_fp32.vector(4),
+        "alibi_slopes": target_fp32.vector(4),
+        "seqused_k": target_fp32.int32([80, 33]),
+    }
+    fast, eager, counter = compiled(target_fp32, window=(40, -1), softcap=9.0)
     assert_equal(fast(q, k, v, start_pos, **tensors), eager(q, k, v, start_pos, **tensors))
     assert counter.frame_count == 1
 
 
 @COMPILE_TIMEOUT
 @pytest.mark.parametrize("dynamic,warm", [(True, [5]), (None, [5, 9])])
-def test_start_pos_does_not_recompile(target, dynamic, warm):
+def test_start_pos_does_not_recompile(target_fp32, dynamic, warm):
     """Decoding: the first call compiles for every position, or the second, where only that shows that it changes."""
-    q, k, v = target.qkv(2, 1, 4, 32, n_kv=300)
-    fast, eager, counter = compiled(target, dynamic)
+    q, k, v = target_fp32.qkv(2, 1, 4, 32, n_kv=300)
+    fast, eager, counter = compiled(target_fp32, dynamic)
     for start_pos in warm:
         fast(q, k, v, start_pos)
     compilations = counter.frame_count
@@ -84,10 +89,10 @@ def test_start_pos_does_not_recompile(target, dynamic, warm):
 
 
 @COMPILE_TIMEOUT
-def test_lengths_do_not_recompile(target):
+def test_lengths_do_not_recompile(target_fp32):
     """The cache's valid part grows: its length is symbolic too."""
-    q, k, v = target.qkv(2, 1, 4, 32, n_kv=300)
-    fast, eager, counter = compiled(target, dynamic=True)
+    q, k, v = target_fp32.qkv(2, 1, 4, 32, n_kv=300)
+    fast, eager, counter = compiled(target_fp32, dynamic=True)
     fast(q, k[:, :7], v[:, :7], "end")
     compilations = counter.frame_count
     for n in (40, 64, 65, 299):
@@ -96,12 +101,12 @@ def test_lengths_do_not_recompile(target):
 
 
 @COMPILE_TIMEOUT
-def test_export(target):
+def test_export(target_fp32):
     class Decode(torch.nn.Module):
         def forward(self, q, k, v):
             return cutlass_ext.fmha(q, k, v, causal=True, start_pos="end")
 
-    q, k, v = target.qkv(2, 17, 4, 32, n_kv=40)
+    q, k, v = target_fp32.qkv(2, 17, 4, 32, n_kv=40)
     program = torch.export.export(Decode(), (q, k, v))
     assert torch.equal(program.module()(q, k, v), Decode()(q, k, v))
     assert "cutlass_ext.fmha_forward" in str(program.graph)

@@ -3,8 +3,8 @@
 #pragma once
 
 #include <cute/tensor.hpp>
-#include <cute/arch/copy_sm80.hpp>
 
+#include "../copy_tile.hpp"
 #include "../online_softmax.hpp"
 #include "../params.hpp"
 #include "../scheduler.hpp"
@@ -14,62 +14,13 @@
 
 namespace cutlass_ext::simt {
 
-/// A [rows, cols] matrix in global memory with a contiguous last dimension, of which a tile is copied.
-struct GlobalTile {
-  float const* data;
-  int64_t row_stride;
-  int rows;      // rows at or past this are filled with zeros
-  int cols;      // so are columns
-  bool aligned;  // 16-byte vectors allowed
-};
-
-CUTE_HOST_DEVICE bool allows_vectors(void const* data, Strides const& stride) {
-  return (reinterpret_cast<uintptr_t>(data) % 16 == 0) && ((stride.batch | stride.row | stride.head) % kVector == 0);
-}
-
 CUTE_DEVICE float4 load_vector(float const* smem) { return *reinterpret_cast<float4 const*>(smem); }
 CUTE_DEVICE float component(float4 const& v, int e) { return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w; }
-
-/// Starts the asynchronous copy of a K or V tile to shared memory. With `Predicated` false every row of the tile
-/// exists.
-template <class Traits, bool Predicated>
-CUTE_DEVICE void copy_kv_async(GlobalTile const& src, float* sKV) {
-  constexpr int RowsAPass = Traits::Threads / kPanelChunks;
-  int const chunk = threadIdx.x % kPanelChunks, row0 = threadIdx.x / kPanelChunks;
-  float const* src_row = src.data + row0 * src.row_stride + chunk * kVector;
-  CUTE_UNROLL
-  for (int pass = 0; pass < Traits::B_c / RowsAPass; ++pass, src_row += RowsAPass * src.row_stride) {
-    bool const row_exists = !Predicated || row0 + pass * RowsAPass < src.rows;
-    float* dst_row = sKV + (pass * RowsAPass + row0) * kPanel + chunk_offset(chunk, pass * (RowsAPass / 4) + row0 / 4);
-    CUTE_UNROLL
-    for (int panel = 0; panel < Traits::HeadDim / kPanel; ++panel) {
-      bool const exists = row_exists && panel * kPanel + chunk * kVector < src.cols;
-      float const* from = exists ? src_row + panel * kPanel : src.data;
-      float* to = dst_row + panel * Traits::B_c * kPanel;
-      SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint128_t>::copy(*reinterpret_cast<uint128_t const*>(from),
-                                                       *reinterpret_cast<uint128_t*>(to), exists);
-    }
-  }
-}
-
-/// The same for tensors whose rows do not start at multiples of 16 bytes: an element a copy.
-template <class Traits>
-CUTE_DEVICE void copy_kv_async_unaligned(GlobalTile const& src, float* sKV) {
-  CUTE_NO_UNROLL
-  for (int i = threadIdx.x; i < Traits::B_c * Traits::HeadDim; i += Traits::Threads) {
-    int const row = i / Traits::HeadDim, col = i % Traits::HeadDim;
-    bool const exists = row < src.rows && col < src.cols;
-    float* to = sKV + (col / kPanel * Traits::B_c + row) * kPanel + chunk_offset(col % kPanel / kVector, row / 4) +
-                col % kVector;
-    SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(exists ? src.data[row * src.row_stride + col] : src.data[0], *to,
-                                                 exists);
-  }
-}
 
 /// Copies the query tile to shared memory, transposed and times `scale`: the scale then costs no instruction a score,
 /// and P at a row's maximum is exactly 1. All loads are under way before the first store waits for one.
 template <class Traits, bool Aligned>
-CUTE_DEVICE void copy_q(GlobalTile const& src, float* sQ, float scale) {
+CUTE_DEVICE void copy_q(GlobalTile<float> const& src, float* sQ, float scale) {
   constexpr int RowsAPass = Traits::Threads / kPanelChunks, Passes = Traits::B_r / RowsAPass,
                 Panels = Traits::HeadDim / kPanel;
   int const row0 = threadIdx.x / kPanelChunks, col0 = threadIdx.x % kPanelChunks * kVector;
@@ -240,10 +191,6 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   auto row_of = [](int i) { return (i / kVector) * Traits::PanelsApart * kPanel + i % kVector; };
   auto key_of = [](int j) { return (j / kVector) * kPanel + j % kVector; };
 
-  auto tile_at = [&](void const* base, Strides const& stride, int b, int head, int64_t row, int rows, int cols) {
-    return GlobalTile{static_cast<float const*>(base) + b * stride.batch + head * stride.head + row * stride.row,
-                      stride.row, rows, cols, allows_vectors(base, stride)};
-  };
   // Items of the ring: K and V of the last tile, K and V of the tile before it, ... The last tile is the only one whose
   // rows may end inside it.
   auto load_item = [&](int item) {
@@ -251,17 +198,11 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
       int const first_key = (tiles.end - 1 - item / 2) * B_c;
       int const rows = visibility.len_kv - first_key;
       bool const is_k = item % 2 == 0;
-      GlobalTile const src =
-          is_k ? tile_at(params.k, params.k_stride, work.batch, head_kv, leftpad + first_key, rows, params.head_dim)
-               : tile_at(params.v, params.v_stride, work.batch, head_kv, leftpad + first_key, rows, params.head_dim_v);
-      float* dst = shared.kv[item % Stages];
-      if (!src.aligned) {
-        copy_kv_async_unaligned<Traits>(src, dst);
-      } else if (rows < B_c) {
-        copy_kv_async<Traits, true>(src, dst);
-      } else {
-        copy_kv_async<Traits, false>(src, dst);
-      }
+      auto const src = is_k ? global_tile<float>(params.k, params.k_stride, work.batch, head_kv, leftpad + first_key,
+                                                 rows, params.head_dim)
+                            : global_tile<float>(params.v, params.v_stride, work.batch, head_kv, leftpad + first_key,
+                                                 rows, params.head_dim_v);
+      copy_tile<B_c, Traits::HeadDim, Traits::Threads>(src, shared.kv[item % Stages], [](int row) { return row / 4; });
     }
     cp_async_fence();
   };
@@ -284,8 +225,8 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   if (tiles.size() > 0) {
     CUTE_UNROLL
     for (int i = 0; i < Stages - 1; ++i) load_item(i);
-    GlobalTile const q =
-        tile_at(params.q, params.q_stride, work.batch, work.head, work.row0, params.n_q - work.row0, params.head_dim);
+    auto const q = global_tile<float>(params.q, params.q_stride, work.batch, work.head, work.row0,
+                                      params.n_q - work.row0, params.head_dim);
     float const scale = ScoreMod::query_scale(params);
     q.aligned ? copy_q<Traits, true>(q, shared.q, scale) : copy_q<Traits, false>(q, shared.q, scale);
   }
@@ -299,7 +240,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
     if (visibility.needs_mask(tile, work.row0, B_r, B_c)) {
       mask(S, visibility.counted_from(first_key), first_row, row_of, key_of);
     }
-    softmax.update(S, rescale);
+    softmax.update(S, rescale, 1.f);
     store_p<Traits>(S, shared.p, place);
 
     float const* sV = next_item();  // its barrier also orders this warp's stores of P before its loads

@@ -7,6 +7,8 @@
 #include <cute/layout.hpp>
 #include <cute/swizzle_layout.hpp>
 
+#include "../swizzle.hpp"
+
 namespace cutlass_ext::simt {
 
 using namespace cute;
@@ -47,7 +49,7 @@ constexpr int kHalfPanel = kLaneRows * kVector;
 // and counts the banks.
 
 /// Offset, in its row of a panel, of chunk `chunk` of a row whose index / 4 is `row_quad`.
-CUTE_HOST_DEVICE constexpr int chunk_offset(int chunk, int row_quad) { return (chunk ^ (row_quad & 7)) * kVector; }
+CUTE_HOST_DEVICE constexpr int chunk_offset(int chunk, int row_quad) { return swizzled_chunk<float>(chunk, row_quad); }
 
 /// Q and P, transposed, `Columns` columns of the query tile's rows: the lane's four rows of column `column_quad * 4 +
 /// e`, in its first half panel.

@@ -1,0 +1,87 @@
+// Tiles from global to shared memory by cp.async, swizzled, rows and columns that do not exist filled with zeros.
+// Called by the main loops of the families without TMA.
+#pragma once
+
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/tensor.hpp>
+
+#include "params.hpp"
+#include "swizzle.hpp"
+
+namespace cutlass_ext {
+
+/// A [rows, cols] matrix in global memory with a contiguous last dimension, of which a tile is copied.
+template <class Element>
+struct GlobalTile {
+  Element const* data;
+  int64_t row_stride;
+  int rows;      // rows at or past this are filled with zeros
+  int cols;      // so are columns
+  bool aligned;  // 16-byte vectors allowed
+};
+
+/// Rows `row` and on of one head of a [batch, row, head, head_dim] tensor.
+template <class Element>
+CUTE_DEVICE GlobalTile<Element> global_tile(void const* base, Strides const& stride, int batch, int head, int64_t row,
+                                            int rows, int cols) {
+  constexpr int Vector = 16 / sizeof(Element);
+  bool const aligned =
+      reinterpret_cast<uintptr_t>(base) % 16 == 0 && (stride.batch | stride.row | stride.head) % Vector == 0;
+  return {static_cast<Element const*>(base) + batch * stride.batch + head * stride.head + row * stride.row, stride.row,
+          rows, cols, aligned};
+}
+
+template <int TileRows, int TileCols, int Threads, bool Predicated, class Element, class Moved>
+CUTE_DEVICE void copy_tile_vectors(GlobalTile<Element> const& src, Element* dst, Moved moved) {
+  constexpr int Vector = 16 / sizeof(Element), Panel = 8 * Vector, RowsAPass = Threads / 8;
+  int const chunk = threadIdx.x % 8, row0 = threadIdx.x / 8;
+  Element const* src_row = src.data + row0 * src.row_stride + chunk * Vector;
+  CUTE_UNROLL
+  for (int pass = 0; pass < TileRows / RowsAPass; ++pass, src_row += RowsAPass * src.row_stride) {
+    int const row = pass * RowsAPass + row0;
+    bool const row_exists = !Predicated || row < src.rows;
+    CUTE_UNROLL
+    for (int panel = 0; panel < TileCols / Panel; ++panel) {
+      bool const exists = row_exists && panel * Panel + chunk * Vector < src.cols;
+      Element const* from = src_row + panel * Panel;  // not read where nothing exists
+      Element* to = dst + (panel * TileRows + row) * Panel + swizzled_chunk<Element>(chunk, moved(row));
+      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<cute::uint128_t const*>(from),
+                                                                   *reinterpret_cast<cute::uint128_t*>(to), exists);
+    }
+  }
+}
+
+/// The same for tensors whose rows do not start at multiples of 16 bytes: an element a copy, and a plain one where it
+/// has 2 bytes.
+template <int TileRows, int TileCols, int Threads, class Element, class Moved>
+CUTE_DEVICE void copy_tile_elements(GlobalTile<Element> const& src, Element* dst, Moved moved) {
+  constexpr int Vector = 16 / sizeof(Element), Panel = 8 * Vector;
+  CUTE_NO_UNROLL
+  for (int i = threadIdx.x; i < TileRows * TileCols; i += Threads) {
+    int const row = i / TileCols, col = i % TileCols;
+    bool const exists = row < src.rows && col < src.cols;
+    Element const* from = exists ? src.data + row * src.row_stride + col : src.data;
+    Element* to = dst + (col / Panel * TileRows + row) * Panel +
+                  swizzled_chunk<Element>(col % Panel / Vector, moved(row)) + col % Vector;
+    if constexpr (sizeof(Element) == 4) {
+      cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<Element>::copy(*from, *to, exists);
+    } else {
+      *to = exists ? *from : Element(0);
+    }
+  }
+}
+
+/// Starts the copy of a tile to panels of 128-byte rows. `moved(row)` is what the swizzle moves a row's chunks by. A
+/// tile whose rows all exist is copied without looking at them.
+template <int TileRows, int TileCols, int Threads, class Element, class Moved>
+CUTE_DEVICE void copy_tile(GlobalTile<Element> const& src, Element* dst, Moved moved) {
+  if (!src.aligned) {
+    copy_tile_elements<TileRows, TileCols, Threads>(src, dst, moved);
+  } else if (src.rows < TileRows) {
+    copy_tile_vectors<TileRows, TileCols, Threads, true>(src, dst, moved);
+  } else {
+    copy_tile_vectors<TileRows, TileCols, Threads, false>(src, dst, moved);
+  }
+}
+
+}  // namespace cutlass_ext

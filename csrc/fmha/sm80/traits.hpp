@@ -1,0 +1,63 @@
+// Tile shapes, shared-memory layouts and fragment addresses for the mma.sync kernels (compute capability 8.0 and
+// newer). Used by fmha.hpp; tests/cpp computes the banks of every ldmatrix phase from what stands here.
+#pragma once
+
+#include <type_traits>
+
+#include <cute/layout.hpp>
+#include <cute/swizzle_layout.hpp>
+#include <cutlass/numeric_types.h>
+
+#include "../swizzle.hpp"
+
+namespace cutlass_ext::sm80 {
+
+using namespace cute;
+
+constexpr int kVector = 8;  // 16-bit elements of one 16-byte chunk
+constexpr int kPanel = 64;  // columns of a panel: one row of it is 128 bytes, all 32 banks once
+constexpr int kAtom = 16;   // rows of an mma.m16n8k16, and its depth
+constexpr int kAtomN = 8;   // its columns
+
+/// A tile of `Rows` x `Cols` elements as panels of 64 columns; chunk ^= row, both within 8, so that the eight rows of
+/// an ldmatrix phase fall in different banks.
+template <int Rows, int Cols>
+using PanelLayout =
+    decltype(composition(Swizzle<3, 3, 3>{}, Layout<Shape<Int<Rows>, Shape<Int<kPanel>, Int<Cols / kPanel>>>,
+                                                    Stride<Int<kPanel>, Stride<_1, Int<Rows * kPanel>>>>{}));
+
+/// Element offset of chunk `chunk` of row `row` in a tile of `Rows` rows.
+template <int Rows>
+CUTE_HOST_DEVICE int chunk_offset(int row, int chunk) {
+  return (chunk / 8 * Rows + row) * kPanel + swizzled_chunk<half_t>(chunk % 8, row);
+}
+
+template <int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_>
+struct Traits {
+  static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, Threads = Threads_;
+  using Element = Element_;
+  static constexpr int Warps = Threads / 32;
+  static constexpr int RowAtoms = B_r / Warps / kAtom;  // 16-row atoms of a warp: no other warp sees its rows
+  static constexpr int Rows = 2 * RowAtoms;             // rows of a thread
+  static constexpr int KeyAtoms = B_c / kAtomN;         // 8-column atoms of S
+  static constexpr int OutAtoms = HeadDim / kAtomN;     // and of O
+
+  static_assert(std::is_same_v<Element, half_t> || std::is_same_v<Element, bfloat16_t>,
+                "mma.sync takes 16-bit operands");
+  static_assert(B_r % (Warps * kAtom) == 0, "every warp owns whole atoms of 16 query rows");
+  static_assert(B_c % kAtom == 0, "P V runs through the keys 16 at a time");
+  static_assert(HeadDim % kPanel == 0, "head_dim is padded to whole panels of 64 columns");
+  static_assert(B_r % (Threads / 8) == 0 && B_c % (Threads / 8) == 0,
+                "a pass of the block copies whole rows of a panel");
+
+  using LayoutQ = PanelLayout<B_r, HeadDim>;
+  using LayoutKV = PanelLayout<B_c, HeadDim>;
+
+  struct SharedStorage {
+    alignas(128) Element q[cosize_v<LayoutQ>];
+    alignas(128) Element k[cosize_v<LayoutKV>];
+    alignas(128) Element v[cosize_v<LayoutKV>];
+  };
+};
+
+}  // namespace cutlass_ext::sm80
