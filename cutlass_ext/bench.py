@@ -171,7 +171,7 @@ def repeats_of(call: Callable[[], Tensor], device: str) -> int:
 
 
 def sample_ms(call: Callable[[], Tensor], repeats: int, device: str) -> float:
-    """Milliseconds a call; on a GPU the calls are queued behind a sleeping kernel, so that host work is not in the figure."""
+    """Milliseconds a call; on a GPU the calls wait behind a sleeping kernel, so that host work is not in the figure."""
     if device == "cpu":
         start = time.perf_counter()
         call()

@@ -12,8 +12,8 @@ import csv
 import subprocess
 from pathlib import Path
 
-ROWS = [f"{shape}/{kind}" for shape in ("b10/n1024/h64/d32", "b2/n8192/h16/d64", "b2/n4096/h16/d128", "b1/n4096/h16/d256")
-        for kind in ("full", "causal")]  # fmt: skip
+SHAPES = ("b10/n1024/h64/d32", "b2/n8192/h16/d64", "b2/n4096/h16/d128", "b1/n4096/h16/d256")
+ROWS = [f"{shape}/{kind}" for shape in SHAPES for kind in ("full", "causal")]
 FFMA = "sm__sass_thread_inst_executed_op_ffma_pred_on.sum.pct_of_peak_sustained_elapsed"
 METRICS = {
     "launch__registers_per_thread": "registers",

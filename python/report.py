@@ -87,7 +87,12 @@ def readme_block(measured: dict, json_path: Path, plots: list[Path]) -> str:
     headings = ["(B, N, H, d)", "ms", "TFLOP/s", "times as fast as PyTorch MHA", "as the best SDPA backend"]
     where = json_path.relative_to(ROOT)
     facts = {name: value for name, value in measured["machine"].items() if name != "library"}
-    text = table(headings, lines) + f"\n{provenance(facts)}; all rows: [{where.stem}]({where.with_suffix('.md')}).\n\n"
+    dtype = next(grouped(measured["rows"]))[0].dtype
+    text = (
+        f"Forward, {dtype}:\n\n"
+        + table(headings, lines)
+        + f"\n{provenance(facts)}; all rows: [{where.stem}]({where.with_suffix('.md')}).\n\n"
+    )
     return text + "".join(f"![{p.stem}]({p.relative_to(ROOT)})\n" for p in plots if not p.stem.endswith("time"))
 
 
