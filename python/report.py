@@ -128,7 +128,8 @@ def write_sweep(json_path: Path) -> None:
     parts = [
         f"# Tile shapes of the CUDA-core FMHA: {context['gpu']}",
         "",
-        f"Commit {context.get('commit', 'not recorded')}, {context['date'][:10]}; TFLOP/s, sorted by full attention;",
+        f"Driver {context.get('driver', 'not recorded')}, commit {context.get('commit', 'not recorded')}, "
+        f"{context['date'][:10]}; TFLOP/s, sorted by full attention;",
         "from `make sweep`, then `fmha_bench --benchmark_filter=tile`.",
     ]
     for d, shapes in sorted(tiles.items()):
