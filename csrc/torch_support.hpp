@@ -1,0 +1,164 @@
+// What every operator of torch.ops.cutlass_ext needs of torch, through the LibTorch stable ABI alone: errors, views of
+// tensors, checks of one argument, allocation, the current stream. Included by torch_*.cpp, the only files that know
+// torch.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include "dispatch.hpp"
+
+namespace cutlass_ext {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// The stable ABI raises RuntimeError only; cutlass_ext/_ops.py turns this form of it into the exception that it names.
+template <class... Parts>
+[[noreturn]] void fail(char const* exception, Parts const&... parts) {
+  std::ostringstream text;
+  text << "cutlass_ext." << exception << ": ";
+  (text << ... << parts);
+  throw std::runtime_error(text.str());
+}
+
+inline void check_cuda(cudaError_t error, char const* doing) {
+  if (error != cudaSuccess) fail("RuntimeError", doing, ": ", cudaGetErrorString(error));
+}
+
+/// What the checks and ForwardParams need of a tensor, read once: every question to a Tensor is a call through the C
+/// shim.
+struct View {
+  torch::headeronly::IntHeaderOnlyArrayRef shape, strides;
+  ScalarType dtype;
+  int32_t device_type, device_index;
+  void const* data;
+
+  explicit View(Tensor const& t)
+      : shape(t.sizes()), strides(t.strides()), dtype(t.scalar_type()), data(t.const_data_ptr()) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &device_type));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &device_index));
+  }
+  int64_t dim() const { return static_cast<int64_t>(shape.size()); }
+  int64_t size(int i) const { return shape[i]; }
+  bool empty() const {
+    for (int64_t n : shape) {
+      if (n == 0) return true;
+    }
+    return false;
+  }
+  char const* dtype_name() const { return torch::headeronly::toString(dtype); }
+  std::string shape_text() const {
+    std::ostringstream text;
+    text << '[';
+    for (int64_t i = 0; i < dim(); ++i) text << (i ? ", " : "") << shape[i];
+    text << ']';
+    return text.str();
+  }
+};
+using OptionalView = std::optional<View>;
+inline OptionalView view_of(OptionalTensor const& t) { return t ? OptionalView(View(*t)) : std::nullopt; }
+
+constexpr int64_t kMaxLength = int64_t(1) << 29;  // visibility.hpp: positions are held to 32 bits
+constexpr int64_t kUnboundedWindow = int64_t(1) << 30;
+constexpr int64_t kMaxSplits = 1024;
+
+inline std::optional<DType> dtype_of(View const& t) {
+  switch (t.dtype) {
+    case ScalarType::Float:
+      return DType::Float32;
+    case ScalarType::Half:
+      return DType::Float16;
+    case ScalarType::BFloat16:
+      return DType::BFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+inline void check_same_device(char const* name, View const& t, View const& q) {
+  if (t.device_type != q.device_type || t.device_index != q.device_index)
+    fail("ValueError", name, ": is on another device than q; move it there");
+}
+
+inline void check_vector(char const* name, OptionalView const& t, View const& q, ScalarType dtype, int64_t length,
+                         char const* meaning) {
+  if (!t) return;
+  if (t->dtype != dtype)
+    fail("TypeError", name, ": has dtype ", t->dtype_name(), "; expected ", torch::headeronly::toString(dtype));
+  if (t->dim() != 1 || t->size(0) != length)
+    fail("ValueError", name, ": has shape ", t->shape_text(), "; expected ", meaning, " = [", length, "]");
+  if (length > 1 && t->strides[0] != 1) fail("ValueError", name, ": is not contiguous; call .contiguous() on it");
+  check_same_device(name, *t, q);
+}
+
+template <class T>
+T const* data_of(OptionalView const& t) {
+  return t ? static_cast<T const*>(t->data) : nullptr;
+}
+
+inline Strides strides_of(View const& t) { return {t.strides[0], t.strides[1], t.strides[2]}; }
+
+inline int bounded_window(int64_t window) { return window >= kUnboundedWindow ? -1 : static_cast<int>(window); }
+
+/// Makes `device` current and puts the caller's back.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) : device_(device) {
+    check_cuda(cudaGetDevice(&before_), "reading the current CUDA device");
+    if (before_ != device_) check_cuda(cudaSetDevice(device_), "making the tensors' device current");
+  }
+  ~DeviceGuard() {
+    if (before_ != device_) cudaSetDevice(before_);
+  }
+  DeviceGuard(DeviceGuard const&) = delete;
+  DeviceGuard& operator=(DeviceGuard const&) = delete;
+
+ private:
+  int device_, before_ = 0;
+};
+
+/// PyTorch's current stream. The binary may have been linked where torch is a CPU build, so the function is looked up
+/// where it runs.
+inline cudaStream_t current_stream(int device) {
+  using GetStream = AOTITorchError (*)(int32_t, void**);
+  static GetStream const get = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    return library ? reinterpret_cast<GetStream>(dlsym(library, "aoti_torch_get_current_cuda_stream")) : nullptr;
+  }();
+  void* stream = nullptr;
+  if (!get || get(device, &stream) != AOTI_TORCH_SUCCESS)
+    fail("RuntimeError", "PyTorch's current CUDA stream was not found; this torch has no CUDA support");
+  return static_cast<cudaStream_t>(stream);
+}
+
+/// An uninitialised contiguous tensor on the device of `like`, through the C shim: the dispatcher costs about 2 us
+/// more.
+template <size_t N>
+Tensor empty(int64_t const (&shape)[N], int32_t dtype, int device) {
+  int64_t strides[N];
+  int64_t step = 1;
+  for (size_t i = N; i-- > 0;) {
+    strides[i] = step;
+    step *= shape[i] > 0 ? shape[i] : 1;
+  }
+  AtenTensorHandle handle;
+  if (aoti_torch_empty_strided(N, shape, strides, dtype, aoti_torch_device_type_cuda(), device, &handle) !=
+      AOTI_TORCH_SUCCESS) {
+    fail("RuntimeError", "could not allocate ", step, " elements on CUDA device ", device);
+  }
+  return Tensor(handle);
+}
+
+}  // namespace cutlass_ext
