@@ -132,7 +132,7 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
       continue;
     }
     if (cudaError_t e = prepare(k, index, &ctas)) return e;
-    tiles = Scheduler(params.batch, params.heads_q, params.n_q, kernel.block_r, 1).size();
+    tiles = Scheduler(params.batch, params.heads_q, params.n_q, kernel.block_r, 1, 1).size();
     plan->kernel = &kernel;
     // With the number of splits fixed the choice rests on N_q alone, so that a sequence's bits do not depend on the
     // batch that it comes in.

@@ -50,6 +50,9 @@ struct ForwardParams {
   int window_left = -1;                  // -1: unbounded
   int window_right = -1;                 // causal is window_right = 0
 
+  int multiprocessors = 0;  // of the device: the CTAs of a persistent launch
+  unsigned* work_counter = nullptr;  // zero between launches; null: work is dealt out in turn
+  int section = 1 << 30;    // (batch, head) pairs whose keys and values stay in L2 together
   int num_splits = 1;
   float* o_partial = nullptr;    // [num_splits, B, H_q, N_q, d_v], each split normalised by itself
   float* lse_partial = nullptr;  // [num_splits, B, H_q, N_q]

@@ -15,29 +15,42 @@ struct WorkItem {
   int split;
 };
 
-/// Launch order: the last query tile first, since under a causal mask it sees the most keys and the GPU's tail is then
-/// made of short tiles; heads fastest, so that the query heads of one key head run together and share K and V in L2.
+/// Order of work. The (batch, head) pairs are taken in sections whose keys and values stay in L2 together. Within a
+/// section the last query tile of every pair comes first, since under a causal mask it sees the most keys and the tail is
+/// then made of short tiles; heads fastest, so that the query heads of one key head run together.
 struct Scheduler {
-  int batch;
   int heads_q;
+  unsigned pairs;
+  unsigned section;  // pairs of a section
   int query_tiles;
   int num_splits;
 
-  CUTE_HOST_DEVICE Scheduler(int batch, int heads_q, int n_q, int block_r, int num_splits)
-      : batch(batch), heads_q(heads_q), query_tiles((n_q + block_r - 1) / block_r), num_splits(num_splits) {}
+  CUTE_HOST_DEVICE Scheduler(int batch, int heads_q, int n_q, int block_r, int num_splits, int section)
+      : heads_q(heads_q),
+        pairs(unsigned(batch) * heads_q),
+        section(section < int(pairs) ? section : pairs),
+        query_tiles((n_q + block_r - 1) / block_r),
+        num_splits(num_splits) {}
 
-  CUTE_HOST_DEVICE int64_t size() const { return int64_t(batch) * heads_q * query_tiles * num_splits; }
+  CUTE_HOST_DEVICE int64_t size() const { return int64_t(pairs) * query_tiles * num_splits; }
 
   CUTE_HOST_DEVICE WorkItem operator()(unsigned index, int block_r) const {
-    unsigned const head = index % heads_q;
-    index /= heads_q;
-    unsigned const b = index % batch;
-    index /= batch;
+    unsigned const first_pair = index / (section * query_tiles * num_splits) * section;
+    unsigned const width = pairs - first_pair < section ? pairs - first_pair : section;
+    index -= first_pair * query_tiles * num_splits;
+    unsigned const pair = first_pair + index % width;
+    index /= width;
     unsigned const split = index % num_splits;
     int const tile = query_tiles - 1 - int(index / num_splits);
-    return {int(b), int(head), tile * block_r, int(split)};
+    return {int(pair / heads_q), int(pair % heads_q), tile * block_r, int(split)};
   }
 };
+
+/// Pairs of (batch, query head) whose keys and values fill `bytes`; whole groups that share a key head.
+CUTE_HOST_DEVICE int section_of(int64_t bytes, int64_t bytes_per_key_head, int heads_per_kv) {
+  int64_t const key_heads = bytes_per_key_head > 0 ? bytes / bytes_per_key_head : bytes;
+  return heads_per_kv * static_cast<int>(key_heads < 1 ? 1 : key_heads < (1 << 16) ? key_heads : 1 << 16);
+}
 
 /// Splits of the keys that fill `slots` (CTAs that the GPU holds at once) when `work_tiles` query tiles do not: 1 while
 /// they fill three quarters of them; never fewer than two key tiles a split, since the merge costs about as much; no

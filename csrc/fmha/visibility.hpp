@@ -16,6 +16,7 @@ struct Range {
   int begin;
   int end;
   CUTE_HOST_DEVICE int size() const { return end > begin ? end - begin : 0; }
+  CUTE_HOST_DEVICE bool contains(int i) const { return begin <= i && i < end; }
 };
 
 /// The keys of one sequence, counted from its first real key: left padding is cut off by moving the origin, so that
@@ -52,10 +53,14 @@ struct Visibility {
     return {begin / block_c, (end + block_c - 1) / block_c};
   }
 
+  /// Key tiles that every row of the query tile sees whole: the others that `tiles_of` names need element masks.
+  CUTE_HOST_DEVICE Range unmasked_tiles_of(int row0, int block_r, int block_c) const {
+    return {(keys_of_row(last_row(row0, block_r)).begin + block_c - 1) / block_c, keys_of_row(row0).end / block_c};
+  }
+
   /// Whether some row of the query tile does not see the whole of key tile `tile`.
   CUTE_HOST_DEVICE bool needs_mask(int tile, int row0, int block_r, int block_c) const {
-    int const first_key = tile * block_c;
-    return keys_of_row(last_row(row0, block_r)).begin > first_key || keys_of_row(row0).end < first_key + block_c;
+    return !unmasked_tiles_of(row0, block_r, block_c).contains(tile);
   }
 
  private:

@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   extern __shared__ __align__(128) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
 
-  WorkItem const work = Scheduler(params.batch, params.heads_q, params.n_q, B_r, params.num_splits)(blockIdx.x, B_r);
+  WorkItem const work = Scheduler(params.batch, params.heads_q, params.n_q, B_r, params.num_splits, params.section)(blockIdx.x, B_r);
   int leftpad;
   Visibility const visibility = visibility_of(params, work.batch, &leftpad);
   Range const tiles = split_range(visibility.tiles_of(work.row0, B_r, B_c), params.num_splits, work.split);
@@ -278,7 +278,7 @@ struct FMHA {
   static constexpr auto kernel = &fmha_kernel<Traits>;
 
   cudaError_t operator()(ForwardParams const& params, cudaStream_t stream) const {
-    int64_t const blocks = Scheduler(params.batch, params.heads_q, params.n_q, B_r, params.num_splits).size();
+    int64_t const blocks = Scheduler(params.batch, params.heads_q, params.n_q, B_r, params.num_splits, params.section).size();
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
     kernel<<<static_cast<unsigned>(blocks), Threads, kSharedBytes, stream>>>(params);
