@@ -3,7 +3,8 @@
 // bench/results.
 #include <string>
 
-#include "kernels/simt_kernel.hpp"
+#include "fmha/simt/fmha.hpp"
+#include "kernels/kernel.hpp"
 #include "workload.hpp"
 
 namespace cutlass_ext::bench {
@@ -34,7 +35,7 @@ void register_tile() {
   if constexpr (B_r % (Threads / 2) == 0 && B_r <= Threads) {  // four or eight rows a lane
     using Fmha = simt::FMHA<B_r, B_c, SWEEP_HEAD_DIM, float, Threads>;
     if constexpr (Fmha::kSharedBytes <= kSharedLimit) {
-      Kernel const kernel = simt_kernel<B_r, B_c, SWEEP_HEAD_DIM, Threads>();
+      Kernel const kernel = kernel_of<Fmha>();
       for (bool causal : {false, true}) {
         Case const c{2, 4096, 16, SWEEP_HEAD_DIM, causal};
         std::string const name = "tile/" + c.name() + "/Br" + std::to_string(B_r) + "/Bc" + std::to_string(B_c) +

@@ -134,10 +134,13 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
     if (cudaError_t e = prepare(k, index, &ctas)) return e;
     tiles = Scheduler(params.batch, params.heads_q, params.n_q, kernel.block_r, 1, 1).size();
     plan->kernel = &kernel;
-    // With the number of splits fixed the choice rests on N_q alone, so that a sequence's bits do not depend on the
-    // batch that it comes in.
-    if (num_splits > 0 ? 2 * params.n_q > kernel.block_r : fills(params, tiles, int64_t(ctas) * device.multiprocessors))
+    bool const tall = 2 * params.n_q > kernel.block_r;  // else half of the tile or more would be empty
+    // With the number of splits fixed a sequence's bits must not depend on the batch that it comes in: then the choice
+    // rests on N_q alone, and on nothing where sequences are packed, since each has an N_q of its own.
+    if (num_splits > 0 ? tall || params.packed()
+                       : tall && fills(params, tiles, int64_t(ctas) * device.multiprocessors)) {
       break;
+    }
   }
   Kernel const& kernel = *plan->kernel;
   int64_t const slots = int64_t(ctas) * device.multiprocessors;

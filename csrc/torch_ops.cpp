@@ -2,6 +2,7 @@
 // which registers the operators.
 #include <Python.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <optional>
@@ -9,6 +10,7 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <utility>
 
 #include "torch_support.hpp"
 
@@ -16,15 +18,17 @@ namespace cutlass_ext {
 namespace {
 
 // ---------------------------------------------------------------------------------------------- arguments
-constexpr char kParameters[] =
-    "(Tensor q, Tensor k, Tensor v, bool causal, SymInt? start_pos, Tensor? start_positions, SymInt window_left, "
-    "SymInt window_right, "
+constexpr char kTensors[] = "(Tensor q, Tensor k, Tensor v, ";
+constexpr char kPacking[] = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, ";
+constexpr char kFeatures[] =
+    "bool causal, SymInt? start_pos, Tensor? start_positions, SymInt window_left, SymInt window_right, "
     "float? softmax_scale, float softcap, Tensor? alibi_slopes, Tensor? sink, Tensor? seqused_k, Tensor? leftpad_k, "
-    "SymInt num_splits, "
-    "str backend)";
+    "SymInt num_splits, str backend)";
 
 struct Arguments {
   View q, k, v;
+  OptionalView cu_seqlens_q, cu_seqlens_k;  // packed sequences; both or none
+  int64_t max_seqlen_q, max_seqlen_k;
   bool causal;
   std::optional<int64_t> start_pos;  // none, and no start_positions: "end"
   OptionalView start_positions;
@@ -35,52 +39,118 @@ struct Arguments {
   int64_t num_splits;
   std::string const& backend;
 
+  bool packed() const { return cu_seqlens_q.has_value(); }
+  int64_t batch() const { return packed() ? cu_seqlens_q->size(0) - 1 : q.size(0); }
   bool on_cuda() const { return q.device_type == kCuda; }
   static inline int32_t const kCuda = aoti_torch_device_type_cuda();
 };
 
-/// An operator's boxed form from a function of Arguments, so that the parameter list stands once.
+/// An operator's boxed form from a function of Arguments, so that each parameter list stands once.
 template <auto Body>
 auto unpacked(Tensor q, Tensor k, Tensor v, bool causal, std::optional<int64_t> start_pos,
               OptionalTensor start_positions, int64_t window_left, int64_t window_right,
               std::optional<double> softmax_scale, double softcap, OptionalTensor alibi_slopes, OptionalTensor sink,
               OptionalTensor seqused_k, OptionalTensor leftpad_k, int64_t num_splits, std::string backend) {
-  return Body(Arguments{View(q), View(k), View(v), causal, start_pos, view_of(start_positions), window_left,
-                        window_right, softmax_scale, softcap, view_of(alibi_slopes), view_of(sink), view_of(seqused_k),
-                        view_of(leftpad_k), num_splits, backend});
+  return Body(Arguments{View(q),
+                        View(k),
+                        View(v),
+                        std::nullopt,
+                        std::nullopt,
+                        0,
+                        0,
+                        causal,
+                        start_pos,
+                        view_of(start_positions),
+                        window_left,
+                        window_right,
+                        softmax_scale,
+                        softcap,
+                        view_of(alibi_slopes),
+                        view_of(sink),
+                        view_of(seqused_k),
+                        view_of(leftpad_k),
+                        num_splits,
+                        backend});
 }
 
-void check_operand(char const* name, View const& t, View const& q) {
-  if (t.dim() != 4)
-    fail("ValueError", name, ": has shape ", t.shape_text(), "; expected 4 dimensions [batch, seq, heads, head_dim]");
-  if (!dtype_of(t)) fail("TypeError", name, ": has dtype ", t.dtype_name(), "; expected float32, float16 or bfloat16");
-  if (t.dtype != q.dtype) {
-    fail("TypeError", name, ": has dtype ", t.dtype_name(), " and q ", q.dtype_name(), "; give q, k and v one dtype");
+/// The same of the operators for packed sequences.
+template <auto Body>
+auto unpacked_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t max_seqlen_q,
+                     int64_t max_seqlen_k, bool causal, std::optional<int64_t> start_pos,
+                     OptionalTensor start_positions, int64_t window_left, int64_t window_right,
+                     std::optional<double> softmax_scale, double softcap, OptionalTensor alibi_slopes,
+                     OptionalTensor sink, OptionalTensor seqused_k, OptionalTensor leftpad_k, int64_t num_splits,
+                     std::string backend) {
+  return Body(Arguments{View(q),
+                        View(k),
+                        View(v),
+                        View(cu_seqlens_q),
+                        View(cu_seqlens_k),
+                        max_seqlen_q,
+                        max_seqlen_k,
+                        causal,
+                        start_pos,
+                        view_of(start_positions),
+                        window_left,
+                        window_right,
+                        softmax_scale,
+                        softcap,
+                        view_of(alibi_slopes),
+                        view_of(sink),
+                        view_of(seqused_k),
+                        view_of(leftpad_k),
+                        num_splits,
+                        backend});
+}
+
+void check_operand(char const* name, View const& t, Arguments const& a) {
+  if (t.dim() != (a.packed() ? 3 : 4)) {
+    fail("ValueError", name, ": has shape ", t.shape_text(),
+         a.packed() ? "; expected 3 dimensions [total, heads, head_dim], which is what cu_seqlens_q goes with"
+                    : "; expected 4 dimensions [batch, seq, heads, head_dim], or cu_seqlens_q for packed sequences");
   }
-  check_same_device(name, t, q);
-  if (t.size(0) != q.size(0))
-    fail("ValueError", name, ": has batch ", t.size(0), " and q has ", q.size(0), "; they must be equal");
+  if (!dtype_of(t)) fail("TypeError", name, ": has dtype ", t.dtype_name(), "; expected float32, float16 or bfloat16");
+  if (t.dtype != a.q.dtype) {
+    fail("TypeError", name, ": has dtype ", t.dtype_name(), " and q ", a.q.dtype_name(), "; give q, k and v one dtype");
+  }
+  check_same_device(name, t, a.q);
+  if (!a.packed() && t.size(0) != a.q.size(0))
+    fail("ValueError", name, ": has batch ", t.size(0), " and q has ", a.q.size(0), "; they must be equal");
   int64_t const step = t.dtype == ScalarType::Float ? 4 : 8;
-  int64_t const d = t.size(3);
+  int64_t const d = t.size(-1);
   if (d < step || d > 256 || d % step != 0) {
     fail("ValueError", name, ": has head_dim ", d, "; expected a multiple of ", step, " from ", step,
          " to 256: pad the last dimension with zeros");
   }
-  if (t.strides[3] != 1 && !t.empty()) {
-    fail("ValueError", name, ": its last dimension has stride ", t.strides[3],
+  if (t.stride(-1) != 1 && !t.empty()) {
+    fail("ValueError", name, ": its last dimension has stride ", t.stride(-1),
          "; expected 1: call .contiguous() on it");
   }
-  if (t.size(1) >= kMaxLength) fail("ValueError", name, ": has ", t.size(1), " rows; expected fewer than 2^29");
+  if (t.size(-3) >= kMaxLength) fail("ValueError", name, ": has ", t.size(-3), " rows; expected fewer than 2^29");
+}
+
+void check_packing(Arguments const& a) {
+  View const& ends = *a.cu_seqlens_q;
+  if (ends.dim() != 1 || ends.size(0) < 1) {
+    fail("ValueError", "cu_seqlens_q: has shape ", ends.shape_text(),
+         "; expected [batch + 1], the row where each sequence begins and the end of the last");
+  }
+  check_vector("cu_seqlens_q", a.cu_seqlens_q, a.q, ScalarType::Int, ends.size(0), "[batch + 1]");
+  check_vector("cu_seqlens_k", a.cu_seqlens_k, a.q, ScalarType::Int, ends.size(0), "[batch + 1] of cu_seqlens_q");
+  for (auto [name, n] : {std::pair("max_seqlen_q", a.max_seqlen_q), std::pair("max_seqlen_k", a.max_seqlen_k)}) {
+    if (n < 0) fail("ValueError", name, ": is ", n, "; expected the length of the longest sequence");
+  }
 }
 
 void check(Arguments const& a) {
-  check_operand("q", a.q, a.q);
-  check_operand("k", a.k, a.q);
-  check_operand("v", a.v, a.q);
-  int64_t const batch = a.q.size(0), heads_q = a.q.size(2), heads_kv = a.k.size(2);
-  if (a.q.size(3) != a.k.size(3))
-    fail("ValueError", "k: has head_dim ", a.k.size(3), " and q has ", a.q.size(3), "; they must be equal");
-  if (a.v.size(1) != a.k.size(1) || a.v.size(2) != heads_kv) {
+  check_operand("q", a.q, a);
+  check_operand("k", a.k, a);
+  check_operand("v", a.v, a);
+  if (a.packed()) check_packing(a);
+  int64_t const batch = a.batch(), heads_q = a.q.size(-2), heads_kv = a.k.size(-2);
+  if (a.q.size(-1) != a.k.size(-1))
+    fail("ValueError", "k: has head_dim ", a.k.size(-1), " and q has ", a.q.size(-1), "; they must be equal");
+  if (a.v.size(-3) != a.k.size(-3) || a.v.size(-2) != heads_kv) {
     fail("ValueError", "v: has shape ", a.v.shape_text(), " and k ", a.k.shape_text(),
          "; they must agree in all but the last dimension");
   }
@@ -145,13 +215,21 @@ ForwardParams params_of(Arguments const& a) {
   p.q_stride = strides_of(a.q);
   p.k_stride = strides_of(a.k);
   p.v_stride = strides_of(a.v);
-  p.batch = static_cast<int>(a.q.size(0));
-  p.n_q = static_cast<int>(a.q.size(1));
-  p.heads_q = static_cast<int>(a.q.size(2));
-  p.head_dim = static_cast<int>(a.q.size(3));
-  p.n_kv = static_cast<int>(a.k.size(1));
-  p.heads_kv = static_cast<int>(a.k.size(2));
-  p.head_dim_v = static_cast<int>(a.v.size(3));
+  p.batch = static_cast<int>(a.batch());
+  p.n_q = static_cast<int>(a.q.size(-3));
+  p.heads_q = static_cast<int>(a.q.size(-2));
+  p.head_dim = static_cast<int>(a.q.size(-1));
+  p.n_kv = static_cast<int>(a.k.size(-3));
+  p.heads_kv = static_cast<int>(a.k.size(-2));
+  p.head_dim_v = static_cast<int>(a.v.size(-1));
+  if (a.packed()) {
+    p.cu_seqlens_q = data_of<int>(a.cu_seqlens_q);
+    p.cu_seqlens_k = data_of<int>(a.cu_seqlens_k);
+    p.total_q = p.n_q;
+    p.total_k = p.n_kv;
+    p.n_q = static_cast<int>(std::min<int64_t>(a.max_seqlen_q, p.total_q));
+    p.n_kv = static_cast<int>(std::min<int64_t>(a.max_seqlen_k, p.total_k));
+  }
   p.softmax_scale =
       static_cast<float>(a.softmax_scale ? *a.softmax_scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim)));
   p.softcap = static_cast<float>(a.softcap);
@@ -188,17 +266,20 @@ std::tuple<Tensor, Tensor> fmha_forward(Arguments const& a) {
   int32_t const dtype = a.q.dtype == ScalarType::Float  ? fp32
                         : a.q.dtype == ScalarType::Half ? aoti_torch_dtype_float16()
                                                         : aoti_torch_dtype_bfloat16();
-  Tensor out = empty({params.batch, params.n_q, params.heads_q, params.head_dim_v}, dtype, device);
-  Tensor lse = empty({params.batch, params.heads_q, params.n_q}, fp32, device);
+  int64_t const batch = params.stored_batch(), rows = params.stored_rows();
+  Tensor out = a.packed() ? empty({rows, params.heads_q, params.head_dim_v}, dtype, device)
+                          : empty({batch, rows, params.heads_q, params.head_dim_v}, dtype, device);
+  Tensor lse =
+      a.packed() ? empty({params.heads_q, rows}, fp32, device) : empty({batch, params.heads_q, rows}, fp32, device);
   params.o = out.mutable_data_ptr();
-  params.o_stride = {int64_t(params.n_q) * params.heads_q * params.head_dim_v,
-                     int64_t(params.heads_q) * params.head_dim_v, params.head_dim_v};
+  int64_t const row_stride = int64_t(params.heads_q) * params.head_dim_v;
+  params.o_stride = {rows * row_stride, row_stride, params.head_dim_v};
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
   params.num_splits = plan.num_splits;
   OptionalTensor o_partial, lse_partial;  // freed on return: the caching allocator reuses them in stream order
   if (plan.num_splits > 1) {
-    o_partial = empty({plan.num_splits, params.batch, params.heads_q, params.n_q, params.head_dim_v}, fp32, device);
-    lse_partial = empty({plan.num_splits, params.batch, params.heads_q, params.n_q}, fp32, device);
+    o_partial = empty({plan.num_splits, params.result_rows(), params.head_dim_v}, fp32, device);
+    lse_partial = empty({plan.num_splits, params.result_rows()}, fp32, device);
     params.o_partial = static_cast<float*>(o_partial->mutable_data_ptr());
     params.lse_partial = static_cast<float*>(lse_partial->mutable_data_ptr());
   }
@@ -218,25 +299,37 @@ std::string fmha_explain(Arguments const& a) {
   return plan.reason;
 }
 
-std::string schema(char const* name, char const* returns) { return std::string(name) + kParameters + " -> " + returns; }
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY(cutlass_ext, library) {
-  library.def(schema("fmha_forward", "(Tensor out, Tensor lse)").c_str());
-  library.def(schema("fmha_check", "()").c_str());
-  library.def(schema("fmha_explain", "str").c_str());
+  auto def = [&](std::string const& name, char const* returns) {
+    library.def((name + kTensors + kFeatures + " -> " + returns).c_str());
+  };
+  auto def_varlen = [&](std::string const& name, char const* returns) {
+    library.def((name + kTensors + kPacking + kFeatures + " -> " + returns).c_str());
+  };
+  def("fmha_forward", "(Tensor out, Tensor lse)");
+  def("fmha_check", "()");
+  def("fmha_explain", "str");
+  def_varlen("fmha_varlen", "(Tensor out, Tensor lse)");
+  def_varlen("fmha_varlen_check", "()");
+  def_varlen("fmha_varlen_explain", "str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(cutlass_ext, CUDA, library) {
   library.impl("fmha_forward", TORCH_BOX(&unpacked<fmha_forward>));
   library.impl("fmha_check", TORCH_BOX(&unpacked<fmha_check>));
   library.impl("fmha_explain", TORCH_BOX(&unpacked<fmha_explain>));
+  library.impl("fmha_varlen", TORCH_BOX(&unpacked_varlen<fmha_forward>));
+  library.impl("fmha_varlen_check", TORCH_BOX(&unpacked_varlen<fmha_check>));
+  library.impl("fmha_varlen_explain", TORCH_BOX(&unpacked_varlen<fmha_explain>));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(cutlass_ext, CPU, library) {
   library.impl("fmha_check", TORCH_BOX(&unpacked<fmha_check>));
   library.impl("fmha_explain", TORCH_BOX(&unpacked<fmha_explain>));
+  library.impl("fmha_varlen_check", TORCH_BOX(&unpacked_varlen<fmha_check>));
+  library.impl("fmha_varlen_explain", TORCH_BOX(&unpacked_varlen<fmha_explain>));
 }
 
 }  // namespace cutlass_ext

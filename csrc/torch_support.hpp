@@ -51,7 +51,8 @@ struct View {
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &device_index));
   }
   int64_t dim() const { return static_cast<int64_t>(shape.size()); }
-  int64_t size(int i) const { return shape[i]; }
+  int64_t size(int i) const { return shape[i < 0 ? i + dim() : i]; }  // as Python counts
+  int64_t stride(int i) const { return strides[i < 0 ? i + dim() : i]; }
   bool empty() const {
     for (int64_t n : shape) {
       if (n == 0) return true;
@@ -108,7 +109,8 @@ T const* data_of(OptionalView const& t) {
   return t ? static_cast<T const*>(t->data) : nullptr;
 }
 
-inline Strides strides_of(View const& t) { return {t.strides[0], t.strides[1], t.strides[2]}; }
+/// Of [batch, row, head, head_dim], or of packed [row, head, head_dim].
+inline Strides strides_of(View const& t) { return {t.dim() == 4 ? t.stride(0) : 0, t.stride(-3), t.stride(-2)}; }
 
 inline int bounded_window(int64_t window) { return window >= kUnboundedWindow ? -1 : static_cast<int>(window); }
 

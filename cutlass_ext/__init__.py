@@ -4,7 +4,14 @@
 names of flash-attn and PyTorch; `explain` says what would run. CPU tensors run through PyTorch's own operators.
 """
 
-from .flash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from .flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from .interface import Explanation, explain, fmha
 from .sdpa import scaled_dot_product_attention
 
@@ -16,6 +23,9 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "fmha",
     "scaled_dot_product_attention",
 ]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .torch_backend import attention
+from .torch_backend import attention, attention_varlen
 
 try:
     import cutlass_ext._C as _C  # importing it registers the operators; `from . import` would hide why it fails
@@ -54,21 +54,28 @@ def _warn_of_old_driver() -> None:
 
 _warn_of_old_driver()
 
-forward = torch.ops.cutlass_ext.fmha_forward.default
-explain = torch.ops.cutlass_ext.fmha_explain.default
-_check = torch.ops.cutlass_ext.fmha_check.default
+_ops = torch.ops.cutlass_ext
+forward, explain = _ops.fmha_forward.default, _ops.fmha_explain.default
+varlen, varlen_explain = _ops.fmha_varlen.default, _ops.fmha_varlen_explain.default
 
 # backend="torch" is an operator of its own: for CUDA tensors fmha_forward is the compiled one, and torch.compile should
 # see one opaque operator here too, not a loop over blocks whose number depends on the shapes.
 _library = torch.library.Library("cutlass_ext", "FRAGMENT")
 _library.define("fmha_torch" + str(forward._schema).removeprefix("cutlass_ext::fmha_forward"))
-forward_torch = torch.ops.cutlass_ext.fmha_torch.default
+_library.define("fmha_varlen_torch" + str(varlen._schema).removeprefix("cutlass_ext::fmha_varlen"))
+forward_torch, varlen_torch = _ops.fmha_torch.default, _ops.fmha_varlen_torch.default
 
 
 def _checked_attention(*arguments) -> tuple[Tensor, Tensor]:
-    _check(*arguments)
+    _ops.fmha_check(*arguments)
     *arguments, _num_splits, _backend = arguments
     return attention(*arguments)
+
+
+def _checked_attention_varlen(*arguments) -> tuple[Tensor, Tensor]:
+    _ops.fmha_varlen_check(*arguments)
+    *arguments, _num_splits, _backend = arguments
+    return attention_varlen(*arguments)
 
 
 def _output_shapes(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
@@ -76,11 +83,19 @@ def _output_shapes(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]
     return q.new_empty(B, N_q, H_q, v.shape[3]), q.new_empty(B, H_q, N_q, dtype=torch.float32)
 
 
-_library.impl("fmha_forward", _checked_attention, "CPU")
-_library.impl("fmha_torch", _checked_attention, "CPU")
-_library.impl("fmha_torch", _checked_attention, "CUDA")
-torch.library.register_fake("cutlass_ext::fmha_forward", _output_shapes, lib=_library)
-torch.library.register_fake("cutlass_ext::fmha_torch", _output_shapes, lib=_library)
+def _output_shapes_varlen(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
+    total_q, H_q, _d = q.shape
+    return q.new_empty(total_q, H_q, v.shape[2]), q.new_empty(H_q, total_q, dtype=torch.float32)
+
+
+for _names, _on_cpu, _shapes in (
+    (("fmha_forward", "fmha_torch"), _checked_attention, _output_shapes),
+    (("fmha_varlen", "fmha_varlen_torch"), _checked_attention_varlen, _output_shapes_varlen),
+):
+    for _name in _names:
+        _library.impl(_name, _on_cpu, "CPU")
+        torch.library.register_fake(f"cutlass_ext::{_name}", _shapes, lib=_library)
+    _library.impl(_names[1], _on_cpu, "CUDA")
 
 
 _FAILED_CHECK = re.compile(r"cutlass_ext\.(ValueError|TypeError|NotImplementedError|RuntimeError): ([^\n]*)")

@@ -14,6 +14,10 @@ Result = Tensor | tuple[Tensor, Tensor, None]
 _NAMES = {"window": "window_size", "window_left": "window_size", "window_right": "window_size"}  # of fmha, here
 _KV_NAMES = {**_NAMES, "k": "kv", "v": "kv"}
 _QKV_NAMES = {**_NAMES, "q": "qkv", "k": "qkv", "v": "qkv"}
+_VARLEN_QKV_NAMES = {
+    **_QKV_NAMES, "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "max_seqlen_q": "max_seqlen",
+    "max_seqlen_k": "max_seqlen",
+}  # fmt: skip
 
 
 def flash_attn_func(
@@ -75,7 +79,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` for `kv` `[B, N_kv, 2, H_kv, d]`: k and v in one buffer, read in place, without a copy."""
-    k, v = _unpacked("kv", kv, 2)
+    k, v = _unpacked("kv", kv, "[batch, seq, 2, heads, head_dim]")
     return _attention(
         _KV_NAMES, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
     )
@@ -93,10 +97,117 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` for `qkv` `[B, N, 3, H, d]`: q, k and v in one buffer, read in place, without a copy."""
-    q, k, v = _unpacked("qkv", qkv, 3)
+    q, k, v = _unpacked("qkv", qkv, "[batch, seq, 3, heads, head_dim]")
     return _attention(
         _QKV_NAMES, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
     )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> Result:
+    """`flash_attn_func` for sequences of different lengths, packed one after the other without padding.
+
+    Each sequence is aligned bottom-right by its own lengths: its last row sees its last key.
+
+    Args:
+        q: `[total_q, H_q, d]`.
+        k: `[total_k, H_kv, d]`; `H_q` is a multiple of `H_kv`.
+        v: `[total_k, H_kv, d_v]`.
+        cu_seqlens_q: int32 `[B + 1]` on q's device: sequence `b` has the rows `cu_seqlens_q[b]` to
+            `cu_seqlens_q[b + 1]` of q, possibly none.
+        cu_seqlens_k: int32 `[B + 1]`, the same for the rows of k and v.
+        max_seqlen_q: query rows of the longest sequence.
+        max_seqlen_k: keys of the longest sequence.
+        dropout_p: must be 0: there is no dropout.
+        softmax_scale: factor of the scores; `1 / sqrt(d)` by default.
+        causal: hide the keys after the row's position.
+        window_size: `(left, right)` in tokens, -1 unbounded.
+        softcap: bound of the scores, 0 for none.
+        alibi_slopes: float32 `[H_q]` or `[B, H_q]`; `-slope * |i + len_k - len_q - j|` is added to the scores.
+        deterministic: taken for flash-attn's sake; results are always the same bits.
+        return_attn_probs: return `(out, softmax_lse, None)`, as `flash_attn_func`.
+        block_table: must be None: there are no paged keys here.
+        seqused_k: int32 `[B]`, keys of each sequence that count, of those that `cu_seqlens_k` gives it.
+
+    Returns:
+        `out` `[total_q, H_q, d_v]`, dtype of q. `softmax_lse` is float32 `[H_q, total_q]`, natural logarithm.
+
+    Raises:
+        NotImplementedError: dropout, block_table, or an input that requires grad under grad mode.
+        TypeError, ValueError: as `fmha`.
+
+    Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
+    """
+    if block_table is not None:
+        raise NotImplementedError("block_table: expected None, there are no paged keys yet")
+    return _attention(
+        _NAMES, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        seqused_k=seqused_k,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` for `kv` `[total_k, 2, H_kv, d]`: k and v in one buffer, read in place."""
+    k, v = _unpacked("kv", kv, "[total, 2, heads, head_dim]")
+    return _attention(
+        _KV_NAMES, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` for `qkv` `[total, 3, H, d]`: q, k and v in one buffer, read in place."""
+    q, k, v = _unpacked("qkv", qkv, "[total, 3, heads, head_dim]")
+    return _attention(
+        _VARLEN_QKV_NAMES, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        return_attn_probs, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+    )  # fmt: skip
 
 
 def _attention(
@@ -111,6 +222,7 @@ def _attention(
     softcap: float,
     alibi_slopes: Tensor | None,
     return_attn_probs: bool,
+    **packing: Tensor | int | None,
 ) -> Result:
     """`fmha`, aligned bottom-right; `names` are what the caller calls the arguments of `fmha` that have other names."""
     if dropout_p != 0.0:
@@ -127,17 +239,20 @@ def _attention(
             softcap=softcap,
             alibi_slopes=alibi_slopes,
             return_lse=return_attn_probs,
+            **packing,
         )
     except (TypeError, ValueError, NotImplementedError) as error:
         raise renamed(error, names) from None
     return (*out, None) if return_attn_probs else out
 
 
-def _unpacked(name: str, packed: Tensor, parts: int) -> tuple[Tensor, ...]:
+def _unpacked(name: str, packed: Tensor, shape: str) -> tuple[Tensor, ...]:
+    """The parts that lie along the third dimension from the end; `shape` is what is expected, in words."""
     if not isinstance(packed, Tensor):
         raise TypeError(f"{name}: is of type {type(packed).__name__}; expected a tensor")
-    if packed.dim() != 5 or packed.shape[2] != parts:
-        raise ValueError(f"{name}: has shape {list(packed.shape)}; expected [batch, seq, {parts}, heads, head_dim]")
+    dims = shape[1:-1].split(", ")
+    if packed.dim() != len(dims) or packed.shape[-3] != int(dims[-3]):
+        raise ValueError(f"{name}: has shape {list(packed.shape)}; expected {shape}")
     if packed.requires_grad:
         refuse_grad(**{name: packed})  # once, not for each of its parts
-    return packed.unbind(2)
+    return packed.unbind(-3)

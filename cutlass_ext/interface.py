@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._ops import forward, forward_torch
+from ._ops import forward, forward_torch, varlen, varlen_torch
 
 Backend = Literal["auto", "simt", "sm80", "sm90", "torch"]
 StartPos = int | Tensor | Literal["end"]
@@ -30,6 +30,10 @@ def fmha(
     sink: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     return_lse: bool = False,
     num_splits: int = 0,
     backend: Backend = "auto",
@@ -53,36 +57,52 @@ def fmha(
     and a row that sees no key gives `out = 0` and `lse = -inf` (or the sink's logit). What lies before `leftpad_k`, or
     at or past `seqused_k`, never reaches an output, not even NaN.
 
+    Sequences of different lengths may be packed one after the other, without padding: q, k and v then have no batch
+    dimension, `[total, heads, head_dim]`, and `cu_seqlens_q`, `cu_seqlens_k` say where each sequence begins. All four
+    packing arguments are given, or none.
+
     Sizes: `B` sequences, `N_q` query rows, `N_kv` key rows, `H_q` query heads, `H_kv` key heads, head dims `d` of q and
     k and `d_v` of v. `B`, `N_q` and `N_kv` may be 0. Head dims are at most 256, and multiples of 4 (float32) or 8
     (16-bit).
 
     Args:
-        q: `[B, N_q, H_q, d]`, float32, float16 or bfloat16. Like k and v it may have any strides as long as its last
-            dimension is contiguous, so slices of a packed or a permuted buffer need no copy.
-        k: `[B, N_kv, H_kv, d]`, dtype and device of q. `H_q` is a multiple of `H_kv`: query head `h` reads key head
-            `h // (H_q / H_kv)` (multi-query and grouped-query attention).
-        v: `[B, N_kv, H_kv, d_v]`, dtype and device of q.
+        q: `[B, N_q, H_q, d]` or packed `[total_q, H_q, d]`, float32, float16 or bfloat16. Like k and v it may have any
+            strides as long as its last dimension is contiguous, so slices of a packed or a permuted buffer need no
+            copy.
+        k: `[B, N_kv, H_kv, d]` or `[total_k, H_kv, d]`, dtype and device of q. `H_q` is a multiple of `H_kv`: query
+            head `h` reads key head `h // (H_q / H_kv)` (multi-query and grouped-query attention).
+        v: `[B, N_kv, H_kv, d_v]` or `[total_k, H_kv, d_v]`, dtype and device of q.
         causal: hide the keys after the row's position.
         start_pos: the position of the first query row, in tokens: an int (negative ones too), an int32 tensor `[B]` on
-            q's device, or `"end"`, which aligns the last query row with the last key: `seqused_k - N_q`, or
-            `N_kv - N_q`. The default 0 is PyTorch's convention; flash-attn's is `"end"`.
+            q's device, or `"end"`, which aligns the last query row of a sequence with its last key: `seqused_k - N_q`,
+            or `N_kv - N_q`. The default 0 is PyTorch's convention; flash-attn's is `"end"`.
         window: `(left, right)`, tokens visible before and after the row's position; -1 is unbounded.
         softmax_scale: factor of the scores, greater than 0; `1 / sqrt(d)` by default.
         softcap: bound of the scores (Gemma 2), 0 for none.
         alibi_slopes: float32 `[H_q]` or `[B, H_q]`, decrease of a score for each token of distance.
         sink: float32 `[H_q]`, one more logit in each row's softmax, which has no value.
-        seqused_k: int32 `[B]`, keys of each sequence, padding in front included; by default `N_kv`.
+        seqused_k: int32 `[B]`, keys of each sequence, padding in front included; by default `N_kv`, packed all that
+            `cu_seqlens_k` gives it.
         leftpad_k: int32 `[B]`, the first key of each sequence; by default 0.
+        cu_seqlens_q: int32 `[B + 1]` on q's device: sequence `b` has the rows `cu_seqlens_q[b]` to
+            `cu_seqlens_q[b + 1]` of q, possibly none. It never decreases and stays within 0 and `total_q`: on a CPU
+            that is checked; on a GPU, where the host does not read it, what lies outside is moved to the nearest row
+            inside. Rows of q that belong to no sequence have undefined outputs.
+        cu_seqlens_k: int32 `[B + 1]`, the same for the rows of k and v.
+        max_seqlen_q: the query rows of the longest sequence, or more: rows past it are not computed (on a CPU: an
+            error). The GPU is given work for `B * max_seqlen_q` rows.
+        max_seqlen_k: the keys of the longest sequence, or more.
         return_lse: return `(out, lse)` instead of `out`.
         num_splits: parts in which the keys of a query tile are computed, to be merged by `lse`; 0: the library chooses.
-            More splits fill a GPU when there are few query tiles. `"torch"` does not split.
+            More splits fill a GPU when there are few query tiles. `"torch"` does not split. With a fixed number a
+            sequence has the same bits whatever else is in the batch; a packed one, those of a packed call of its own.
         backend: what computes: `"simt"` (CUDA cores), `"sm80"`, `"sm90"` (tensor cores), `"torch"` (PyTorch's own
             operators, on any device), or `"auto"`. `explain` says what `"auto"` chooses.
 
     Returns:
-        `out` `[B, N_q, H_q, d_v]`, contiguous, dtype of q; with `return_lse` also `lse` `[B, H_q, N_q]`, float32, the
-        natural logarithm of each row's sum. The same inputs give the same bits.
+        `out` `[B, N_q, H_q, d_v]` or `[total_q, H_q, d_v]`, contiguous, dtype of q; with `return_lse` also `lse`
+        `[B, H_q, N_q]` or `[H_q, total_q]`, float32, the natural logarithm of each row's sum. The same
+        inputs give the same bits.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
@@ -96,11 +116,15 @@ def fmha(
     section 2).
     """
     arguments = _arguments(
-        q, k, v, causal, start_pos, window, softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k,
-        num_splits, backend,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, start_pos, window, softmax_scale,
+        softcap, alibi_slopes, sink, seqused_k, leftpad_k, num_splits, backend,
     )  # fmt: skip
+    if cu_seqlens_q is None:
+        operator = forward_torch if backend == "torch" else forward
+    else:
+        operator = varlen_torch if backend == "torch" else varlen
     try:
-        out, lse = forward_torch(*arguments) if backend == "torch" else forward(*arguments)
+        out, lse = operator(*arguments)
     except RuntimeError as error:
         raise _ops.translated(error) from None
     return (out, lse) if return_lse else out
@@ -131,6 +155,10 @@ def explain(
     sink: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     return_lse: bool = False,  # as for fmha, so that a call is explained by changing its name
     num_splits: int = 0,
     backend: Backend = "auto",
@@ -140,11 +168,12 @@ def explain(
     Raises what `fmha` would raise for them.
     """
     arguments = _arguments(
-        q, k, v, causal, start_pos, window, softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k,
-        num_splits, backend,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, start_pos, window, softmax_scale,
+        softcap, alibi_slopes, sink, seqused_k, leftpad_k, num_splits, backend,
     )  # fmt: skip
+    operator = _ops.explain if cu_seqlens_q is None else _ops.varlen_explain
     try:
-        name, _, reason = _ops.explain(*arguments).partition(": ")
+        name, _, reason = operator(*arguments).partition(": ")
     except RuntimeError as error:
         raise _ops.translated(error) from None
     return Explanation(name, reason)
@@ -154,6 +183,10 @@ def _arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     causal: bool,
     start_pos: StartPos,
     window: tuple[int, int],
@@ -187,10 +220,20 @@ def _arguments(
     start_positions = None
     if type(start_pos) is not int:
         start_pos, start_positions = _start(start_pos)
-    return (
-        q, k, v, causal, start_pos, start_positions, window_left, window_right, softmax_scale, softcap, alibi_slopes,
-        sink, seqused_k, leftpad_k, num_splits, backend,
+    features = (
+        causal, start_pos, start_positions, window_left, window_right, softmax_scale, softcap, alibi_slopes, sink,
+        seqused_k, leftpad_k, num_splits, backend,
     )  # fmt: skip
+    if cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None:
+        return q, k, v, *features
+    packing = {
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }  # fmt: skip
+    for name, value in packing.items():
+        if value is None:
+            raise ValueError(f"{name}: is None; packed sequences need {', '.join(packing)}")
+    return q, k, v, *packing.values(), *features
 
 
 def _start(start_pos: StartPos) -> tuple[int | None, Tensor | None]:

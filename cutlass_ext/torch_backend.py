@@ -6,6 +6,7 @@ scores take O(N_kv) memory a row of a block, and no block touches keys that the 
 # ruff: noqa: E741  (m, l and O are the field's names)
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -120,6 +121,103 @@ def attention(
                 out_heads[b, h, :, i] = O.div_(l).masked_fill_(l == 0, 0.0)
                 lse_heads[b, h, :, i] = l.log_().add_(m)
     return out, lse
+
+
+@torch.no_grad()
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    start_pos: int | None,
+    start_positions: Tensor | None,
+    window_left: int,
+    window_right: int,
+    softmax_scale: float | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`attention` for packed sequences: `out` `[total_q, H_q, d_v]` and `lse` `[H_q, total_q]`.
+
+    On a CPU, where lengths can be read, the sequences go through `attention` one by one. On a GPU nothing waits for the
+    device: they are padded to the longest, as many at a time as a block of elements holds.
+    """
+    (total_q, H_q, d), (total_k, H_kv, d_v) = q.shape, v.shape
+    on_cpu = q.device.type == "cpu"
+    if on_cpu:
+        _check_ends("q", cu_seqlens_q, total_q, max_seqlen_q)
+        _check_ends("k", cu_seqlens_k, total_k, max_seqlen_k)
+    q_begin, q_length = _rows_of_sequences(cu_seqlens_q, total_q)
+    k_begin, k_length = _rows_of_sequences(cu_seqlens_k, total_k)
+    used = k_length if seqused_k is None else seqused_k.clamp(min=0).minimum(k_length)
+    start = used - q_length if start_pos is None else torch.full_like(used, start_pos)
+    if start_positions is not None:
+        start = start_positions
+
+    out = q.new_zeros(total_q + 1, H_q, d_v)  # the last row takes what padding computes
+    lse = q.new_full((total_q + 1, H_q), -torch.inf, dtype=torch.float32)
+    n_q, n_k = min(max_seqlen_q, total_q), min(max_seqlen_k, total_k)
+    padded = n_q * H_q * (d + d_v) + n_k * H_kv * (d + d_v)
+    step = 1 if on_cpu else max(_GPU_BLOCK // max(padded, 1), 1)
+    for first in range(0, q_length.shape[0], step):
+        b = slice(first, first + step)
+        if on_cpu:
+            n_q, n_k = int(q_length[first]), int(k_length[first])
+        rows, is_row = _padded_rows(q_begin[b], q_length[b], n_q)
+        keys, is_key = _padded_rows(k_begin[b], k_length[b], n_k)
+        keys = keys.where(is_key, 0)
+        o, block_lse = attention(
+            q[rows.where(is_row, 0)],
+            k[keys],
+            v[keys],
+            causal,
+            int(start[first]) if on_cpu else None,
+            None if on_cpu else start[b],
+            window_left,
+            window_right,
+            softmax_scale,
+            softcap,
+            alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes,
+            sink,
+            None if on_cpu and seqused_k is None else used[b],
+            None if leftpad_k is None else leftpad_k[b],
+        )
+        rows = rows.where(is_row, total_q)
+        out[rows] = o
+        lse[rows] = block_lse.transpose(1, 2)
+    return out[:total_q], lse[:total_q].T.contiguous()
+
+
+def _check_ends(of: str, cu_seqlens: Tensor, total: int, longest: int) -> None:
+    """What the device puts right in silence (csrc/fmha/sequence.hpp) is an error where the host can see it."""
+    ends = cu_seqlens.tolist()
+    if ends[0] < 0 or ends[-1] > total or any(end < begin for begin, end in itertools.pairwise(ends)):
+        raise ValueError(
+            f"cu_seqlens_{of}: is {ends if len(ends) < 10 else [*ends[:8], '...']}; "
+            f"expected rows that never decrease, from 0 to at most {total}, the length of {of}"
+        )
+    for b, (begin, end) in enumerate(itertools.pairwise(ends)):
+        if end - begin > longest:
+            raise ValueError(f"max_seqlen_{of}: is {longest}, and sequence {b} has {end - begin} rows of {of}")
+
+
+def _rows_of_sequences(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """First row and length of each sequence, int32 `[B]`, within the `total` rows that there are."""
+    begin = cu_seqlens[:-1].clamp(0, total)
+    return begin, cu_seqlens[1:].clamp(0, total).sub(begin).clamp(min=0)
+
+
+def _padded_rows(begin: Tensor, length: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Row numbers of some sequences, `[B, n]`, and which of them are rows of theirs."""
+    i = torch.arange(n, device=begin.device)
+    return begin.long().unsqueeze(-1) + i, i < length.unsqueeze(-1)
 
 
 def _outside_sequence(keys: Tensor, seqused_k: Tensor | None, leftpad_k: Tensor | None) -> Tensor | None:

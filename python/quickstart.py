@@ -33,6 +33,11 @@ with torch.no_grad():
     row = ce.fmha(q[:, -1:], k, v, causal=True, start_pos="end")
     print("one decoded row:             ", difference(row, out[:, -1:]))
 
+    # Two sequences of 100 and 200 rows, packed one after the other: the first is the beginning of the one above.
+    ends = torch.tensor([0, 100, 300], dtype=torch.int32, device=device)
+    packed = ce.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 200, 200, causal=True)
+    print("packed sequences:            ", difference(packed[:100], out[0, :100]))
+
     # A window, a cap on the scores, grouped key/value heads, and the log-sum-exp of each row.
     out, lse = ce.fmha(q, k[:, :, :2], v[:, :, :2], causal=True, window=(63, 0), softcap=30.0, return_lse=True)
     print("out", tuple(out.shape), "lse", tuple(lse.shape))

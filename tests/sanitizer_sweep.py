@@ -64,10 +64,47 @@ def compare(dtype: torch.dtype, n_q: int, n_kv: int, d: int, d_v: int, features:
         torch.testing.assert_close(a.cpu(), b, **tolerance, msg=lambda text: f"{what}: {text}")
 
 
+LENGTHS = ([70, 0, 1, 129, 33], [70, 33, 130, 0, 64]), ([5], [200]), ([0, 0], [3, 0])
+PACKED_FEATURES = (
+    {},
+    {"causal": True, "start_pos": "end"},
+    {"causal": True, "start_pos": "end", "num_splits": 3},
+    {"window": (17, 5), "softcap": 20.0, "sink": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+)
+
+
+def packed_cases():
+    """(dtype, lengths of the queries, of the keys, d, d_v, features)."""
+    for dtype in TOLERANCES:
+        for (lengths_q, lengths_k), features in itertools.product(LENGTHS, PACKED_FEATURES):
+            yield dtype, lengths_q, lengths_k, 64, 64, features
+        for d, d_v in ((128, 128), (192, 128), (256, 256), (40, 8)):
+            yield dtype, *LENGTHS[0], d, d_v, PACKED_FEATURES[1]
+        used = torch.tensor([70, 5, 0, 0, 63], dtype=torch.int32)
+        yield dtype, *LENGTHS[0], 64, 64, {"seqused_k": used, "leftpad_k": used // 4, "causal": True}
+
+
+def compare_packed(dtype: torch.dtype, lengths_q: list, lengths_k: list, d: int, d_v: int, features: dict) -> None:
+    n_q, n_k = sum(lengths_q), sum(lengths_k)
+    q, k, v = (torch.randn(*shape).to(dtype) for shape in ((n_q, 4, d), (n_k, 2, d), (n_k, 2, d_v)))
+    cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32) for n in (lengths_q, lengths_k))
+    options = features | {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    options |= {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k), "return_lse": True}
+    expected = cutlass_ext.fmha(q, k, v, **options)
+    on_gpu = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    got = cutlass_ext.fmha(q.cuda(), k.cuda(), v.cuda(), **on_gpu)
+    what = (dtype, lengths_q, lengths_k, d, d_v, features)
+    for a, b, tolerance in zip(got, expected, (TOLERANCES[dtype], TOLERANCES[torch.float32]), strict=True):
+        torch.testing.assert_close(a.cpu(), b, **tolerance, msg=lambda text: f"{what}: {text}")
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     count = 0
     for case in cases():
         compare(*case)
+        count += 1
+    for case in packed_cases():
+        compare_packed(*case)
         count += 1
     print(f"{count} calls agree with the CPU")

@@ -12,11 +12,12 @@ constexpr int kMergeRows = 4;  // query rows of a block, a warp each
 /// One warp a query row. O = sum_s exp(lse_s - lse) O_s: the bits depend on the number of splits alone.
 template <class Element>
 __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_constant__ ForwardParams const params) {
-  int const row = blockIdx.x % ((params.n_q + kMergeRows - 1) / kMergeRows) * kMergeRows + threadIdx.x / 32;
-  if (row >= params.n_q) return;
-  unsigned const batch_head = blockIdx.x / ((params.n_q + kMergeRows - 1) / kMergeRows);
-  int64_t const rows = int64_t(params.batch) * params.heads_q * params.n_q;
-  int64_t const index = int64_t(batch_head) * params.n_q + row;  // as lse is laid out
+  int const n = params.stored_rows(), blocks = (n + kMergeRows - 1) / kMergeRows;
+  int const row = blockIdx.x % blocks * kMergeRows + threadIdx.x / 32;
+  if (row >= n) return;
+  unsigned const batch_head = blockIdx.x / blocks;
+  int64_t const rows = params.result_rows();
+  int64_t const index = int64_t(batch_head) * n + row;  // as lse is laid out
   int const lane = threadIdx.x % 32, head = batch_head % params.heads_q;
   int64_t const b = batch_head / params.heads_q;
 
@@ -47,7 +48,8 @@ __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_co
 
 template <class Element>
 cudaError_t merge_splits(ForwardParams const& params, cudaStream_t stream) {
-  int64_t const blocks = int64_t(params.batch) * params.heads_q * ((params.n_q + kMergeRows - 1) / kMergeRows);
+  int64_t const blocks =
+      int64_t(params.stored_batch()) * params.heads_q * ((params.stored_rows() + kMergeRows - 1) / kMergeRows);
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   merge_splits_kernel<Element><<<static_cast<unsigned>(blocks), kMergeRows * 32, 0, stream>>>(params);

@@ -4,9 +4,12 @@
 
 #include <cstdint>
 
+#include <cute/config.hpp>
+
 namespace cutlass_ext {
 
-/// Element strides of a [batch, row, head, head_dim] tensor; the last dimension is contiguous.
+/// Element strides of a [batch, row, head, head_dim] tensor; the last dimension is contiguous. Packed sequences
+/// [total, head, head_dim] are a batch of one.
 struct Strides {
   int64_t batch = 0;
   int64_t row = 0;
@@ -17,24 +20,29 @@ struct Strides {
 enum class StartPos : int {
   Scalar,    ///< the same `start_pos` for every sequence
   PerBatch,  ///< `start_positions[b]`, int32 on the device
-  End,       ///< len_kv_b - N_q: the last query row sees the last key
+  End,       ///< len_kv_b - len_q_b: the last query row sees the last key
 };
 
 struct ForwardParams {
-  void const* q = nullptr;  // [B, N_q,  H_q,  d]
-  void const* k = nullptr;  // [B, N_kv, H_kv, d]
-  void const* v = nullptr;  // [B, N_kv, H_kv, d_v]
-  void* o = nullptr;        // [B, N_q,  H_q,  d_v]
-  float* lse = nullptr;     // [B, H_q, N_q], natural log
+  void const* q = nullptr;  // [B, N_q,  H_q,  d];   packed: [total_q, H_q, d]
+  void const* k = nullptr;  // [B, N_kv, H_kv, d];   packed: [total_k, H_kv, d]
+  void const* v = nullptr;  // [B, N_kv, H_kv, d_v]; packed: [total_k, H_kv, d_v]
+  void* o = nullptr;        // [B, N_q,  H_q,  d_v]; packed: [total_q, H_q, d_v]
+  float* lse = nullptr;     // [B, H_q, N_q], natural log; packed: [H_q, total_q]
   Strides q_stride, k_stride, v_stride, o_stride;
 
-  int batch = 0;
-  int n_q = 0;
-  int n_kv = 0;
+  int batch = 0;  // sequences
+  int n_q = 0;    // query rows of a sequence; packed: of the longest, and no row past it is computed
+  int n_kv = 0;   // keys of a sequence; packed: of the longest, for the choice of splits alone
   int heads_q = 0;
   int heads_kv = 0;
   int head_dim = 0;    // d
   int head_dim_v = 0;  // d_v
+
+  int const* cu_seqlens_q = nullptr;  // [B + 1]: sequence b has the packed rows cu[b] to cu[b + 1]; null: not packed
+  int const* cu_seqlens_k = nullptr;  // [B + 1], both or none
+  int total_q = 0;                    // rows of packed q and o
+  int total_k = 0;                    // rows of packed k and v
 
   float softmax_scale = 1.f;
   float softcap = 0.f;                  // 0: off
@@ -45,17 +53,25 @@ struct ForwardParams {
   StartPos start_pos_kind = StartPos::Scalar;
   int start_pos = 0;
   int const* start_positions = nullptr;  // [B]
-  int const* seqused_k = nullptr;        // [B]: len_kv of each sequence; null: N_kv
+  int const* seqused_k = nullptr;        // [B]: len_kv of each sequence, at most what it has; null: all of that
   int const* leftpad_k = nullptr;        // [B]; null: 0
   int window_left = -1;                  // -1: unbounded
   int window_right = -1;                 // causal is window_right = 0
 
-  int multiprocessors = 0;  // of the device: the CTAs of a persistent launch
+  // Filled by dispatch.cu
+  int multiprocessors = 0;           // of the device: the CTAs of a persistent launch
   unsigned* work_counter = nullptr;  // zero between launches; null: work is dealt out in turn
-  int section = 1 << 30;    // (batch, head) pairs whose keys and values stay in L2 together
+  int section = 1 << 30;             // (batch, head) pairs whose keys and values stay in L2 together
   int num_splits = 1;
-  float* o_partial = nullptr;    // [num_splits, B, H_q, N_q, d_v], each split normalised by itself
-  float* lse_partial = nullptr;  // [num_splits, B, H_q, N_q]
+  float* o_partial = nullptr;    // [num_splits, (shape of lse), d_v], each split normalised by itself
+  float* lse_partial = nullptr;  // [num_splits, (shape of lse)]
+
+  CUTE_HOST_DEVICE bool packed() const { return cu_seqlens_q != nullptr; }
+  /// The batch dimension and the query rows of the tensors themselves.
+  CUTE_HOST_DEVICE int stored_batch() const { return packed() ? 1 : batch; }
+  CUTE_HOST_DEVICE int stored_rows() const { return packed() ? total_q : n_q; }
+  /// Results of one split: elements of lse.
+  CUTE_HOST_DEVICE int64_t result_rows() const { return int64_t(stored_batch()) * heads_q * stored_rows(); }
 };
 
 }  // namespace cutlass_ext

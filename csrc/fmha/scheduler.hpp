@@ -6,6 +6,8 @@
 
 #include <cute/config.hpp>
 
+#include "params.hpp"
+
 namespace cutlass_ext {
 
 struct WorkItem {
@@ -45,6 +47,10 @@ struct Scheduler {
     return {int(pair / heads_q), int(pair % heads_q), tile * block_r, int(split)};
   }
 };
+
+CUTE_HOST_DEVICE Scheduler scheduler_of(ForwardParams const& params, int block_r) {
+  return {params.batch, params.heads_q, params.n_q, block_r, params.num_splits, params.section};
+}
 
 /// Pairs of (batch, query head) whose keys and values fill `bytes`; whole groups that share a key head.
 CUTE_HOST_DEVICE int section_of(int64_t bytes, int64_t bytes_per_key_head, int heads_per_kv) {

@@ -7,8 +7,6 @@
 
 #include <cute/tensor.hpp>
 
-#include "params.hpp"
-
 namespace cutlass_ext {
 
 /// A half-open range [begin, end) of keys or of key tiles.
@@ -76,23 +74,8 @@ CUTE_HOST_DEVICE Range split_range(Range tiles, int num_splits, int split) {
 }
 
 /// Positions and windows are held to 32 bits without overflow: lengths and |start_pos| stay below 2^29 (checked on the
-/// host, clamped here where the device alone knows), a window from 2^30 on is unbounded.
+/// host, clamped in sequence.hpp where the device alone knows), a window from 2^30 on is unbounded.
 constexpr int kMaxPosition = 1 << 29;
-
-/// Reads what the device alone knows about sequence `b` (lengths, padding, start position).
-CUTE_HOST_DEVICE Visibility visibility_of(ForwardParams const& params, int b, int* leftpad) {
-  auto clamp = [](int x, int low, int high) {
-    return x < low ? low : x > high ? high : x;
-  };  // whatever the device holds stays in bounds
-  int const len = params.seqused_k ? clamp(params.seqused_k[b], 0, params.n_kv) : params.n_kv;
-  int const pad = params.leftpad_k ? clamp(params.leftpad_k[b], 0, len) : 0;
-  int const start = params.start_pos_kind == StartPos::Scalar ? params.start_pos
-                    : params.start_pos_kind == StartPos::PerBatch
-                        ? clamp(params.start_positions[b], -kMaxPosition, kMaxPosition)
-                        : len - params.n_q;
-  *leftpad = pad;
-  return {params.n_q, len - pad, start - pad, params.window_left, params.window_right};
-}
 
 /// Hides from each row of `S` the keys that it does not see: element (i, j) is row `first_row + row_of(i)` and key
 /// `key_of(j)` of `visibility`.

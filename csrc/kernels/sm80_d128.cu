@@ -1,9 +1,10 @@
 // fp16 and bf16 on mma.sync tensor cores, head_dim up to 128.
-#include "sm80_kernel.hpp"
+#include "../fmha/sm80/fmha.hpp"
+#include "kernel.hpp"
 
 namespace cutlass_ext {
-extern Kernel const sm80_f16_d128_large = sm80_kernel<128, 48, 128, cute::half_t, 128>();
-extern Kernel const sm80_f16_d128_small = sm80_kernel<64, 64, 128, cute::half_t, 128>();
-extern Kernel const sm80_bf16_d128_large = sm80_kernel<128, 48, 128, cute::bfloat16_t, 128>();
-extern Kernel const sm80_bf16_d128_small = sm80_kernel<64, 64, 128, cute::bfloat16_t, 128>();
+extern Kernel const sm80_f16_d128_large = kernel_of<sm80::FMHA<128, 48, 128, cute::half_t, 128>>();
+extern Kernel const sm80_f16_d128_small = kernel_of<sm80::FMHA<64, 64, 128, cute::half_t, 128>>();
+extern Kernel const sm80_bf16_d128_large = kernel_of<sm80::FMHA<128, 48, 128, cute::bfloat16_t, 128>>();
+extern Kernel const sm80_bf16_d128_small = kernel_of<sm80::FMHA<64, 64, 128, cute::bfloat16_t, 128>>();
 }  // namespace cutlass_ext

@@ -1,5 +1,6 @@
 // cutlass_ext_host: the host-side logic of csrc/fmha for pytest and hypothesis (tests/python/test_host_logic.py).
 // Test-only.
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -7,7 +8,7 @@
 #include <pybind11/stl.h>
 
 #include "fmha/scheduler.hpp"
-#include "fmha/visibility.hpp"
+#include "fmha/sequence.hpp"
 #include "simt_banks.hpp"
 
 namespace py = pybind11;
@@ -36,12 +37,34 @@ std::vector<std::tuple<int, int, int, int>> schedule(int batch, int heads_q, int
   return items;
 }
 
+/// (batch, q_row0, k_row0, n_q, len_kv, start_pos) of sequence `b` of packed ones; `start_pos` none is "end".
+std::tuple<int, int, int, int, int, int> packed_sequence(int b, std::vector<int> const& cu_q,
+                                                         std::vector<int> const& cu_k, int total_q, int total_k,
+                                                         int max_seqlen_q, std::optional<std::vector<int>> used,
+                                                         std::optional<std::vector<int>> leftpad,
+                                                         std::optional<std::vector<int>> start_pos) {
+  ForwardParams params;
+  params.batch = int(cu_q.size()) - 1;
+  params.n_q = max_seqlen_q;
+  params.cu_seqlens_q = cu_q.data();
+  params.cu_seqlens_k = cu_k.data();
+  params.total_q = total_q;
+  params.total_k = total_k;
+  params.seqused_k = used ? used->data() : nullptr;
+  params.leftpad_k = leftpad ? leftpad->data() : nullptr;
+  params.start_pos_kind = start_pos ? StartPos::PerBatch : StartPos::End;
+  params.start_positions = start_pos ? start_pos->data() : nullptr;
+  Sequence const s = sequence_of(params, b);
+  return {s.batch, s.q_row0, s.k_row0, s.visibility.n_q, s.visibility.len_kv, s.visibility.start_pos};
+}
+
 }  // namespace
 
 PYBIND11_MODULE(cutlass_ext_host, module) {
   auto const reports = simt::bank_reports();
   module.def("visible_tiles", &visible_tiles);
   module.def("schedule", &schedule);
+  module.def("packed_sequence", &packed_sequence);
   module.def("choose_num_splits", &choose_num_splits);
   module.def("split_range", [](int num_tiles, int num_splits, int split) {
     Range const range = split_range({0, num_tiles}, num_splits, split);

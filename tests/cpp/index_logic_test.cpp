@@ -6,7 +6,7 @@
 #include <tuple>
 
 #include "fmha/scheduler.hpp"
-#include "fmha/visibility.hpp"
+#include "fmha/sequence.hpp"
 
 namespace cutlass_ext {
 namespace {
@@ -43,7 +43,7 @@ TEST(Visibility, WindowMovesWithTheRow) {
   EXPECT_EQ(v.tiles_of(256, 64, 64).end, 5);
 }
 
-TEST(Visibility, LengthsAndPaddingOfTheDeviceAreHeldInBounds) {
+TEST(Sequence, LengthsAndPaddingOfTheDeviceAreHeldInBounds) {
   int const seqused[] = {50, 9000, -3}, leftpad[] = {10, 0, 7};
   ForwardParams params;
   params.n_q = 4;
@@ -51,13 +51,81 @@ TEST(Visibility, LengthsAndPaddingOfTheDeviceAreHeldInBounds) {
   params.seqused_k = seqused;
   params.leftpad_k = leftpad;
   params.start_pos_kind = StartPos::End;
-  int pad;
-  Visibility const first = visibility_of(params, 0, &pad);
-  EXPECT_EQ(pad, 10);
-  EXPECT_EQ(first.len_kv, 40);
-  EXPECT_EQ(first.start_pos, 36);  // 50 - 4, counted from the first real key
-  EXPECT_EQ(visibility_of(params, 1, &pad).len_kv, 100);
-  EXPECT_EQ(visibility_of(params, 2, &pad).len_kv, 0);
+  Sequence const first = sequence_of(params, 0);
+  EXPECT_EQ(first.batch, 0);
+  EXPECT_EQ(first.k_row0, 10);
+  EXPECT_EQ(first.visibility.len_kv, 40);
+  EXPECT_EQ(first.visibility.start_pos, 36);  // 50 - 4, counted from the first real key
+  EXPECT_EQ(sequence_of(params, 1).visibility.len_kv, 100);
+  EXPECT_EQ(sequence_of(params, 2).visibility.len_kv, 0);
+  EXPECT_EQ(sequence_of(params, 2).batch, 2);
+}
+
+/// Sequences of 3, 0 and 5 queries and of 4, 6 and 0 keys.
+struct PackedSequences : testing::Test {
+  int const cu_q[4] = {0, 3, 3, 8}, cu_k[4] = {0, 4, 10, 10};
+  ForwardParams params;
+  void SetUp() override {
+    params.batch = 3;
+    params.heads_q = 2;
+    params.n_q = 5;
+    params.n_kv = 6;
+    params.cu_seqlens_q = cu_q;
+    params.cu_seqlens_k = cu_k;
+    params.total_q = 8;
+    params.total_k = 10;
+    params.start_pos_kind = StartPos::End;
+  }
+};
+
+TEST_F(PackedSequences, LieInABatchOfOne) {
+  int const q_row0[] = {0, 3, 3}, k_row0[] = {0, 4, 10}, len_q[] = {3, 0, 5}, len_kv[] = {4, 6, 0};
+  for (int b = 0; b < 3; ++b) {
+    Sequence const s = sequence_of(params, b);
+    EXPECT_EQ(s.batch, 0);
+    EXPECT_EQ(s.q_row0, q_row0[b]);
+    EXPECT_EQ(s.k_row0, k_row0[b]);
+    EXPECT_EQ(s.visibility.n_q, len_q[b]);
+    EXPECT_EQ(s.visibility.len_kv, len_kv[b]);
+    EXPECT_EQ(s.visibility.start_pos, len_kv[b] - len_q[b]);
+  }
+  EXPECT_EQ(params.result_rows(), 2 * 8);
+  EXPECT_EQ(sequence_of(params, 2).result_row0(params, 1, 0), 8 + 3);
+  EXPECT_EQ(sequence_of(params, 2).result_row0(params, 1, 2), 2 * 16 + 8 + 3);
+}
+
+TEST_F(PackedSequences, RowsPastTheLongestAreLeftOutAndMoveNothing) {
+  params.n_q = 2;
+  EXPECT_EQ(sequence_of(params, 0).visibility.n_q, 2);
+  EXPECT_EQ(sequence_of(params, 0).visibility.start_pos, 4 - 3);
+  EXPECT_EQ(sequence_of(params, 2).q_row0, 3);
+}
+
+TEST(Sequence, WhateverCuSeqlensHoldsStaysInBounds) {
+  int const ends[] = {INT32_MIN, -1, 0, 1, 3, 4, INT32_MAX};
+  for (int begin : ends) {
+    for (int end : ends) {
+      for (int used : {INT32_MIN, 0, 2, INT32_MAX}) {
+        int const cu[] = {begin, end};
+        ForwardParams params;
+        params.batch = 1;
+        params.n_q = 2;
+        params.cu_seqlens_q = params.cu_seqlens_k = cu;
+        params.total_q = 3;
+        params.total_k = 4;
+        params.seqused_k = params.leftpad_k = &used;
+        params.start_pos_kind = StartPos::End;
+        Sequence const s = sequence_of(params, 0);
+        EXPECT_GE(s.visibility.n_q, 0);
+        EXPECT_LE(s.visibility.n_q, 2);
+        EXPECT_GE(s.visibility.len_kv, 0);
+        EXPECT_GE(s.q_row0, 0);
+        EXPECT_LE(s.q_row0 + s.visibility.n_q, 3);
+        EXPECT_GE(s.k_row0, 0);
+        EXPECT_LE(s.k_row0 + s.visibility.len_kv, 4);
+      }
+    }
+  }
 }
 
 TEST(Scheduler, CoversEveryItemLongestFirst) {

@@ -125,8 +125,8 @@ def gpu(request):
 # ------------------------------------------------------------------------------------------------ fresh memory is NaN
 def poison_like_results(q, v):
     """NaN where the allocator will put `out` and `lse`: what a kernel leaves unwritten cannot look right by chance."""
-    out = q.shape[0] * q.shape[1] * q.shape[2] * v.shape[3]
-    sizes = (out, q.dtype), (out // max(1, v.shape[3]), torch.float32), (1 << 18, torch.float32)
+    rows = q.shape[:-1].numel()
+    sizes = (rows * v.shape[-1], q.dtype), (rows, torch.float32), (1 << 18, torch.float32)
     held = [torch.full((n,), float("nan"), dtype=dtype, device=q.device) for n, dtype in sizes]
     del held
 

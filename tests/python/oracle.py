@@ -150,3 +150,30 @@ def expect(q, k, v, *, rows=None, **kwargs) -> Expected:
     round_to = None if q.dtype == torch.float32 else q.dtype
     ref_out, ref_lse, _ = attention(q, k, v, rows=rows, compute=torch.float32, round_to=round_to, **kwargs)
     return Expected(out, lse, ref_out, ref_lse, q.dtype, largest, rows, q.shape[-1])
+
+
+def expect_packed(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, **kwargs) -> Expected:
+    """`expect` for packed sequences, each of them alone: out [total_q, H_q, d_v], lse [H_q, total_q]."""
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    per_sequence = {"start_pos", "seqused_k", "leftpad_k"}
+    alone = []
+    for b in range(len(ends_q) - 1):
+        rows, keys = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
+        own = {
+            name: x[b : b + 1]
+            if isinstance(x, torch.Tensor) and (name in per_sequence or (name == "alibi_slopes" and x.dim() == 2))
+            else x
+            for name, x in kwargs.items()
+        }
+        alone.append(expect(q[None, rows], k[None, keys], v[None, keys], **own))
+
+    def joined(field, dim, *empty_shape):
+        parts = [getattr(e, field)[0] for e in alone]
+        dtype = torch.float64 if field in ("out", "lse") else torch.float32
+        return torch.cat(parts, dim) if parts else q.new_empty(*empty_shape, dtype=dtype)
+
+    H_q, d_v = q.shape[1], v.shape[2]
+    return Expected(
+        joined("out", 0, 0, H_q, d_v), joined("lse", 1, H_q, 0), joined("ref_out", 0, 0, H_q, d_v),
+        joined("ref_lse", 1, H_q, 0), q.dtype, max((e.largest_score for e in alone), default=0.0), None, q.shape[-1],
+    )  # fmt: skip

@@ -175,6 +175,75 @@ def test_16_bit_runs_on_cuda(backend, dtype):
     assert out.dtype == dtype and lse.dtype == torch.float32
 
 
+# ------------------------------------------------------------------------------------------------ packed sequences
+TOTAL, SEQUENCES = 12, 3
+ENDS = torch.tensor([0, 5, 5, 12], dtype=INT32)
+
+
+def valid_packed(device="cpu"):
+    heads = {"q": HEADS, "k": HEADS_KV, "v": HEADS_KV}
+    tensors = {name: torch.randn(TOTAL, h, D, device=device) for name, h in heads.items()}
+    ends = {name: ENDS.to(device) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    return tensors | ends | {"max_seqlen_q": 7, "max_seqlen_k": 7}
+
+
+WRONG_PACKED = [
+    *[(name, V, {name: None}) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")],
+    *[(name, V, {name: tensor(*shape)}) for name in "qkv" for shape in ((TOTAL, D), (1, TOTAL, HEADS, D))],
+    ("v", V, {"v": tensor(TOTAL + 1, HEADS_KV, D)}),
+    ("k", V, {"k": tensor(TOTAL, 3, D), "v": tensor(TOTAL, 3, D)}),
+    ("k", V, {"k": tensor(TOTAL, HEADS_KV, D + 4)}),
+    ("k", T, {"k": tensor(TOTAL, HEADS_KV, D, dtype=F16)}),
+    ("q", V, {"q": transposed(TOTAL, HEADS, D)}),
+    *[("cu_seqlens_q", V, {"cu_seqlens_q": tensor(*shape, dtype=INT32)}) for shape in ((), (0,), (2, 2))],
+    *[("cu_seqlens_k", V, {"cu_seqlens_k": tensor(*shape, dtype=INT32)}) for shape in ((), (0,), (SEQUENCES,), (2, 2))],
+    *[(name, T, {name: x})
+      for name in ("cu_seqlens_q", "cu_seqlens_k") for x in (tensor(SEQUENCES + 1, dtype=INT64), [0, 5, 5, 12])],
+    *[(name, V, {name: strided(SEQUENCES + 1, INT32)}) for name in ("cu_seqlens_q", "cu_seqlens_k")],
+    *[(name, V, {name: -1}) for name in ("max_seqlen_q", "max_seqlen_k")],
+    *[(name, T, {name: x}) for name in ("max_seqlen_q", "max_seqlen_k") for x in (7.5, "7")],
+    *[(name, V, {name: tensor(SEQUENCES + 1, dtype=INT32)}) for name in ("start_pos", "seqused_k", "leftpad_k")],
+    ("alibi_slopes", V, {"alibi_slopes": tensor(TOTAL, HEADS)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", ["fmha", "explain"])
+@pytest.mark.parametrize("case", WRONG_PACKED, ids=case_id)
+def test_wrong_packed_argument(device, function, case):
+    name, error, spoilt = case
+    arguments = valid_packed(device) | {k: x(device) if callable(x) else x for k, x in spoilt.items()}
+    assert_refused(getattr(cutlass_ext, function), name, error, arguments)
+
+
+def test_the_valid_packed_arguments_are_valid(device):
+    assert cutlass_ext.fmha(**valid_packed(device)).shape == (TOTAL, HEADS, D)
+
+
+def test_packed_tensors_want_cu_seqlens(device):
+    tensors = {name: t for name, t in valid_packed(device).items() if name in "qkv"}
+    assert_refused(cutlass_ext.fmha, "cu_seqlens_q", ValueError, tensors)
+
+
+@pytest.mark.parametrize(
+    "name,spoilt",
+    [
+        ("cu_seqlens_q", {"cu_seqlens_q": torch.tensor([0, 5, 4, 12], dtype=INT32)}),
+        ("cu_seqlens_q", {"cu_seqlens_q": torch.tensor([-1, 5, 5, 12], dtype=INT32)}),
+        ("cu_seqlens_k", {"cu_seqlens_k": torch.tensor([0, 5, 5, 13], dtype=INT32)}),
+        ("max_seqlen_q", {"max_seqlen_q": 6}),
+        ("max_seqlen_k", {"max_seqlen_k": 0}),
+    ],
+)
+def test_lengths_that_only_a_cpu_can_check(name, spoilt):
+    assert_refused(cutlass_ext.fmha, name, ValueError, valid_packed() | spoilt)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_cu_seqlens_on_the_cpu(name):
+    assert_refused(cutlass_ext.fmha, name, ValueError, valid_packed("cuda") | {name: ENDS})
+
+
 # ------------------------------------------------------------------------------------------------ no backward yet
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "sink", "alibi_slopes"])
@@ -250,6 +319,48 @@ def test_wrong_argument_of_flash_attn(device, function, name, error, value):
 )
 def test_wrong_tensor_of_flash_attn(device, function, name, error, value):
     arguments = flash_arguments(device, function) | {name: on(device, value)}
+    assert_refused(getattr(cutlass_ext, function), name, error, arguments)
+
+
+def flash_varlen_arguments(device, name):
+    q, k, v, *packing = valid_packed(device).values()
+    names = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
+    packing = dict(zip(names, packing, strict=True))
+    return {
+        "flash_attn_varlen_func": {"q": q, "k": k, "v": v, **packing},
+        "flash_attn_varlen_kvpacked_func": {"q": q, "kv": torch.stack([k, v], 1), **packing},
+        "flash_attn_varlen_qkvpacked_func": {
+            "qkv": torch.stack([q, q, q], 1), "cu_seqlens": packing["cu_seqlens_q"], "max_seqlen": 7
+        },
+    }[name]  # fmt: skip
+
+
+VARLEN, VARLEN_KV, VARLEN_QKV = (f"flash_attn_varlen_{kind}func" for kind in ("", "kvpacked_", "qkvpacked_"))
+
+
+@pytest.mark.parametrize(
+    "function,name,error,value",
+    [
+        *[(f, "dropout_p", NI, 0.1) for f in (VARLEN, VARLEN_KV, VARLEN_QKV)],
+        *[(f, "window_size", V, (-2, 0)) for f in (VARLEN, VARLEN_KV, VARLEN_QKV)],
+        (VARLEN, "block_table", NI, torch.zeros(SEQUENCES, 2, dtype=INT32)),
+        (VARLEN, "seqused_k", T, torch.ones(SEQUENCES)),
+        (VARLEN, "cu_seqlens_k", V, None),
+        (VARLEN, "q", V, torch.ones(1, TOTAL, HEADS, D)),
+        (VARLEN_KV, "kv", V, torch.ones(TOTAL, 3, HEADS_KV, D)),
+        (VARLEN_KV, "kv", V, torch.ones(1, TOTAL, 2, HEADS_KV, D)),
+        (VARLEN_KV, "cu_seqlens_q", T, ENDS.long()),
+        (VARLEN_QKV, "qkv", V, torch.ones(TOTAL, 2, HEADS, D)),
+        (VARLEN_QKV, "qkv", NI, torch.ones(TOTAL, 3, HEADS, D, requires_grad=True)),
+        (VARLEN_QKV, "cu_seqlens", T, ENDS.long()),
+        (VARLEN_QKV, "cu_seqlens", V, None),
+        (VARLEN_QKV, "max_seqlen", V, -3),
+        (VARLEN_QKV, "max_seqlen", V, None),
+    ],
+    ids=str,
+)
+def test_wrong_argument_of_flash_attn_varlen(device, function, name, error, value):
+    arguments = flash_varlen_arguments(device, function) | {name: on(device, value)}
     assert_refused(getattr(cutlass_ext, function), name, error, arguments)
 
 

@@ -90,6 +90,51 @@ def test_positions_at_the_ends_of_their_range(host):
     assert host.visible_tiles(0, 1, 1, far, far - 1, 100, 0, 64) == [(last, True), (last - 64, True)]
 
 
+# ------------------------------------------------------------------------------------------------ packed sequences
+ANY_INT = st.integers(-(2**31), 2**31 - 1)
+FAR = 1 << 29
+
+
+@st.composite
+def packings(draw, sane):
+    batch = draw(st.integers(1, 6))
+    if sane:
+        lengths = st.lists(st.integers(0, 300), min_size=batch, max_size=batch)
+        ends = lambda: [0, *itertools.accumulate(draw(lengths))]  # noqa: E731
+    else:
+        number = ANY_INT | st.integers(-5, 60)
+        ends = lambda: draw(st.lists(number, min_size=batch + 1, max_size=batch + 1))  # noqa: E731
+    per_sequence = st.none() | st.lists(ANY_INT | st.integers(-5, 310), min_size=batch, max_size=batch)
+    cu_q, cu_k = ends(), ends()
+    totals = (cu_q[-1], cu_k[-1]) if sane else (draw(st.integers(0, 50)), draw(st.integers(0, 50)))
+    longest = max(b - a for a, b in itertools.pairwise(cu_q)) if sane else draw(st.integers(0, totals[0]))
+    return cu_q, cu_k, *totals, longest, draw(per_sequence), draw(per_sequence), draw(per_sequence)
+
+
+@given(packing=packings(sane=True))
+def test_packed_sequence(host, packing):
+    cu_q, cu_k, _, _, _, used, leftpad, starts = packing
+    for b in range(len(cu_q) - 1):
+        length = cu_k[b + 1] - cu_k[b]
+        length = min(max(used[b], 0), length) if used else length
+        pad = min(max(leftpad[b], 0), length) if leftpad else 0
+        n_q = cu_q[b + 1] - cu_q[b]
+        start = min(max(starts[b], -FAR), FAR) if starts else length - n_q
+        assert host.packed_sequence(b, *packing) == (0, cu_q[b], cu_k[b] + pad, n_q, length - pad, start - pad)
+
+
+@settings(max_examples=1000)
+@given(packing=packings(sane=False))
+def test_packed_sequence_of_anything_stays_in_bounds(host, packing):
+    cu_q, _, total_q, total_k, longest, *_ = packing
+    for b in range(len(cu_q) - 1):
+        batch, q_row0, k_row0, n_q, len_kv, start_pos = host.packed_sequence(b, *packing)
+        assert batch == 0
+        assert 0 <= n_q <= longest and 0 <= q_row0 <= q_row0 + n_q <= total_q
+        assert len_kv >= 0 and 0 <= k_row0 <= k_row0 + len_kv <= total_k
+        assert abs(start_pos) <= FAR + total_k
+
+
 # ------------------------------------------------------------------------------------------------ scheduler
 SIZES = {
     "batch": st.integers(1, 5), "heads_q": st.integers(1, 9), "n_q": st.integers(1, 300),

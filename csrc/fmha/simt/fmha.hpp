@@ -5,11 +5,12 @@
 #include <cute/tensor.hpp>
 
 #include "../copy_tile.hpp"
+#include "../launch.hpp"
 #include "../online_softmax.hpp"
 #include "../params.hpp"
 #include "../scheduler.hpp"
 #include "../score_mod.hpp"
-#include "../visibility.hpp"
+#include "../sequence.hpp"
 #include "traits.hpp"
 
 namespace cutlass_ext::simt {
@@ -180,9 +181,10 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   extern __shared__ __align__(128) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
 
-  WorkItem const work = Scheduler(params.batch, params.heads_q, params.n_q, B_r, params.num_splits, params.section)(blockIdx.x, B_r);
-  int leftpad;
-  Visibility const visibility = visibility_of(params, work.batch, &leftpad);
+  WorkItem const work = scheduler_of(params, B_r)(blockIdx.x, B_r);
+  Sequence const sequence = device_sequence_of(params, work.batch);
+  Visibility const& visibility = sequence.visibility;
+  if (work.row0 >= visibility.n_q) return;  // packed: the launch counts the tiles of the longest sequence for each
   Range const tiles = split_range(visibility.tiles_of(work.row0, B_r, B_c), params.num_splits, work.split);
   int const head_kv = work.head / (params.heads_q / params.heads_kv);
   LanePlace const place(threadIdx.x);
@@ -198,10 +200,10 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
       int const first_key = (tiles.end - 1 - item / 2) * B_c;
       int const rows = visibility.len_kv - first_key;
       bool const is_k = item % 2 == 0;
-      auto const src = is_k ? global_tile<float>(params.k, params.k_stride, work.batch, head_kv, leftpad + first_key,
-                                                 rows, params.head_dim)
-                            : global_tile<float>(params.v, params.v_stride, work.batch, head_kv, leftpad + first_key,
-                                                 rows, params.head_dim_v);
+      auto const src = is_k ? global_tile<float>(params.k, params.k_stride, sequence.batch, head_kv,
+                                                 sequence.k_row0 + first_key, rows, params.head_dim)
+                            : global_tile<float>(params.v, params.v_stride, sequence.batch, head_kv,
+                                                 sequence.k_row0 + first_key, rows, params.head_dim_v);
       copy_tile<B_c, Traits::HeadDim, Traits::Threads>(src, shared.kv[item % Stages], [](int row) { return row / 4; });
     }
     cp_async_fence();
@@ -225,8 +227,8 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   if (tiles.size() > 0) {
     CUTE_UNROLL
     for (int i = 0; i < Stages - 1; ++i) load_item(i);
-    auto const q = global_tile<float>(params.q, params.q_stride, work.batch, work.head, work.row0,
-                                      params.n_q - work.row0, params.head_dim);
+    auto const q = global_tile<float>(params.q, params.q_stride, sequence.batch, work.head, sequence.q_row0 + work.row0,
+                                      visibility.n_q - work.row0, params.head_dim);
     float const scale = ScoreMod::query_scale(params);
     q.aligned ? copy_q<Traits, true>(q, shared.q, scale) : copy_q<Traits, false>(q, shared.q, scale);
   }
@@ -248,17 +250,16 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   }
 
   bool const is_split = params.num_splits > 1;
+  int64_t const result_row0 = sequence.result_row0(params, work.head, work.split);
   CUTE_UNROLL
   for (int i = 0; i < Rows; ++i) {
     float const lse = softmax.finish(i, O, is_split ? -INFINITY : score_mod.sink_log2);
     int const row = first_row + row_of(i);
-    if (row >= params.n_q) continue;
-    int64_t const lse_index = (int64_t(work.batch) * params.heads_q + work.head) * params.n_q + row;
-    int64_t const split_index = int64_t(work.split) * params.batch * params.heads_q * params.n_q + lse_index;
-    float* out = is_split ? params.o_partial + split_index * params.head_dim_v
-                          : static_cast<float*>(params.o) + work.batch * params.o_stride.batch +
-                                row * params.o_stride.row + work.head * params.o_stride.head;
-    if (place.col == 0) (is_split ? params.lse_partial[split_index] : params.lse[lse_index]) = lse;
+    if (row >= visibility.n_q) continue;
+    float* out = is_split ? params.o_partial + (result_row0 + row) * params.head_dim_v
+                          : static_cast<float*>(params.o) + sequence.batch * params.o_stride.batch +
+                                int64_t(sequence.q_row0 + row) * params.o_stride.row + work.head * params.o_stride.head;
+    if (place.col == 0) (is_split ? params.lse_partial : params.lse)[result_row0 + row] = lse;
     CUTE_UNROLL
     for (int j = 0; j < Traits::OutCols / kVector; ++j) {
       int const col = j * kPanel + place.col * kVector;
@@ -274,15 +275,12 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
 template <int B_r, int B_c, int HeadDim, class Element, int Threads>
 struct FMHA {
   using Traits = simt::Traits<B_r, B_c, HeadDim, Element, Threads>;
+  static constexpr char const* kFamily = "simt";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
 
   cudaError_t operator()(ForwardParams const& params, cudaStream_t stream) const {
-    int64_t const blocks = Scheduler(params.batch, params.heads_q, params.n_q, B_r, params.num_splits, params.section).size();
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-    kernel<<<static_cast<unsigned>(blocks), Threads, kSharedBytes, stream>>>(params);
-    return cudaGetLastError();
+    return launch_work_items<FMHA>(params, stream);
   }
 };
 

@@ -9,11 +9,12 @@
 #include <cute/tensor.hpp>
 
 #include "../copy_tile.hpp"
+#include "../launch.hpp"
 #include "../online_softmax.hpp"
 #include "../params.hpp"
 #include "../scheduler.hpp"
 #include "../score_mod.hpp"
-#include "../visibility.hpp"
+#include "../sequence.hpp"
 #include "traits.hpp"
 
 namespace cutlass_ext::sm80 {
@@ -127,9 +128,10 @@ __global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__
   extern __shared__ __align__(128) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
 
-  WorkItem const work = Scheduler(params.batch, params.heads_q, params.n_q, B_r, params.num_splits, params.section)(blockIdx.x, B_r);
-  int leftpad;
-  Visibility const visibility = visibility_of(params, work.batch, &leftpad);
+  WorkItem const work = scheduler_of(params, B_r)(blockIdx.x, B_r);
+  Sequence const sequence = device_sequence_of(params, work.batch);
+  Visibility const& visibility = sequence.visibility;
+  if (work.row0 >= visibility.n_q) return;  // packed: the launch counts the tiles of the longest sequence for each
   Range const tiles = split_range(visibility.tiles_of(work.row0, B_r, B_c), params.num_splits, work.split);
   int const head_kv = work.head / (params.heads_q / params.heads_kv);
   int const lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * Traits::RowAtoms * kAtom;
@@ -143,8 +145,8 @@ __global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__
   auto load = [&](void const* base, Strides const& stride, int tile, int cols, Element* dst) {
     int const first_key = tile * B_c;
     copy_tile<B_c, Traits::HeadDim, Traits::Threads>(
-        global_tile<Element>(base, stride, work.batch, head_kv, leftpad + first_key, visibility.len_kv - first_key,
-                             cols),
+        global_tile<Element>(base, stride, sequence.batch, head_kv, sequence.k_row0 + first_key,
+                             visibility.len_kv - first_key, cols),
         dst, moved);
     cp_async_fence();
   };
@@ -170,8 +172,8 @@ __global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__
   float const query_scale = ScoreMod::query_scale(params);
 
   if (tiles.size() > 0) {
-    auto const q = global_tile<Element>(params.q, params.q_stride, work.batch, work.head, work.row0,
-                                        params.n_q - work.row0, params.head_dim);
+    auto const q = global_tile<Element>(params.q, params.q_stride, sequence.batch, work.head,
+                                        sequence.q_row0 + work.row0, visibility.n_q - work.row0, params.head_dim);
     copy_tile<B_r, Traits::HeadDim, Traits::Threads>(q, shared.q, moved);
     load(params.k, params.k_stride, tiles.end - 1, params.head_dim, shared.k);
   }
@@ -200,36 +202,38 @@ __global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__
   // O leaves through the warp's own rows of the query tile, which nobody reads any more, so that it is written 16 bytes
   // at a time.
   bool const is_split = params.num_splits > 1;
-  int64_t const first_index =
-      ((is_split ? int64_t(work.split) * params.batch : 0) + work.batch) * params.heads_q + work.head;
-  float* lse = (is_split ? params.lse_partial : params.lse) + first_index * params.n_q;
+  // Read again: rows kept since the beginning cost the main loop its last register (a spill at 128 x 48, head_dim 128).
+  Sequence const stored = device_sequence_of(params, work.batch);
+  int64_t const result_row0 = stored.result_row0(params, work.head, work.split);
+  float* lse = (is_split ? params.lse_partial : params.lse) + result_row0;
   CUTE_UNROLL
   for (int i = 0; i < Rows; ++i) {
     float const row_lse = softmax.finish(i, out, is_split ? -INFINITY : score_mod.sink_log2);
     int const row = first_row + row_of(i);
-    if (lane % 4 == 0 && row < params.n_q) lse[row] = row_lse;
-    float* partial = params.o_partial + (first_index * params.n_q + row) * params.head_dim_v;
+    if (lane % 4 == 0 && row < visibility.n_q) lse[row] = row_lse;
+    float* partial = params.o_partial + (result_row0 + row) * params.head_dim_v;
     CUTE_UNROLL
     for (int n = 0; n < Traits::OutAtoms; ++n) {
       int const col = n * kAtomN + lane % 4 * 2;
       if (!is_split) {
         *reinterpret_cast<uint32_t*>(shared.q + chunk_offset<B_r>(row - work.row0, n) + lane % 4 * 2) =
             pack<Element>(out(i, 2 * n), out(i, 2 * n + 1));
-      } else if (row < params.n_q && col < params.head_dim_v) {
+      } else if (row < visibility.n_q && col < params.head_dim_v) {
         *reinterpret_cast<float2*>(partial + col) = make_float2(out(i, 2 * n), out(i, 2 * n + 1));
       }
     }
   }
   if (is_split) return;
   __syncwarp();
-  Element* o = static_cast<Element*>(params.o) + work.batch * params.o_stride.batch + work.head * params.o_stride.head;
+  Element* o = static_cast<Element*>(params.o) + stored.batch * params.o_stride.batch +
+               int64_t(stored.q_row0 + work.row0) * params.o_stride.row + work.head * params.o_stride.head;
   CUTE_UNROLL
   for (int panel = 0; panel < Traits::HeadDim / kPanel; ++panel) {
     CUTE_UNROLL
     for (int pass = 0; pass < Traits::RowAtoms * kAtom / 4; ++pass) {
       int const row = warp_row + pass * 4 + lane / 8, chunk = panel * 8 + lane % 8;
-      if (work.row0 + row < params.n_q && chunk * kVector < params.head_dim_v) {
-        *reinterpret_cast<uint4*>(o + (work.row0 + row) * params.o_stride.row + chunk * kVector) =
+      if (work.row0 + row < visibility.n_q && chunk * kVector < params.head_dim_v) {
+        *reinterpret_cast<uint4*>(o + row * params.o_stride.row + chunk * kVector) =
             *reinterpret_cast<uint4 const*>(shared.q + chunk_offset<B_r>(row, chunk));
       }
     }
@@ -240,15 +244,12 @@ __global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__
 template <int B_r, int B_c, int HeadDim, class Element, int Threads>
 struct FMHA {
   using Traits = sm80::Traits<B_r, B_c, HeadDim, Element, Threads>;
+  static constexpr char const* kFamily = "sm80";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
 
   cudaError_t operator()(ForwardParams const& params, cudaStream_t stream) const {
-    int64_t const blocks = Scheduler(params.batch, params.heads_q, params.n_q, B_r, params.num_splits, params.section).size();
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-    kernel<<<static_cast<unsigned>(blocks), Threads, kSharedBytes, stream>>>(params);
-    return cudaGetLastError();
+    return launch_work_items<FMHA>(params, stream);
   }
 };
 
