@@ -3,10 +3,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <sstream>
+#include <utility>
 
 #include <cutlass/numeric_types.h>
 
+#include "counters.hpp"
 #include "fmha/merge.hpp"
 #include "fmha/scheduler.hpp"
 
@@ -21,17 +24,31 @@ extern Kernel const sm80_f16_d64_large, sm80_f16_d64_small, sm80_bf16_d64_large,
     sm80_f16_d192_small, sm80_bf16_d192_large, sm80_bf16_d192_small, sm80_f16_d256_large, sm80_f16_d256_small,
     sm80_bf16_d256_large, sm80_bf16_d256_small;
 
+extern Kernel const sm90_f16_d64_large, sm90_f16_d64_small, sm90_f16_d64_mods, sm90_bf16_d64_large, sm90_bf16_d64_small,
+    sm90_bf16_d64_mods, sm90_f16_d96, sm90_f16_d96_mods, sm90_bf16_d96, sm90_bf16_d96_mods, sm90_f16_d128,
+    sm90_f16_d128_mods, sm90_bf16_d128, sm90_bf16_d128_mods, sm90_f16_d192, sm90_f16_d192_mods, sm90_bf16_d192,
+    sm90_bf16_d192_mods, sm90_f16_d192_128, sm90_f16_d192_128_mods, sm90_bf16_d192_128, sm90_bf16_d192_128_mods,
+    sm90_f16_d256, sm90_f16_d256_mods, sm90_bf16_d256, sm90_bf16_d256_mods;
+
 namespace {
 
-/// Every kernel there is. Of one family, dtype and head_dim the larger tile comes first: it is taken where its query
-/// tiles fill the GPU.
+/// Every kernel there is. The families come in the order of preference; of one family, dtype and head_dim the larger
+/// tile comes first: it is taken where its query tiles fill the GPU.
 Kernel const* const kKernels[] = {
-    &simt_f32_d32_large,   &simt_f32_d32_small,   &simt_f32_d64_large,   &simt_f32_d64_medium,  &simt_f32_d64_small,
-    &simt_f32_d96_large,   &simt_f32_d96_small,   &simt_f32_d128_large,  &simt_f32_d128_medium, &simt_f32_d128_small,
-    &simt_f32_d192_large,  &simt_f32_d192_small,  &simt_f32_d224_small,  &simt_f32_d256_large,  &simt_f32_d256_small,
-    &sm80_f16_d64_large,   &sm80_f16_d64_small,   &sm80_bf16_d64_large,  &sm80_bf16_d64_small,  &sm80_f16_d128_large,
-    &sm80_f16_d128_small,  &sm80_bf16_d128_large, &sm80_bf16_d128_small, &sm80_f16_d192_large,  &sm80_f16_d192_small,
-    &sm80_bf16_d192_large, &sm80_bf16_d192_small, &sm80_f16_d256_large,  &sm80_f16_d256_small,  &sm80_bf16_d256_large,
+    &sm90_f16_d64_large,   &sm90_f16_d64_small,      &sm90_f16_d64_mods,    &sm90_bf16_d64_large,
+    &sm90_bf16_d64_small,  &sm90_bf16_d64_mods,      &sm90_f16_d96,         &sm90_f16_d96_mods,
+    &sm90_bf16_d96,        &sm90_bf16_d96_mods,      &sm90_f16_d128,        &sm90_f16_d128_mods,
+    &sm90_bf16_d128,       &sm90_bf16_d128_mods,     &sm90_f16_d192,        &sm90_f16_d192_mods,
+    &sm90_bf16_d192,       &sm90_bf16_d192_mods,     &sm90_f16_d192_128,    &sm90_f16_d192_128_mods,
+    &sm90_bf16_d192_128,   &sm90_bf16_d192_128_mods, &sm90_f16_d256,        &sm90_f16_d256_mods,
+    &sm90_bf16_d256,       &sm90_bf16_d256_mods,     &simt_f32_d32_large,   &simt_f32_d32_small,
+    &simt_f32_d64_large,   &simt_f32_d64_medium,     &simt_f32_d64_small,   &simt_f32_d96_large,
+    &simt_f32_d96_small,   &simt_f32_d128_large,     &simt_f32_d128_medium, &simt_f32_d128_small,
+    &simt_f32_d192_large,  &simt_f32_d192_small,     &simt_f32_d224_small,  &simt_f32_d256_large,
+    &simt_f32_d256_small,  &sm80_f16_d64_large,      &sm80_f16_d64_small,   &sm80_bf16_d64_large,
+    &sm80_bf16_d64_small,  &sm80_f16_d128_large,     &sm80_f16_d128_small,  &sm80_bf16_d128_large,
+    &sm80_bf16_d128_small, &sm80_f16_d192_large,     &sm80_f16_d192_small,  &sm80_bf16_d192_large,
+    &sm80_bf16_d192_small, &sm80_f16_d256_large,     &sm80_f16_d256_small,  &sm80_bf16_d256_large,
     &sm80_bf16_d256_small,
 };
 constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
@@ -40,19 +57,28 @@ constexpr int kMaxDevices = 64;
 struct Device {
   int multiprocessors = 0;
   int shared_bytes = 0;  // that a block may opt in to
+  int l2_bytes = 0;
+  int capability = 0;  // 90 for 9.0
 };
 
 cudaError_t device_of(int index, Device* device) {
-  static std::atomic<int> multiprocessors[kMaxDevices], shared_bytes[kMaxDevices];
+  static std::atomic<Device const*> known[kMaxDevices];
   if (index >= kMaxDevices) return cudaErrorInvalidDevice;
-  if (multiprocessors[index].load() == 0) {
-    int count, bytes;
-    if (cudaError_t e = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index)) return e;
-    if (cudaError_t e = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, index)) return e;
-    shared_bytes[index].store(bytes);
-    multiprocessors[index].store(count);
+  if (!known[index].load()) {
+    Device found;
+    int major, minor;
+    std::pair<int*, cudaDeviceAttr> const asked[] = {{&found.multiprocessors, cudaDevAttrMultiProcessorCount},
+                                                     {&found.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+                                                     {&found.l2_bytes, cudaDevAttrL2CacheSize},
+                                                     {&major, cudaDevAttrComputeCapabilityMajor},
+                                                     {&minor, cudaDevAttrComputeCapabilityMinor}};
+    for (auto const& [value, attribute] : asked) {
+      if (cudaError_t e = cudaDeviceGetAttribute(value, attribute, index)) return e;
+    }
+    found.capability = 10 * major + minor;
+    known[index].store(new Device(found));  // kept for the life of the process
   }
-  *device = {multiprocessors[index].load(), shared_bytes[index].load()};
+  *device = *known[index].load();
   return cudaSuccess;
 }
 
@@ -95,6 +121,17 @@ int64_t key_tiles(ForwardParams const& p, Kernel const& kernel) {
   return (keys + kernel.block_c - 1) / kernel.block_c;
 }
 
+/// The Hopper family's instructions run on compute capability 9.0 and nowhere else.
+bool runs_on(Kernel const& kernel, Device const& device) {
+  return std::strcmp(kernel.family, "sm90") || device.capability == 90;
+}
+
+/// Orders the kernels of a family that could run a call: smaller tiles of head_dim first, then those without what the
+/// call does not need.
+int cost_of(Kernel const& kernel) { return 2 * (kernel.head_dim + kernel.head_dim_v) + kernel.score_mods; }
+
+int size_of(DType dtype) { return dtype == DType::Float32 ? 4 : 2; }
+
 }  // namespace
 
 cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string const& backend, int num_splits,
@@ -105,29 +142,43 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
   if (cudaError_t e = cudaGetDevice(&index)) return e;
   if (cudaError_t e = device_of(index, &device)) return e;
 
-  int const wanted = std::max(params.head_dim, params.head_dim_v);
+  bool const score_mods = params.softcap > 0.f || params.alibi_slopes;
+  std::string passed_over;  // families that would have come first, and why they do not run this call
+  Kernel const* best = nullptr;
   bool family_known = backend == "auto";
-  int head_dim = 0;  // of the smallest tiles that hold the call's
   for (Kernel const* k : kKernels) {
-    family_known |= backend == k->family;
-    if ((backend == "auto" || backend == k->family) && k->dtype == dtype && k->head_dim >= wanted &&
-        k->shared_bytes <= device.shared_bytes && (head_dim == 0 || k->head_dim < head_dim)) {
-      head_dim = k->head_dim;
+    bool const asked_for = backend == "auto" || !std::strcmp(backend.c_str(), k->family);
+    family_known |= asked_for;
+    if (!asked_for || k->dtype != dtype || k->head_dim < params.head_dim || k->head_dim_v < params.head_dim_v ||
+        k->shared_bytes > device.shared_bytes || (score_mods && !k->score_mods) || !runs_on(*k, device) ||
+        (best && (std::strcmp(best->family, k->family) || cost_of(*best) <= cost_of(*k)))) {
+      continue;
     }
+    if (char const* why = k->refuses ? k->refuses(params) : nullptr) {
+      if (want_reason) passed_over = std::string(k->family) + " does not run it: " + why;
+      continue;
+    }
+    best = k;
   }
-  if (head_dim == 0) {
-    plan->reason = family_known
-                       ? std::string("q: ") + name_of(dtype) + " with head_dim " + std::to_string(wanted) +
-                             " has no kernel" + (backend == "auto" ? "" : " in backend \"" + backend + "\"") +
-                             "; use backend=\"auto\", or backend=\"torch\""
-                       : "backend: \"" + backend + "\" is not built yet; use \"auto\", \"simt\", \"sm80\" or \"torch\"";
+  int const wanted = std::max(params.head_dim, params.head_dim_v);
+  if (!best) {
+    plan->reason = !family_known ? "backend: \"" + backend +
+                                       "\" is not built; use \"auto\", \"simt\", \"sm80\", "
+                                       "\"sm90\" or \"torch\""
+                   : !passed_over.empty()
+                       ? "q, k, v: " + passed_over + "; use backend=\"auto\", or copy them with .contiguous()"
+                       : std::string("q: ") + name_of(dtype) + " with head_dim " + std::to_string(wanted) +
+                             " has no kernel for this GPU" +
+                             (backend == "auto" ? "" : " in backend \"" + backend + "\"") +
+                             "; use backend=\"auto\", or backend=\"torch\"";
     return cudaSuccess;
   }
   int64_t tiles = 0;
   int ctas = 0;
   for (int k = 0; k < kKernelCount; ++k) {
     Kernel const& kernel = *kKernels[k];
-    if ((backend != "auto" && backend != kernel.family) || kernel.dtype != dtype || kernel.head_dim != head_dim ||
+    if (std::strcmp(kernel.family, best->family) || kernel.dtype != dtype || cost_of(kernel) != cost_of(*best) ||
+        kernel.head_dim != best->head_dim || kernel.score_mods != best->score_mods ||
         kernel.shared_bytes > device.shared_bytes) {
       continue;
     }
@@ -151,12 +202,28 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
          << ", B_c " << kernel.block_c << ", head_dim " << kernel.head_dim << "; " << tiles << " query tiles for "
          << slots << " CTAs at once, " << plan->num_splits << (plan->num_splits == 1 ? " split" : " splits")
          << " of the keys" << (num_splits > 0 ? " as asked" : "");
+    if (!passed_over.empty()) text << "; " << passed_over;
     plan->reason = text.str();
   }
   return cudaSuccess;
 }
 
-cudaError_t run_forward(Plan const& plan, ForwardParams const& params, cudaStream_t stream) {
+cudaError_t run_forward(Plan const& plan, ForwardParams params, cudaStream_t stream) {
+  int index;
+  Device device;
+  if (cudaError_t e = cudaGetDevice(&index)) return e;
+  if (cudaError_t e = device_of(index, &device)) return e;
+  params.multiprocessors = device.multiprocessors;
+  // An eighth of L2 and of the H200's 60 MB: b8 N2048 d128 is 6% slower with half of it. Under a causal mask half of
+  // it: the last section's longest tiles are then short of the whole work, and d256 N16384 is 14% faster than with a
+  // quarter.
+  int64_t const bytes_a_head =
+      int64_t(params.n_kv) * (params.head_dim + params.head_dim_v) * size_of(plan.kernel->dtype);
+  params.section =
+      section_of(device.l2_bytes / (params.window_right >= 0 ? 2 : 8), bytes_a_head, params.heads_q / params.heads_kv);
+  if (!std::strcmp(plan.kernel->family, "sm90")) {
+    if (cudaError_t e = counters().take(index, stream, 2, &params.work_counter)) return e;
+  }
   if (cudaError_t e = plan.kernel->launch(params, stream)) return e;
   if (params.num_splits <= 1) return cudaSuccess;
   switch (plan.kernel->dtype) {

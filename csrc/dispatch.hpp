@@ -15,14 +15,16 @@ enum class DType { Float32, Float16, BFloat16 };
 
 /// One compiled kernel: a family's way of carrying FMHA out at one tile shape. Defined in csrc/kernels/.
 struct Kernel {
-  char const* family;  // "simt", "sm80"
+  char const* family;  // "simt", "sm80", "sm90"
   DType dtype;
-  int head_dim;  // of the tile: the largest d and d_v that it takes
+  int head_dim, head_dim_v;  // of the tile: the largest d and d_v that it takes
   int block_r, block_c;
+  bool score_mods;  // takes softcap and ALiBi
   int threads;
   int shared_bytes;
   void const* entry;  // for occupancy and the shared-memory limit
   cudaError_t (*launch)(ForwardParams const&, cudaStream_t);
+  char const* (*refuses)(ForwardParams const&);  // why tensors like these are not for it, or null
 };
 
 struct Plan {
@@ -38,6 +40,6 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
 
 /// Launches the kernel and, where there are splits, their merge. `params` holds the plan's number of splits and their
 /// workspace.
-cudaError_t run_forward(Plan const& plan, ForwardParams const& params, cudaStream_t stream);
+cudaError_t run_forward(Plan const& plan, ForwardParams params, cudaStream_t stream);
 
 }  // namespace cutlass_ext

@@ -112,9 +112,14 @@ def archs() -> list[int]:
 
 
 def gencode(family: str) -> list[str]:
-    """nvcc's target flags for a family. One pass of the front end serves every target; PTX serves what comes after."""
+    """nvcc's flags for a family's targets. One pass of the front end serves all that are portable; PTX what comes after.
+
+    Hopper's tensor-core instructions exist as sm_90a alone. CuTe leaves out WGMMA's less usual widths unless told.
+    """
+    if family == "sm90":
+        return ["-gencode=arch=compute_90a,code=sm_90a", "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"]
     if family not in PORTABLE:
-        raise MissingTool(f"csrc/sources.txt: unknown family {family!r}; known are {', '.join(PORTABLE)}")
+        raise MissingTool(f"csrc/sources.txt: unknown family {family!r}; known are {', '.join((*PORTABLE, 'sm90'))}")
     code = [f"sm_{n}" for n in archs()] + ["compute_80"]
     return [f"-gencode=arch=compute_80,code=[{','.join(code)}]"]
 

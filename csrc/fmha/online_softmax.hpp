@@ -16,23 +16,11 @@ CUTE_DEVICE float exp2_approx(float x) {
   return y;
 }
 
-/// 2^x for -126 <= x on the FMA pipe (below, 2^-126), for when the special-function unit has the most to do: x = n + f,
-/// |f| <= 1/2, a minimax polynomial of 2^f and an addition to the exponent (FlashAttention-4 does this on Blackwell).
-/// Relative error 7.5e-5 at degree 3, 2.6e-6 at degree 4; rounding P to bf16 costs up to 2.0e-3, to fp16 4.9e-4.
-template <int Degree>
-CUTE_DEVICE float exp2_polynomial(float x) {
-  static_assert(Degree == 3 || Degree == 4);
-  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: its sum with x has the integer next to x in its low bits
-  x = fmaxf(x, -126.f);
-  float const shifted = x + kRound;
-  float const f = x - (shifted - kRound);
-  float p;
-  if constexpr (Degree == 3) {
-    p = fmaf(fmaf(fmaf(0.05517167f, f, 0.24261112f), f, 0.69326099f), f, 0.99992807f);
-  } else {
-    p = fmaf(fmaf(fmaf(fmaf(0.0095701f, f, 0.05591786f), f, 0.24024745f), f, 0.69312181f), f, 0.99999926f);
-  }
-  return __int_as_float(__float_as_int(p) + (__float_as_int(shifted) << 23));
+/// lg2.approx: 2^-22 of error, absolute between 1/2 and 2 and relative elsewhere, one instruction; -inf for 0.
+CUTE_DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 /// 1 / x to the last bit or next to it: an approximation and a step of Newton's, without the slow path of a division.
@@ -60,8 +48,8 @@ CUTE_DEVICE float warp_sum(float x) {
 
 /// m and l of the `Rows` rows that a thread shares with `Lanes` lanes at `Stride`. l stays a sum over the thread's own
 /// columns until `finish`: one shuffle tree a row instead of one a tile. m stays where it is until a row's maximum
-/// passes it by more than `Slack` (log2 units): P is then up to 2^Slack instead of 1, the division at the end takes that
-/// out again, and O is hardly ever rescaled (as FlashAttention-4 does).
+/// passes it by more than `Slack` (log2 units): P is then up to 2^Slack instead of 1, the division at the end takes
+/// that out again, and O is hardly ever rescaled (as FlashAttention-4 does).
 template <int Rows, int Lanes, int Stride, int Slack = 0>
 struct OnlineSoftmax {
   float m[Rows];
@@ -77,8 +65,7 @@ struct OnlineSoftmax {
 
   /// S becomes P = exp2(scale S - m), l follows the new maximum, and so must O: `rescale(i)` is what its row i is to be
   /// multiplied by. `scale` > 0 takes S to the log2 domain, in the instruction that subtracts m.
-  /// Of 16 columns, the first `Polynomial` are exponentiated by a polynomial of `Degree`: for finite scores alone.
-  template <int Polynomial = 0, int Degree = 3, class ScoreTensor, class RowTensor>
+  template <class ScoreTensor, class RowTensor>
   CUTE_DEVICE void update(ScoreTensor& S, RowTensor& rescale, float scale) {
     CUTE_UNROLL
     for (int i = 0; i < Rows; ++i) {
@@ -93,8 +80,7 @@ struct OnlineSoftmax {
       float sum = 0.f;
       CUTE_UNROLL
       for (int j = 0; j < cute::size<1>(S); ++j) {
-        float const x = fmaf(S(i, j), scale, -base);
-        S(i, j) = j % 16 < Polynomial ? exp2_polynomial<Degree>(x) : exp2_approx(x);
+        S(i, j) = exp2_approx(fmaf(S(i, j), scale, -base));
         sum += S(i, j);
       }
       l[i] = l[i] * rescale(i) + sum;
@@ -102,8 +88,8 @@ struct OnlineSoftmax {
   }
 
   /// Normalises row `i` of O, the sink included, and returns its lse (natural log); a row without keys gives 0 and the
-  /// sink.
-  template <class OutTensor>
+  /// sink. `ApproximateLog` is for 16-bit inputs.
+  template <bool ApproximateLog = false, class OutTensor>
   CUTE_DEVICE float finish(int i, OutTensor& O, float sink_log2) {
     float const m_all = fmaxf(m[i], sink_log2);
     float const base = m_all == -INFINITY ? 0.f : m_all;
@@ -112,7 +98,7 @@ struct OnlineSoftmax {
     float const factor = sum == 0.f ? 0.f : rescale * reciprocal(sum);
     CUTE_UNROLL
     for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= factor;
-    return sum == 0.f ? -INFINITY : (base + log2f(sum)) * kLn2;
+    return sum == 0.f ? -INFINITY : (base + (ApproximateLog ? log2_approx(sum) : log2f(sum))) * kLn2;
   }
 };
 

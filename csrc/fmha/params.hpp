@@ -60,7 +60,7 @@ struct ForwardParams {
 
   // Filled by dispatch.cu
   int multiprocessors = 0;           // of the device: the CTAs of a persistent launch
-  unsigned* work_counter = nullptr;  // zero between launches; null: work is dealt out in turn
+  unsigned* work_counter = nullptr;  // two, zero between launches: work items taken, CTAs that found none
   int section = 1 << 30;             // (batch, head) pairs whose keys and values stay in L2 together
   int num_splits = 1;
   float* o_partial = nullptr;    // [num_splits, (shape of lse), d_v], each split normalised by itself
@@ -70,6 +70,7 @@ struct ForwardParams {
   /// The batch dimension and the query rows of the tensors themselves.
   CUTE_HOST_DEVICE int stored_batch() const { return packed() ? 1 : batch; }
   CUTE_HOST_DEVICE int stored_rows() const { return packed() ? total_q : n_q; }
+  CUTE_HOST_DEVICE int stored_keys() const { return packed() ? total_k : n_kv; }
   /// Results of one split: elements of lse.
   CUTE_HOST_DEVICE int64_t result_rows() const { return int64_t(stored_batch()) * heads_q * stored_rows(); }
 };

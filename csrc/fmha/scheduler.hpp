@@ -18,8 +18,8 @@ struct WorkItem {
 };
 
 /// Order of work. The (batch, head) pairs are taken in sections whose keys and values stay in L2 together. Within a
-/// section the last query tile of every pair comes first, since under a causal mask it sees the most keys and the tail is
-/// then made of short tiles; heads fastest, so that the query heads of one key head run together.
+/// section the last query tile of every pair comes first, since under a causal mask it sees the most keys and the tail
+/// is then made of short tiles; heads fastest, so that the query heads of one key head run together.
 struct Scheduler {
   int heads_q;
   unsigned pairs;

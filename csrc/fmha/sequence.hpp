@@ -22,16 +22,23 @@ struct Sequence {
   }
 };
 
+/// Rows of q that sequence `b` holds.
+CUTE_HOST_DEVICE Range query_rows_of(ForwardParams const& params, int b) {
+  if (!params.packed()) return {0, params.n_q};
+  auto clamp = [](int x, int low, int high) { return x < low ? low : x > high ? high : x; };
+  int const begin = clamp(params.cu_seqlens_q[b], 0, params.total_q);
+  return {begin, clamp(params.cu_seqlens_q[b + 1], begin, params.total_q)};
+}
+
 /// What the device alone knows about sequence `b`: its rows, lengths, padding and start position. Whatever the device
 /// holds stays in bounds: ends that lie outside the packed tensors or before their beginning are moved to the nearest
 /// that do not, `seqused_k` and `leftpad_k` are held to the keys that there are, query rows at or past `params.n_q`
 /// are left out (the launch knows of no more), positions are held to +-2^29.
 CUTE_HOST_DEVICE Sequence sequence_of(ForwardParams const& params, int b) {
   auto clamp = [](int x, int low, int high) { return x < low ? low : x > high ? high : x; };
-  Range q{0, params.n_q}, k{0, params.n_kv};
+  Range const q = query_rows_of(params, b);
+  Range k{0, params.n_kv};
   if (params.packed()) {
-    q.begin = clamp(params.cu_seqlens_q[b], 0, params.total_q);
-    q.end = clamp(params.cu_seqlens_q[b + 1], q.begin, params.total_q);
     k.begin = clamp(params.cu_seqlens_k[b], 0, params.total_k);
     k.end = clamp(params.cu_seqlens_k[b + 1], k.begin, params.total_k);
   }

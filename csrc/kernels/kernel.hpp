@@ -21,12 +21,15 @@ Kernel kernel_of() {
   return {Fmha::kFamily,
           dtype_of<typename Traits::Element>,
           Traits::HeadDim,
+          Traits::HeadDimV,
           Traits::B_r,
           Traits::B_c,
+          Fmha::kScoreMods,
           Traits::Threads,
           Fmha::kSharedBytes,
           reinterpret_cast<void const*>(Fmha::kernel),
-          [](ForwardParams const& params, cudaStream_t stream) { return Fmha{}(params, stream); }};
+          [](ForwardParams const& params, cudaStream_t stream) { return Fmha{}(params, stream); },
+          Fmha::refuses};
 }
 
 }  // namespace cutlass_ext

@@ -85,7 +85,7 @@ constexpr int group_cols(int rows, int out_cols) {
 
 template <int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_>
 struct Traits {
-  static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, Threads = Threads_;
+  static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDim_, Threads = Threads_;
   using Element = Element_;
   static constexpr int Warps = Threads / 32;
   static constexpr int Halves = B_r / Warps / kHalfPanel;      // half panels of query rows of a warp

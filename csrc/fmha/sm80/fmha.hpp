@@ -247,6 +247,8 @@ struct FMHA {
   static constexpr char const* kFamily = "sm80";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
+  static constexpr bool kScoreMods = true;
+  static constexpr char const* (*refuses)(ForwardParams const&) = nullptr;
 
   cudaError_t operator()(ForwardParams const& params, cudaStream_t stream) const {
     return launch_work_items<FMHA>(params, stream);

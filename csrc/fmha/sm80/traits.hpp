@@ -34,7 +34,7 @@ CUTE_HOST_DEVICE int chunk_offset(int row, int chunk) {
 
 template <int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_>
 struct Traits {
-  static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, Threads = Threads_;
+  static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDim_, Threads = Threads_;
   using Element = Element_;
   static constexpr int Warps = Threads / 32;
   static constexpr int RowAtoms = B_r / Warps / kAtom;  // 16-row atoms of a warp: no other warp sees its rows

@@ -8,8 +8,7 @@
 #include <cute/tensor.hpp>
 #include <cutlass/numeric_types.h>
 
-#include "../scheduler.hpp"
-#include "../visibility.hpp"
+#include "jobs.hpp"
 #include "pipeline.hpp"
 
 namespace cutlass_ext::sm90 {
@@ -17,67 +16,60 @@ namespace cutlass_ext::sm90 {
 using namespace cute;
 
 constexpr int kWarpgroup = 128;  // threads that issue one WGMMA together
-constexpr int kAtomRows = 64;    // query rows of a WGMMA
+constexpr int kPanel = 64;       // 16-bit columns of one copy: 128 bytes, the widest swizzle
 
-/// What one work item asks for. The producer works it out and passes it on in shared memory.
-struct Job {
-  WorkItem work;
-  Visibility visibility;
-  Range tiles;  // of keys, visited from the last to the first
-  bool exists;  // false: there is no more work
-  struct Rows {      // of each consumer warpgroup
-    int end;         // tiles from here on are hidden from all of them
-    Range unmasked;  // these need no mask
-  } rows[3];
-};
-
-/// `B_r` query rows are shared out to B_r / 64 consumer warpgroups; `Stages` tiles of K and of V are in flight.
-template <int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, int StagesQ_, bool PingPong_, int Variant_ = 0>
+/// `B_r` query rows are shared out to B_r / 64 consumer warpgroups; `Stages` tiles of K and of V and `StagesQ` of Q are
+/// in flight. `ScoreMods`: with softcap and ALiBi (a variant of its own, since scale then leaves the exponent's FMA).
+template <int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, int StagesQ_, bool ScoreMods_>
 struct Traits {
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDimV_;
   static constexpr int Stages = Stages_, StagesQ = StagesQ_, StagesJobs = 2;
-  static constexpr int Polynomial = Variant_;
+  static constexpr bool ScoreMods = ScoreMods_;
   using Element = Element_;
-  static constexpr int Consumers = B_r / kAtomRows;                // warpgroups
-  static constexpr int Threads = (Consumers + 1) * kWarpgroup;     // and the producer's
-  static constexpr bool PingPong = PingPong_ && Consumers > 1;     // consumers take turns on the tensor cores
-  // setmaxnreg, in units of 8 a thread. What the CTA is launched with (65,536 over its threads, rounded down to units of
-  // 8) is all there is to hand out: 504 for three warpgroups, 512 for four.
+  static constexpr int Consumers = B_r / kAtomRows;             // warpgroups
+  static constexpr int Threads = (Consumers + 1) * kWarpgroup;  // and the producer's
+  // setmaxnreg, in units of 8 a thread. What the CTA is launched with (65,536 over its threads, rounded down to units
+  // of 8) is all there is to hand out: 504 for three warpgroups, 512 for four.
   static constexpr int ProducerRegisters = Consumers == 3 ? 32 : 40;
   static constexpr int ConsumerRegisters = Consumers == 3 ? 160 : 232;
+  // Columns in shared memory: whole panels.
+  static constexpr int ColumnsQK = (HeadDim + kPanel - 1) / kPanel * kPanel;
+  static constexpr int ColumnsV = (HeadDimV + kPanel - 1) / kPanel * kPanel;
 
   static_assert(std::is_same_v<Element, half_t> || std::is_same_v<Element, bfloat16_t>, "WGMMA takes 16-bit operands");
-  static_assert(B_r % kAtomRows == 0 && Consumers >= 1 && Consumers <= 3, "one to three consumer warpgroups");
+  static_assert(B_r % kAtomRows == 0 && (Consumers == 2 || Consumers == 3), "two or three consumer warpgroups");
   static_assert(B_c % 16 == 0 && B_c <= 256, "P V runs through the keys 16 at a time");
-  static_assert(HeadDim % 64 == 0 && HeadDimV % 64 == 0, "head_dim is padded to whole panels of 64 columns");
+  static_assert(HeadDim % 16 == 0 && HeadDimV % 16 == 0, "Q K^T runs through head_dim 16 at a time");
 
   // Panels of 64 columns, row after row: what one copy of the tensor maps writes.
-  using LayoutQ = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<B_r>, Int<HeadDim>, Int<StagesQ>>{}));
+  using LayoutQ =
+      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<B_r>, Int<ColumnsQK>, Int<StagesQ>>{}));
   using LayoutK =
-      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<B_c>, Int<HeadDim>, Int<Stages>>{}));
+      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<B_c>, Int<ColumnsQK>, Int<Stages>>{}));
   // The same bytes seen as V transposed, which is how the second product wants them.
   using LayoutV = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
-                                         Shape<Int<HeadDimV>, Int<B_c>, Int<Stages>>{}, Step<_2, _1, _3>{}));
+                                         Shape<Int<ColumnsV>, Int<B_c>, Int<Stages>>{}, Step<_2, _1, _3>{}));
 
   using MmaQK = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<B_c>, Int<HeadDim>>>()));
-  using MmaPV = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<HeadDimV>, Int<B_c>>, GMMA::Major::K,
+  template <int Columns>
+  using MmaWithP = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<Columns>, Int<B_c>>, GMMA::Major::K,
                            GMMA::Major::MN>()));
-
-  static constexpr int kBytesQ = B_r * HeadDim * 2, kBytesK = B_c * HeadDim * 2, kBytesV = B_c * HeadDimV * 2;
+  using MmaPV = MmaWithP<HeadDimV>;
+  using MmaOfV = MmaWithP<ColumnsV>;  // describes V as it lies in shared memory, to whole panels
 
   struct SharedStorage {
     alignas(1024) Element q[cosize_v<LayoutQ>];
     alignas(1024) Element k[cosize_v<LayoutK>];
     alignas(1024) Element v[cosize_v<LayoutV>];
-    alignas(128) Element o[B_r * 64];  // a panel of 16 rows for each consumer warp
-    Job jobs[StagesJobs];
+    alignas(128) Element o[B_r * kPanel];  // a panel of 16 rows for each consumer warp
+    Job<Consumers> jobs[StagesJobs];
     Barrier job_full[StagesJobs], job_empty[StagesJobs];
     Barrier q_full[StagesQ], q_empty[StagesQ];
     Barrier k_full[Stages], k_empty[Stages];
     Barrier v_full[Stages], v_empty[Stages];
-    Barrier v_tail;
+    Barrier v_tail;  // the copy of a tile whose rows past the keys are to be zeroed before anyone sees it
   };
 };
 

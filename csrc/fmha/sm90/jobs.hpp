@@ -1,0 +1,94 @@
+// Which work items a persistent CTA takes, and what it has to know of each. Called by the producer warp of fmha.hpp.
+#pragma once
+
+#include <cstdint>
+
+#include "../params.hpp"
+#include "../scheduler.hpp"
+#include "../score_mod.hpp"
+#include "../sequence.hpp"
+
+namespace cutlass_ext::sm90 {
+
+constexpr int kAtomRows = 64;  // query rows of a WGMMA, and of a consumer warpgroup
+
+/// A work item, as the producer hands it to the consumer warpgroups in shared memory.
+template <int Consumers>
+struct Job {
+  bool exists;                      // false: there is no more work
+  int batch, head, q_row0, k_row0;  // where its tiles lie in the tensors
+  int row0;                         // first query row, counted in its sequence
+  Visibility visibility;
+  ScoreMod score_mod;
+  Range tiles;          // of keys, visited from the last to the first
+  int64_t out_row0;     // element of o: column 0 of the tile's first row
+  int64_t result_row0;  // element of lse (of lse_partial; times d_v, of o_partial) for that row
+  struct Rows {         // of one warpgroup
+    int end;            // key tiles from here on are hidden from all of them
+    Range unmasked;     // these need no mask
+  } rows[Consumers];
+};
+
+/// Deals work items to the CTAs of a launch, the next one to whoever is free. Called by a whole warp.
+class WorkQueue {
+ public:
+  CUTE_DEVICE WorkQueue(ForwardParams const& params, int block_r) : params_(params), block_r_(block_r) {}
+
+  /// The next work item of this CTA and its sequence; false once there is none.
+  CUTE_DEVICE bool next(WorkItem* work, Sequence* sequence) {
+    bool const leader = threadIdx.x % 32 == 0;
+    unsigned const index = __shfl_sync(0xffffffffu, leader ? atomicAdd(params_.work_counter, 1u) : 0, 0);
+    if (!(params_.packed() ? find_packed(index, work) : find(index, work))) {
+      // The last CTA to be told so leaves the counters as it found them.
+      if (leader && atomicInc(params_.work_counter + 1, gridDim.x - 1) == gridDim.x - 1) *params_.work_counter = 0;
+      return false;
+    }
+    *sequence = sequence_of(params_, work->batch);
+    return true;
+  }
+
+ private:
+  CUTE_DEVICE bool find(unsigned index, WorkItem* work) const {
+    Scheduler const scheduler = scheduler_of(params_, block_r_);
+    if (index >= static_cast<unsigned>(scheduler.size())) return false;  // the launch holds it to 31 bits
+    *work = scheduler(index, block_r_);
+    return true;
+  }
+
+  /// Packed sequences have as many query tiles as their own lengths ask for: a warp counts those of 32 sequences at a
+  /// time. Numbers only grow, so the count goes on from where it was.
+  CUTE_DEVICE bool find_packed(unsigned index, WorkItem* work) {
+    int const lane = threadIdx.x % 32;
+    unsigned const a_tile = params_.heads_q * params_.num_splits;  // work items of a query tile
+    while (first_sequence_ < params_.batch) {
+      int const b = first_sequence_ + lane;
+      int const rows = b < params_.batch ? query_rows_of(params_, b).size() : 0;
+      int const tiles = ((rows < params_.n_q ? rows : params_.n_q) + block_r_ - 1) / block_r_;
+      unsigned end = tiles * a_tile;
+      CUTE_UNROLL
+      for (int step = 1; step < 32; step *= 2) {
+        unsigned const below = __shfl_up_sync(0xffffffffu, end, step);
+        if (lane >= step) end += below;
+      }
+      if (index - first_index_ < __shfl_sync(0xffffffffu, end, 31)) {
+        int const owner = __popc(__ballot_sync(0xffffffffu, end <= index - first_index_));
+        int const its_tiles = __shfl_sync(0xffffffffu, tiles, owner);
+        unsigned const within = index - first_index_ - (__shfl_sync(0xffffffffu, end, owner) - its_tiles * a_tile);
+        unsigned const rest = within / params_.heads_q;
+        *work = {first_sequence_ + owner, int(within % params_.heads_q),
+                 (its_tiles - 1 - int(rest / params_.num_splits)) * block_r_, int(rest % params_.num_splits)};
+        return true;
+      }
+      first_index_ += __shfl_sync(0xffffffffu, end, 31);
+      first_sequence_ += 32;
+    }
+    return false;
+  }
+
+  ForwardParams const& params_;
+  int block_r_;
+  int first_sequence_ = 0;
+  unsigned first_index_ = 0;  // of its first work item
+};
+
+}  // namespace cutlass_ext::sm90
