@@ -49,7 +49,11 @@ class Target:
         """The backend that should run: what "auto" comes to."""
         if self.backend != "auto":
             return self.backend
-        return "torch" if not self.cuda else "simt" if self.dtype == torch.float32 else "sm80"
+        if not self.cuda:
+            return "torch"
+        if self.dtype == torch.float32:
+            return "simt"
+        return "sm90" if torch.cuda.get_device_capability() == (9, 0) else "sm80"
 
     @property
     def step(self):
@@ -88,7 +92,7 @@ def targets(*all_fields):
 
 F16, BF16 = torch.float16, torch.bfloat16
 FLOAT32 = ("cpu", "torch"), ("cuda", "auto"), ("cuda", "simt")
-TENSOR_CORES = ("cuda", "sm80", F16), ("cuda", "sm80", BF16)
+TENSOR_CORES = [("cuda", backend, dtype) for backend in ("auto", "sm80") for dtype in (F16, BF16)]
 TORCH_16_BIT = [(device, "torch", dtype) for device in ("cpu", "cuda") for dtype in (F16, BF16)]
 
 

@@ -76,7 +76,9 @@ CUTE_DEVICE void schedule(ForwardParams const& params, typename Traits::SharedSt
     auto& job = shared.jobs[slot.stage];
     if (lane < Traits::Consumers) {
       int const row0 = work.row0 + lane * kAtomRows, end = visibility.tiles_of(row0, kAtomRows, B_c).end;
-      job.rows[lane].end = end <= tiles.begin ? tiles.begin + 1 : end < tiles.end ? end : tiles.end;
+      // A warpgroup skips K ahead of V, so no more tiles than fit beside the one of V that it has not multiplied yet.
+      int const first = tiles.end - (Traits::Stages - 1), least = first > tiles.begin ? first : tiles.begin + 1;
+      job.rows[lane].end = end < least ? least : end < tiles.end ? end : tiles.end;
       job.rows[lane].unmasked = visibility.unmasked_tiles_of(row0, kAtomRows, B_c);
     }
     if (lane == 0) {
@@ -352,20 +354,11 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
     CUTE_UNROLL
     for (int i = 0; i < size(words); ++i) words(i) = pack<Element>(cS(2 * i), cS(2 * i + 1));
   };
-  // The next job that sees a key, or the end of them.
-  auto next_job = [&] {
-    while (true) {
-      auto const* const job = jobs.next();
-      if (!job->exists || job->tiles.size() > 0) return job;
-      store_empty<Traits>(params, *job, staging, warp_row, lane);
-      __syncwarp();
-      if (lane == 0) jobs.release(job);
-    }
-  };
-  // Issues the first Q K^T of a job, past the tiles that are hidden from this warpgroup alone. After the last job, of
-  // whatever the buffers hold: WGMMAs in flight forbid a branch here.
+  auto sees_keys = [](auto const& job) { return job.exists && job.tiles.size() > 0; };
+  // Issues the first Q K^T of a job, past the tiles that are hidden from this warpgroup alone. Where the job sees no
+  // key or there is none, of whatever the buffers hold: WGMMAs in flight forbid a branch here.
   auto begin_job = [&](auto const& job) {
-    if (job.exists) {
+    if (sees_keys(job)) {
       for (int tile = job.tiles.end; tile > job.rows[warpgroup].end; --tile) {
         shared.k_full[k.stage].wait_for(k.phase);
         release(shared.k_empty[k.stage]);
@@ -382,78 +375,87 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
   };
 
   turns.begin();
-  auto const* next = next_job();
-  begin_job(*next);
-  warpgroup_wait<0>();
-  warpgroup_fence_operand(cS);
+  auto const* next = jobs.next();
   while (next->exists) {
-    auto const& job = *next;
-    int const begin = job.tiles.begin, end = job.rows[warpgroup].end;
-    OnlineSoftmax<2, 4, 1, kMaxSlack> softmax;
-    // From the products of Q and the keys of `tile`, just arrived, to P.
-    auto soften = [&](int tile) {
-      release(shared.k_empty[k.stage]);
-      k.advance();
-      if (tile == begin) {
-        release(shared.q_empty[q.stage]);
-        q.advance();
-      }
-      int const first_key = tile * B_c + lane % 4 * 2;
-      if constexpr (Traits::ScoreMods) {
-        CUTE_UNROLL
-        for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
-        job.score_mod.template apply<true>(S, job.visibility.start_pos + job.row0 + warp_row + lane / 4 - first_key,
-                                           [&](int i, int j) { return row_of(i) - key_of(j); });
-      }
-      if (!job.rows[warpgroup].unmasked.contains(tile))
-        mask(S, job.visibility.counted_from(first_key), job.row0 + warp_row + lane / 4, row_of, key_of);
-      softmax.update(S, rescale, Traits::ScoreMods ? 1.f : query_scale);
-    };
-    soften(end - 1);
-    convert_p();
-    clear(cO);
-    for (int tile = job.tiles.end; tile > end; --tile) {
-      shared.v_full[v.stage].wait_for(v.phase);
-      release(shared.v_empty[v.stage]);
-      v.advance();
+    if (!sees_keys(*next)) {
+      store_empty<Traits>(params, *next, staging, warp_row, lane);
+      __syncwarp();
+      if (lane == 0) jobs.release(next);
+      next = jobs.next();
+      continue;
     }
-    for (int tile = end - 2; tile >= begin; --tile) {
-      shared.k_full[k.stage].wait_for(k.phase);
-      turns.wait();
-      issue_qk();
-      shared.v_full[v.stage].wait_for(v.phase);
-      issue_pv();
-      turns.pass();
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(cS);
-      soften(tile);
-      // The branch also keeps the compiler from moving the softmax past the wait for P V, which it is to hide.
-      if (__any_sync(0xffffffffu, rescale(0) != 1.f || rescale(1) != 1.f)) {
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(cO);
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          CUTE_UNROLL
-          for (int j = 0; j < size<1>(O); ++j) O(i, j) *= rescale(i);
-        }
-      }
-      warpgroup_wait<0>();
-      release_v();
-      convert_p();
-    }
-    shared.v_full[v.stage].wait_for(v.phase);
-    turns.wait();
-    issue_pv();
-    turns.pass();
-    next = next_job();
-    begin_job(*next);  // while this job's output is stored
-    warpgroup_wait<1>();
-    release_v();
-    store<Traits>(params, job, O, softmax, staging, warp_row, lane);
-    __syncwarp();
-    if (lane == 0) jobs.release(&job);
+    begin_job(*next);
     warpgroup_wait<0>();
     warpgroup_fence_operand(cS);
+    do {
+      auto const& job = *next;
+      int const begin = job.tiles.begin, end = job.rows[warpgroup].end;
+      OnlineSoftmax<2, 4, 1, kMaxSlack> softmax;
+      // From the products of Q and the keys of `tile`, just arrived, to P.
+      auto soften = [&](int tile) {
+        release(shared.k_empty[k.stage]);
+        k.advance();
+        if (tile == begin) {
+          release(shared.q_empty[q.stage]);
+          q.advance();
+        }
+        int const first_key = tile * B_c + lane % 4 * 2;
+        if constexpr (Traits::ScoreMods) {
+          CUTE_UNROLL
+          for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
+          job.score_mod.template apply<true>(S, job.visibility.start_pos + job.row0 + warp_row + lane / 4 - first_key,
+                                             [&](int i, int j) { return row_of(i) - key_of(j); });
+        }
+        if (!job.rows[warpgroup].unmasked.contains(tile))
+          mask(S, job.visibility.counted_from(first_key), job.row0 + warp_row + lane / 4, row_of, key_of);
+        softmax.update(S, rescale, Traits::ScoreMods ? 1.f : query_scale);
+      };
+      soften(end - 1);
+      convert_p();
+      clear(cO);
+      for (int tile = job.tiles.end; tile > end; --tile) {
+        shared.v_full[v.stage].wait_for(v.phase);
+        release(shared.v_empty[v.stage]);
+        v.advance();
+      }
+      for (int tile = end - 2; tile >= begin; --tile) {
+        shared.k_full[k.stage].wait_for(k.phase);
+        turns.wait();
+        issue_qk();
+        shared.v_full[v.stage].wait_for(v.phase);
+        issue_pv();
+        turns.pass();
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(cS);
+        soften(tile);
+        // The branch also keeps the compiler from moving the softmax past the wait for P V, which it is to hide.
+        if (__any_sync(0xffffffffu, rescale(0) != 1.f || rescale(1) != 1.f)) {
+          warpgroup_wait<0>();
+          warpgroup_fence_operand(cO);
+          CUTE_UNROLL
+          for (int i = 0; i < 2; ++i) {
+            CUTE_UNROLL
+            for (int j = 0; j < size<1>(O); ++j) O(i, j) *= rescale(i);
+          }
+        }
+        warpgroup_wait<0>();
+        release_v();
+        convert_p();
+      }
+      shared.v_full[v.stage].wait_for(v.phase);
+      turns.wait();
+      issue_pv();
+      turns.pass();
+      next = jobs.next();
+      begin_job(*next);  // while this job's output is stored
+      warpgroup_wait<1>();
+      release_v();
+      store<Traits>(params, job, O, softmax, staging, warp_row, lane);
+      __syncwarp();
+      if (lane == 0) jobs.release(&job);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(cS);
+    } while (sees_keys(*next));
   }
 }
 
