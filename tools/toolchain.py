@@ -112,7 +112,7 @@ def archs() -> list[int]:
 
 
 def gencode(family: str) -> list[str]:
-    """nvcc's flags for a family's targets. One pass of the front end serves all that are portable; PTX what comes after.
+    """nvcc's flags for a family's targets. One front-end pass serves all that are portable; PTX what comes after.
 
     Hopper's tensor-core instructions exist as sm_90a alone. CuTe leaves out WGMMA's less usual widths unless told.
     """

@@ -27,8 +27,9 @@ std::vector<std::pair<int, bool>> visible_tiles(int row0, int rows, int n_q, int
   return visited;
 }
 
-std::vector<std::tuple<int, int, int, int>> schedule(int batch, int heads_q, int n_q, int block_r, int num_splits) {
-  Scheduler const scheduler(batch, heads_q, n_q, block_r, num_splits);
+std::vector<std::tuple<int, int, int, int>> schedule(int batch, int heads_q, int n_q, int block_r, int num_splits,
+                                                     int section) {
+  Scheduler const scheduler(batch, heads_q, n_q, block_r, num_splits, section);
   std::vector<std::tuple<int, int, int, int>> items;
   for (unsigned i = 0; i < scheduler.size(); ++i) {
     WorkItem const w = scheduler(i, block_r);

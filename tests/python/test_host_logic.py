@@ -139,12 +139,13 @@ def test_packed_sequence_of_anything_stays_in_bounds(host, packing):
 SIZES = {
     "batch": st.integers(1, 5), "heads_q": st.integers(1, 9), "n_q": st.integers(1, 300),
     "block_r": st.sampled_from([16, 32, 64, 128]), "num_splits": st.integers(1, 6),
+    "section": st.integers(1, 50),
 }  # fmt: skip
 
 
 @given(**SIZES)
-def test_schedule_covers_each_work_item_once(host, batch, heads_q, n_q, block_r, num_splits):
-    items = host.schedule(batch, heads_q, n_q, block_r, num_splits)
+def test_schedule_covers_each_work_item_once(host, batch, heads_q, n_q, block_r, num_splits, section):
+    items = host.schedule(batch, heads_q, n_q, block_r, num_splits, section)
     every = {
         (b, h, row0, split)
         for b in range(batch) for h in range(heads_q) for row0 in range(0, n_q, block_r) for split in range(num_splits)
@@ -153,17 +154,22 @@ def test_schedule_covers_each_work_item_once(host, batch, heads_q, n_q, block_r,
 
 
 @given(**SIZES)
-def test_schedule_begins_with_the_last_rows(host, batch, heads_q, n_q, block_r, num_splits):
-    """Under causal those see the most keys: long work first, and the heads of one key head next to each other."""
-    rows = [row0 for _, _, row0, _ in host.schedule(batch, heads_q, n_q, block_r, num_splits)]
-    assert rows == sorted(rows, reverse=True)
-    heads = [h for _, h, _, _ in host.schedule(batch, heads_q, n_q, block_r, num_splits)]
-    assert heads == [i % heads_q for i in range(len(heads))]
+def test_sections_begin_with_the_last_rows(host, batch, heads_q, n_q, block_r, num_splits, section):
+    """Sections of (batch, head) pairs one after the other; in each, the rows that see the most keys under causal come
+    first, and the heads of one key head next to each other."""
+    pairs = range(batch * heads_q)
+    assert host.schedule(batch, heads_q, n_q, block_r, num_splits, section) == [
+        (pair // heads_q, pair % heads_q, row0, split)
+        for first in pairs[::section]
+        for row0 in reversed(range(0, n_q, block_r))
+        for split in range(num_splits)
+        for pair in pairs[first : first + section]
+    ]
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 64), (2, 4, 0)])
 def test_schedule_of_nothing(host, sizes):
-    assert host.schedule(*sizes, 64, 3) == []
+    assert host.schedule(*sizes, 64, 3, 8) == []
 
 
 @given(num_tiles=st.integers(0, 5000), num_splits=st.integers(1, 1024))
