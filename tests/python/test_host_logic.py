@@ -199,6 +199,53 @@ def test_single_head_fills_the_gpu(host):
     assert host.choose_num_splits(16, 16, 132) > 4
 
 
+# ------------------------------------------------------------------------------------------------ decoding
+def check_decode_work(host, lengths, groups, num_splits):
+    """Every tile of every sequence once, in parts that are in key order; a chunk leaves at most two partial results."""
+    tiles, work = [-(-n // 16) for n in lengths], host.decode_work(lengths, groups, num_splits)
+    for b, n in enumerate(tiles):
+        parts = sorted((part, begin, end, count) for _, batch, begin, end, part, count, _ in work if batch == b)
+        assert [p[0] for p in parts] == list(range(len(parts))), "a part is missing or there twice"
+        assert all(p[3] == len(parts) for p in parts), "the last to finish would not know that it is"
+        assert [begin for _, begin, _, _ in parts] == [0, *(end for _, _, end, _ in parts)][: len(parts)]
+        assert not parts or parts[-1][2] == n
+        assert len(parts) == num_splits if num_splits else bool(parts) == (n > 0)
+    slots = [(group, slot) for group, _, _, _, _, count, slot in work if count > 1]
+    assert num_splits or len(slots) == len(set(slots)), "two partial results in one place"
+    if not num_splits:
+        for b in {batch for _, batch, *_ in work}:  # where the merge looks for them: consecutive groups
+            mine = sorted((part, group, slot) for group, batch, _, _, part, _, slot in work if batch == b)
+            assert [group - mine[0][1] for _, group, _ in mine] == list(range(len(mine)))
+            assert all(slot == 0 for _, _, slot in mine[1:])
+        loads = Counter()
+        for group, _, begin, end, *_ in work:
+            loads[group] += end - begin
+        assert max(loads.values(), default=0) <= max(-(-sum(tiles) // groups), 4)
+    else:
+        for b, n in enumerate(tiles):
+            alone = host.decode_work([lengths[b]], groups, num_splits)
+            assert [w[2:6] for w in work if w[1] == b] == [w[2:6] for w in alone], "edges depend on the batch"
+            sizes = [w[3] - w[2] for w in alone]
+            assert sum(sizes) == n and max(sizes) - min(sizes) <= 1
+
+
+def test_decode_work_of_every_small_batch(host):
+    for lengths in itertools.product((0, 1, 16, 40, 200), repeat=3):
+        for groups in (1, 2, 3, 7, 40):
+            check_decode_work(host, list(lengths), groups, 0)
+        for num_splits in (1, 2, 5):
+            check_decode_work(host, list(lengths), 1, num_splits)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=20),
+    groups=st.integers(1, 264),
+    num_splits=st.just(0) | st.integers(1, 40),
+)
+def test_decode_work(host, lengths, groups, num_splits):
+    check_decode_work(host, lengths, groups, num_splits)
+
+
 # ------------------------------------------------------------------------------------------------ shared memory
 def test_no_bank_conflicts(host):
     """For each access that a warp makes: how many more rounds it takes than an access without conflicts."""
