@@ -12,8 +12,9 @@ FORMATTED := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.hpp csrc/*/*.hpp csrc/*/*.cu
 
 .PHONY: demo test bench sweep verify-gpu build cpp configure lint format clean
 
-demo: build                                  ## attention on the best device, next to PyTorch; table and plot
+demo: build                                  ## attention on the best device, next to PyTorch; table, plot; generation
 	$(PY) -m cutlass_ext.bench --plot build/demo --json build/demo/bench.json
+	$(PY) python/generate.py
 
 test: build cpp                              ## every test that this machine can run
 	$(TOOLS) ctest --test-dir build/cmake --output-on-failure

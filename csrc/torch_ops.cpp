@@ -12,7 +12,7 @@
 #include <tuple>
 #include <utility>
 
-#include "torch_support.hpp"
+#include "torch_decode.hpp"
 
 namespace cutlass_ext {
 namespace {
@@ -104,29 +104,13 @@ auto unpacked_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor c
 }
 
 void check_operand(char const* name, View const& t, Arguments const& a) {
-  if (t.dim() != (a.packed() ? 3 : 4)) {
-    fail("ValueError", name, ": has shape ", t.shape_text(),
-         a.packed() ? "; expected 3 dimensions [total, heads, head_dim], which is what cu_seqlens_q goes with"
-                    : "; expected 4 dimensions [batch, seq, heads, head_dim], or cu_seqlens_q for packed sequences");
+  if (a.packed()) {
+    check_heads(name, t, a.q, 3, "[total, heads, head_dim], which is what cu_seqlens_q goes with");
+    return;
   }
-  if (!dtype_of(t)) fail("TypeError", name, ": has dtype ", t.dtype_name(), "; expected float32, float16 or bfloat16");
-  if (t.dtype != a.q.dtype) {
-    fail("TypeError", name, ": has dtype ", t.dtype_name(), " and q ", a.q.dtype_name(), "; give q, k and v one dtype");
-  }
-  check_same_device(name, t, a.q);
-  if (!a.packed() && t.size(0) != a.q.size(0))
+  check_heads(name, t, a.q, 4, "[batch, seq, heads, head_dim], or cu_seqlens_q for packed sequences");
+  if (t.size(0) != a.q.size(0))
     fail("ValueError", name, ": has batch ", t.size(0), " and q has ", a.q.size(0), "; they must be equal");
-  int64_t const step = t.dtype == ScalarType::Float ? 4 : 8;
-  int64_t const d = t.size(-1);
-  if (d < step || d > 256 || d % step != 0) {
-    fail("ValueError", name, ": has head_dim ", d, "; expected a multiple of ", step, " from ", step,
-         " to 256: pad the last dimension with zeros");
-  }
-  if (t.stride(-1) != 1 && !t.empty()) {
-    fail("ValueError", name, ": its last dimension has stride ", t.stride(-1),
-         "; expected 1: call .contiguous() on it");
-  }
-  if (t.size(-3) >= kMaxLength) fail("ValueError", name, ": has ", t.size(-3), " rows; expected fewer than 2^29");
 }
 
 void check_packing(Arguments const& a) {
@@ -162,48 +146,8 @@ void check(Arguments const& a) {
   check_vector("start_pos", a.start_positions, a.q, ScalarType::Int, batch, "[batch]");
   check_vector("seqused_k", a.seqused_k, a.q, ScalarType::Int, batch, "[batch]");
   check_vector("leftpad_k", a.leftpad_k, a.q, ScalarType::Int, batch, "[batch]");
-  check_vector("sink", a.sink, a.q, ScalarType::Float, heads_q, "[heads_q]");
-  if (a.alibi_slopes && a.alibi_slopes->dim() == 2) {
-    View const& t = *a.alibi_slopes;
-    if (t.dtype != ScalarType::Float)
-      fail("TypeError", "alibi_slopes: has dtype ", t.dtype_name(), "; expected float32");
-    if (t.size(0) != batch || t.size(1) != heads_q) {
-      fail("ValueError", "alibi_slopes: has shape ", t.shape_text(), "; expected [heads_q] = [", heads_q,
-           "] or [batch, heads_q] = [", batch, ", ", heads_q, "]");
-    }
-    if (heads_q > 1 && t.strides[1] != 1)
-      fail("ValueError", "alibi_slopes: its last dimension is not contiguous; call .contiguous() on it");
-    check_same_device("alibi_slopes", t, a.q);
-  } else {
-    check_vector("alibi_slopes", a.alibi_slopes, a.q, ScalarType::Float, heads_q,
-                 "[heads_q] or [batch, heads_q], here [heads_q]");
-  }
-  if (a.start_pos && (*a.start_pos <= -kMaxLength || *a.start_pos >= kMaxLength)) {
-    fail("ValueError", "start_pos: is ", *a.start_pos, "; expected a position between -2^29 and 2^29");
-  }
-  if (a.window_left < -1)
-    fail("ValueError", "window: its left side is ", a.window_left,
-         "; expected the number of keys before a row's own, or -1 for all");
-  if (a.window_right < -1)
-    fail("ValueError", "window: its right side is ", a.window_right,
-         "; expected the number of keys after a row's own, or -1 for all");
-  if (a.softmax_scale && !(*a.softmax_scale > 0 && std::isfinite(*a.softmax_scale))) {
-    fail("ValueError", "softmax_scale: is ", *a.softmax_scale,
-         "; expected a finite number above 0, or None for 1/sqrt(head_dim)");
-  }
-  if (!(a.softcap >= 0 && std::isfinite(a.softcap)))
-    fail("ValueError", "softcap: is ", a.softcap, "; expected a finite number above 0, or 0 for none");
-  if (a.num_splits < 0 || a.num_splits > kMaxSplits) {
-    fail("ValueError", "num_splits: is ", a.num_splits, "; expected 1 to ", kMaxSplits, ", or 0 to have it chosen");
-  }
-  if (a.backend != "auto" && a.backend != "torch" && a.backend != "simt" && a.backend != "sm80" &&
-      a.backend != "sm90") {
-    fail("ValueError", "backend: is \"", a.backend, "\"; expected \"auto\", \"simt\", \"sm80\", \"sm90\" or \"torch\"");
-  }
-  if (!a.on_cuda() && a.backend != "auto" && a.backend != "torch") {
-    fail("ValueError", "backend: \"", a.backend,
-         "\" runs on a CUDA device and q is not on one; move q, k and v there, or use \"auto\" or \"torch\"");
-  }
+  check_options(a.q, batch, heads_q, a.alibi_slopes, a.sink, a.start_pos, a.window_left, a.window_right,
+                a.softmax_scale, a.softcap, a.num_splits, a.backend);
 }
 
 // ---------------------------------------------------------------------------------------------- parameters
@@ -259,13 +203,13 @@ std::tuple<Tensor, Tensor> fmha_forward(Arguments const& a) {
   ForwardParams params = params_of(a);
   int const device = a.q.device_index;
   DeviceGuard const guard(device);
+  decode::DecodeParams decoding = decode::params_of(params);
+  if (decode::takes(decoding, *dtype_of(a.q), a.backend))
+    return launch_decode(decoding, a.q, static_cast<int>(a.num_splits));
   Plan plan = plan_of(a, params, false);
   if (!plan.kernel) fail("NotImplementedError", plan_of(a, params, true).reason);
 
-  int32_t const fp32 = aoti_torch_dtype_float32();
-  int32_t const dtype = a.q.dtype == ScalarType::Float  ? fp32
-                        : a.q.dtype == ScalarType::Half ? aoti_torch_dtype_float16()
-                                                        : aoti_torch_dtype_bfloat16();
+  int32_t const fp32 = aoti_torch_dtype_float32(), dtype = aoti_dtype(a.q.dtype);
   int64_t const batch = params.stored_batch(), rows = params.stored_rows();
   Tensor out = a.packed() ? empty({rows, params.heads_q, params.head_dim_v}, dtype, device)
                           : empty({batch, rows, params.heads_q, params.head_dim_v}, dtype, device);
@@ -294,7 +238,11 @@ std::string fmha_explain(Arguments const& a) {
   if (!a.on_cuda()) return "torch: the tensors are not on a CUDA device";
   if (a.backend == "torch") return "torch: asked for by backend=\"torch\"";
   DeviceGuard const guard(a.q.device_index);
-  Plan const plan = plan_of(a, params_of(a), true);
+  ForwardParams const params = params_of(a);
+  decode::DecodeParams decoding = decode::params_of(params);
+  if (decode::takes(decoding, *dtype_of(a.q), a.backend))
+    return explain_decode(decoding, a.q, static_cast<int>(a.num_splits));
+  Plan const plan = plan_of(a, params, true);
   if (!plan.kernel) fail("NotImplementedError", plan.reason);
   return plan.reason;
 }

@@ -3,6 +3,7 @@
 // torch.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <sstream>
@@ -104,6 +105,76 @@ inline void check_vector(char const* name, OptionalView const& t, View const& q,
   check_same_device(name, *t, q);
 }
 
+/// A tensor of heads next to q: `layout` are its `dims` dimensions, the last of them rows, heads and the head dim.
+inline void check_heads(char const* name, View const& t, View const& q, int dims, char const* layout) {
+  if (t.dim() != dims)
+    fail("ValueError", name, ": has shape ", t.shape_text(), "; expected ", dims, " dimensions ", layout);
+  if (!dtype_of(t)) fail("TypeError", name, ": has dtype ", t.dtype_name(), "; expected float32, float16 or bfloat16");
+  if (t.dtype != q.dtype) {
+    fail("TypeError", name, ": has dtype ", t.dtype_name(), " and q ", q.dtype_name(), "; give q, k and v one dtype");
+  }
+  check_same_device(name, t, q);
+  int64_t const step = t.dtype == ScalarType::Float ? 4 : 8;
+  int64_t const d = t.size(-1);
+  if (d < step || d > 256 || d % step != 0) {
+    fail("ValueError", name, ": has head_dim ", d, "; expected a multiple of ", step, " from ", step,
+         " to 256: pad the last dimension with zeros");
+  }
+  if (t.stride(-1) != 1 && !t.empty()) {
+    fail("ValueError", name, ": its last dimension has stride ", t.stride(-1),
+         "; expected 1: call .contiguous() on it");
+  }
+  if (t.size(-3) >= kMaxLength) fail("ValueError", name, ": has ", t.size(-3), " rows; expected fewer than 2^29");
+}
+
+/// What changes scores, and how the work is done: the arguments that every operator has.
+inline void check_options(View const& q, int64_t batch, int64_t heads_q, OptionalView const& alibi_slopes,
+                          OptionalView const& sink, std::optional<int64_t> start_pos, int64_t window_left,
+                          int64_t window_right, std::optional<double> softmax_scale, double softcap, int64_t num_splits,
+                          std::string const& backend) {
+  check_vector("sink", sink, q, ScalarType::Float, heads_q, "[heads_q]");
+  if (alibi_slopes && alibi_slopes->dim() == 2) {
+    View const& t = *alibi_slopes;
+    if (t.dtype != ScalarType::Float)
+      fail("TypeError", "alibi_slopes: has dtype ", t.dtype_name(), "; expected float32");
+    if (t.size(0) != batch || t.size(1) != heads_q) {
+      fail("ValueError", "alibi_slopes: has shape ", t.shape_text(), "; expected [heads_q] = [", heads_q,
+           "] or [batch, heads_q] = [", batch, ", ", heads_q, "]");
+    }
+    if (heads_q > 1 && t.strides[1] != 1)
+      fail("ValueError", "alibi_slopes: its last dimension is not contiguous; call .contiguous() on it");
+    check_same_device("alibi_slopes", t, q);
+  } else {
+    check_vector("alibi_slopes", alibi_slopes, q, ScalarType::Float, heads_q,
+                 "[heads_q] or [batch, heads_q], here [heads_q]");
+  }
+  if (start_pos && (*start_pos <= -kMaxLength || *start_pos >= kMaxLength)) {
+    fail("ValueError", "start_pos: is ", *start_pos, "; expected a position between -2^29 and 2^29");
+  }
+  if (window_left < -1)
+    fail("ValueError", "window: its left side is ", window_left,
+         "; expected the number of keys before a row's own, or -1 for all");
+  if (window_right < -1)
+    fail("ValueError", "window: its right side is ", window_right,
+         "; expected the number of keys after a row's own, or -1 for all");
+  if (softmax_scale && !(*softmax_scale > 0 && std::isfinite(*softmax_scale))) {
+    fail("ValueError", "softmax_scale: is ", *softmax_scale,
+         "; expected a finite number above 0, or None for 1/sqrt(head_dim)");
+  }
+  if (!(softcap >= 0 && std::isfinite(softcap)))
+    fail("ValueError", "softcap: is ", softcap, "; expected a finite number above 0, or 0 for none");
+  if (num_splits < 0 || num_splits > kMaxSplits) {
+    fail("ValueError", "num_splits: is ", num_splits, "; expected 1 to ", kMaxSplits, ", or 0 to have it chosen");
+  }
+  if (backend != "auto" && backend != "torch" && backend != "simt" && backend != "sm80" && backend != "sm90") {
+    fail("ValueError", "backend: is \"", backend, "\"; expected \"auto\", \"simt\", \"sm80\", \"sm90\" or \"torch\"");
+  }
+  if (q.device_type != aoti_torch_device_type_cuda() && backend != "auto" && backend != "torch") {
+    fail("ValueError", "backend: \"", backend,
+         "\" runs on a CUDA device and q is not on one; move q, k and v there, or use \"auto\" or \"torch\"");
+  }
+}
+
 template <class T>
 T const* data_of(OptionalView const& t) {
   return t ? static_cast<T const*>(t->data) : nullptr;
@@ -111,6 +182,12 @@ T const* data_of(OptionalView const& t) {
 
 /// Of [batch, row, head, head_dim], or of packed [row, head, head_dim].
 inline Strides strides_of(View const& t) { return {t.dim() == 4 ? t.stride(0) : 0, t.stride(-3), t.stride(-2)}; }
+
+inline int32_t aoti_dtype(ScalarType dtype) {
+  return dtype == ScalarType::Float  ? aoti_torch_dtype_float32()
+         : dtype == ScalarType::Half ? aoti_torch_dtype_float16()
+                                     : aoti_torch_dtype_bfloat16();
+}
 
 inline int bounded_window(int64_t window) { return window >= kUnboundedWindow ? -1 : static_cast<int>(window); }
 

@@ -13,6 +13,7 @@ from .flash_attn import (
     flash_attn_varlen_qkvpacked_func,
 )
 from .interface import Explanation, explain, fmha
+from .kvcache import flash_attn_with_kvcache
 from .sdpa import scaled_dot_product_attention
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "fmha",
     "scaled_dot_product_attention",
 ]

@@ -143,7 +143,7 @@ def flash_attn_varlen_func(
         alibi_slopes: float32 `[H_q]` or `[B, H_q]`; `-slope * |i + len_k - len_q - j|` is added to the scores.
         deterministic: taken for flash-attn's sake; results are always the same bits.
         return_attn_probs: return `(out, softmax_lse, None)`, as `flash_attn_func`.
-        block_table: must be None: there are no paged keys here.
+        block_table: must be None: pages are for `flash_attn_with_kvcache`.
         seqused_k: int32 `[B]`, keys of each sequence that count, of those that `cu_seqlens_k` gives it.
 
     Returns:
@@ -156,7 +156,7 @@ def flash_attn_varlen_func(
     Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
     """
     if block_table is not None:
-        raise NotImplementedError("block_table: expected None, there are no paged keys yet")
+        raise NotImplementedError("block_table: expected None; for paged keys use flash_attn_with_kvcache")
     return _attention(
         _NAMES, q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,

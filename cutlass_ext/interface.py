@@ -219,7 +219,7 @@ def _arguments(
         raise type(error)(f"window: is {window!r}; expected a pair of ints (left, right), -1 for unbounded") from None
     start_positions = None
     if type(start_pos) is not int:
-        start_pos, start_positions = _start(start_pos)
+        start_pos, start_positions = split_start(start_pos)
     features = (
         causal, start_pos, start_positions, window_left, window_right, softmax_scale, softcap, alibi_slopes, sink,
         seqused_k, leftpad_k, num_splits, backend,
@@ -236,7 +236,7 @@ def _arguments(
     return q, k, v, *packing.values(), *features
 
 
-def _start(start_pos: StartPos) -> tuple[int | None, Tensor | None]:
+def split_start(start_pos: StartPos) -> tuple[int | None, Tensor | None]:
     """`start_pos` as the operators take it: an int, a tensor, or neither for "end"."""
     if isinstance(start_pos, Tensor):
         return None, start_pos

@@ -98,6 +98,57 @@ def compare_packed(dtype: torch.dtype, lengths_q: list, lengths_k: list, d: int,
         torch.testing.assert_close(a.cpu(), b, **tolerance, msg=lambda text: f"{what}: {text}")
 
 
+def cache_cases():
+    """(dtype, N_q, d, d_v, page size, new tokens, rotary dim, options): reading, appending, paged, rotated, split."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for d, page_size, n_new in itertools.product((64, 128, 256), (None, 1, 16), (0, 3)):
+            yield dtype, 1, d, d, page_size, n_new, n_new and 32, {"causal": True}
+        yield dtype, 5, 192, 128, 64, 5, 24, {"causal": True, "num_splits": 3, "rotary_interleaved": False}
+        yield dtype, 16, 64, 64, 16, 16, 64, {"window_size": (20, 0), "softcap": 20.0}
+        yield (
+            dtype,
+            1,
+            64,
+            64,
+            None,
+            0,
+            0,
+            {"num_splits": 4, "cache_leftpad": torch.tensor([3, 0, 1], dtype=torch.int32)},
+        )
+
+
+def compare_cache(dtype, n_q, d, d_v, page_size, n_new, rotary_dim, options) -> None:
+    """`flash_attn_with_kvcache` on the GPU and the CPU; of the caches, what is written."""
+    lengths, capacity, heads_kv = torch.tensor([130, 0, 77], dtype=torch.int32), 192, 2
+    q, k, v = torch.randn(3, n_q, 4, d), torch.randn(3, capacity, heads_kv, d), torch.randn(3, capacity, heads_kv, d_v)
+    arguments = {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": lengths, **options}
+    if page_size:
+        order = torch.randperm(3 * capacity // page_size)
+        arguments["k_cache"], arguments["v_cache"] = (x.reshape(-1, page_size, heads_kv, x.shape[-1]) for x in (k, v))
+        arguments["block_table"] = order.view(3, -1).to(torch.int32)
+    if n_new:
+        arguments |= {"k": torch.randn(3, n_new, heads_kv, d), "v": torch.randn(3, n_new, heads_kv, d_v)}
+    if rotary_dim:
+        arguments |= {
+            "rotary_cos": torch.randn(capacity, rotary_dim // 2),
+            "rotary_sin": torch.randn(capacity, rotary_dim // 2),
+        }
+    results = []
+    for device in ("cpu", "cuda"):
+        mine = {
+            n: x.to(device, dtype if x.is_floating_point() else x.dtype, copy=True)
+            if isinstance(x, torch.Tensor)
+            else x
+            for n, x in arguments.items()
+        }
+        out, lse = cutlass_ext.flash_attn_with_kvcache(**mine, return_softmax_lse=True)
+        results.append([x.cpu() for x in (out, lse, mine["k_cache"], mine["v_cache"])])
+    what = (dtype, n_q, d, d_v, page_size, n_new, rotary_dim, options)
+    loose = {name: 2 * x for name, x in TOLERANCES[dtype].items()}  # rotated keys are rounded, too
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, **loose, msg=lambda text: f"{what}: {text}")
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     count = 0
@@ -106,5 +157,8 @@ if __name__ == "__main__":
         count += 1
     for case in packed_cases():
         compare_packed(*case)
+        count += 1
+    for case in cache_cases():
+        compare_cache(*case)
         count += 1
     print(f"{count} calls agree with the CPU")

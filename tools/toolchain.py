@@ -15,7 +15,7 @@ import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PORTABLE = ("torch", "common", "simt", "sm80")  # families whose code runs on every GPU from compute capability 8.0 on
+PORTABLE = ("torch", "common", "simt", "sm80", "decode")  # families for every GPU from compute capability 8.0 on
 DEFAULT_ARCHS = "80;90"
 MIN_CUDA = (12, 8)
 CUDA_WHEELS = [f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime")]
@@ -112,7 +112,7 @@ def archs() -> list[int]:
 
 
 def gencode(family: str) -> list[str]:
-    """nvcc's flags for a family's targets. One pass of the front end serves all that are portable; PTX what comes after.
+    """nvcc's flags for a family's targets. One front-end pass serves all that are portable; PTX what comes after.
 
     Hopper's tensor-core instructions exist as sm_90a alone. CuTe leaves out WGMMA's less usual widths unless told.
     """

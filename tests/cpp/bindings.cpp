@@ -7,6 +7,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "fmha/decode/walk.hpp"
 #include "fmha/scheduler.hpp"
 #include "fmha/sequence.hpp"
 #include "simt_banks.hpp"
@@ -27,8 +28,9 @@ std::vector<std::pair<int, bool>> visible_tiles(int row0, int rows, int n_q, int
   return visited;
 }
 
-std::vector<std::tuple<int, int, int, int>> schedule(int batch, int heads_q, int n_q, int block_r, int num_splits) {
-  Scheduler const scheduler(batch, heads_q, n_q, block_r, num_splits);
+std::vector<std::tuple<int, int, int, int>> schedule(int batch, int heads_q, int n_q, int block_r, int num_splits,
+                                                     int section) {
+  Scheduler const scheduler(batch, heads_q, n_q, block_r, num_splits, section);
   std::vector<std::tuple<int, int, int, int>> items;
   for (unsigned i = 0; i < scheduler.size(); ++i) {
     WorkItem const w = scheduler(i, block_r);
@@ -58,6 +60,44 @@ std::tuple<int, int, int, int, int, int> packed_sequence(int b, std::vector<int>
   return {s.batch, s.q_row0, s.k_row0, s.visibility.n_q, s.visibility.len_kv, s.visibility.start_pos};
 }
 
+/// What each group of CTAs of a decode launch does: (group, sequence, first tile, end tile, part, parts, slot).
+std::vector<std::tuple<int, int, int, int, int, int, int>> decode_work(std::vector<int> const& lengths, int groups,
+                                                                       int num_splits) {
+  constexpr int TileKeys = 16, MinChunk = 4;
+  decode::DecodeParams params;
+  params.batch = static_cast<int>(lengths.size());
+  params.n_q = params.heads_q = params.heads_kv = 1;
+  params.n_kv = 1 << 20;
+  params.seqused_k = lengths.data();
+  params.start_pos_kind = StartPos::End;
+  params.groups = groups;
+  params.fixed_splits = num_splits > 0;
+  params.num_splits = num_splits;
+  decode::Tokens const tokens = decode::Place(params, 0).tokens(params, 16);
+  auto const tiles_of = [&](int b) {
+    return unsigned(decode::tiles_of(decode::sequence_of(params, b), tokens, TileKeys).size());
+  };
+  unsigned total = 0;
+  for (int b = 0; b < params.batch; ++b) total += tiles_of(b);
+
+  std::vector<std::tuple<int, int, int, int, int, int, int>> done;
+  for (int g = 0; g < (num_splits > 0 ? params.batch * num_splits : groups); ++g) {
+    decode::Partition const partition(total, groups, MinChunk);
+    unsigned batch = 0, first = 0;
+    if (partition.begin_of(g) < total) {
+      while (first + tiles_of(batch) <= partition.begin_of(g)) first += tiles_of(batch++);
+    }
+    auto walk = num_splits > 0 ? decode::Walk<TileKeys>::of_split(params, g, tokens)
+                               : decode::Walk<TileKeys>::of_chunk(params, partition, g, batch, first, tokens);
+    for (bool once = num_splits > 0; once || !walk.done(); once = false) {
+      decode::Work const w = walk.work(params, g);
+      done.emplace_back(g, w.batch, w.tiles.begin, w.tiles.end, w.part, w.parts, w.part == 0 && w.begins_inside);
+      walk.next(params);
+    }
+  }
+  return done;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(cutlass_ext_host, module) {
@@ -65,6 +105,7 @@ PYBIND11_MODULE(cutlass_ext_host, module) {
   module.def("visible_tiles", &visible_tiles);
   module.def("schedule", &schedule);
   module.def("packed_sequence", &packed_sequence);
+  module.def("decode_work", &decode_work);
   module.def("choose_num_splits", &choose_num_splits);
   module.def("split_range", [](int num_tiles, int num_splits, int split) {
     Range const range = split_range({0, num_tiles}, num_splits, split);

@@ -128,16 +128,21 @@ TEST(Sequence, WhateverCuSeqlensHoldsStaysInBounds) {
   }
 }
 
-TEST(Scheduler, CoversEveryItemLongestFirst) {
-  Scheduler const scheduler(2, 3, 130, 64, 2);
-  ASSERT_EQ(scheduler.size(), 2 * 3 * 3 * 2);
-  std::set<std::tuple<int, int, int, int>> seen;
-  int last_row = 1 << 30;
-  for (unsigned i = 0; i < scheduler.size(); ++i) {
-    WorkItem const w = scheduler(i, 64);
-    EXPECT_LE(w.row0, last_row);
-    last_row = w.row0;
-    EXPECT_TRUE(seen.insert({w.batch, w.head, w.row0, w.split}).second);
+TEST(Scheduler, CoversEveryItemLongestFirstInEachSection) {
+  for (int section : {1, 3, 4, 6, 1 << 30}) {
+    Scheduler const scheduler(2, 3, 130, 64, 2, section);
+    ASSERT_EQ(scheduler.size(), 2 * 3 * 3 * 2);
+    std::set<std::tuple<int, int, int, int>> seen;
+    int last_section = 0, last_row = 1 << 30;
+    for (unsigned i = 0; i < scheduler.size(); ++i) {
+      WorkItem const w = scheduler(i, 64);
+      int const of = (w.batch * 3 + w.head) / section;
+      EXPECT_GE(of, last_section);
+      EXPECT_TRUE(of > last_section || w.row0 <= last_row);
+      last_section = of;
+      last_row = w.row0;
+      EXPECT_TRUE(seen.insert({w.batch, w.head, w.row0, w.split}).second);
+    }
   }
 }
 

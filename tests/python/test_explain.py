@@ -37,8 +37,25 @@ def test_refuses_what_fmha_refuses(target):
 
 
 def test_auto_on_cuda(gpu):
-    q, k, v = gpu.qkv(1, 8, 1, 16)
+    q, k, v = gpu.qkv(1, 70, 1, 16)
     assert cutlass_ext.explain(q, k, v).backend == gpu.family
+
+
+def test_short_queries_decode(gpu):
+    """16 query rows or fewer, unless they are packed or another family is asked for."""
+    q, k, v = gpu.qkv(2, 17, 4, 64, n_kv=100)
+    short = q[:, :16]
+    family = "simt" if gpu.dtype == torch.float32 else "sm80"
+    for backend in ("auto", family):
+        explanation = cutlass_ext.explain(short, k, v, backend=backend)
+        assert explanation.backend == family and "decode" in explanation.reason
+        assert "decode" not in cutlass_ext.explain(q, k, v, backend=backend).reason
+    packing = {"cu_seqlens_q": gpu.int32([0, 8, 16]), "cu_seqlens_k": gpu.int32([0, 50, 100])}
+    packing |= {"max_seqlen_q": 8, "max_seqlen_k": 50}
+    assert "decode" not in cutlass_ext.explain(short[0], k[0], v[0], **packing).reason
+    if family == "sm80" and torch.cuda.get_device_capability() == (9, 0):
+        explanation = cutlass_ext.explain(short, k, v, backend="sm90")
+        assert explanation.backend == "sm90" and "decode" not in explanation.reason
 
 
 def test_torch_on_cuda(gpu):

@@ -139,12 +139,13 @@ def test_packed_sequence_of_anything_stays_in_bounds(host, packing):
 SIZES = {
     "batch": st.integers(1, 5), "heads_q": st.integers(1, 9), "n_q": st.integers(1, 300),
     "block_r": st.sampled_from([16, 32, 64, 128]), "num_splits": st.integers(1, 6),
+    "section": st.integers(1, 50),
 }  # fmt: skip
 
 
 @given(**SIZES)
-def test_schedule_covers_each_work_item_once(host, batch, heads_q, n_q, block_r, num_splits):
-    items = host.schedule(batch, heads_q, n_q, block_r, num_splits)
+def test_schedule_covers_each_work_item_once(host, batch, heads_q, n_q, block_r, num_splits, section):
+    items = host.schedule(batch, heads_q, n_q, block_r, num_splits, section)
     every = {
         (b, h, row0, split)
         for b in range(batch) for h in range(heads_q) for row0 in range(0, n_q, block_r) for split in range(num_splits)
@@ -153,17 +154,22 @@ def test_schedule_covers_each_work_item_once(host, batch, heads_q, n_q, block_r,
 
 
 @given(**SIZES)
-def test_schedule_begins_with_the_last_rows(host, batch, heads_q, n_q, block_r, num_splits):
-    """Under causal those see the most keys: long work first, and the heads of one key head next to each other."""
-    rows = [row0 for _, _, row0, _ in host.schedule(batch, heads_q, n_q, block_r, num_splits)]
-    assert rows == sorted(rows, reverse=True)
-    heads = [h for _, h, _, _ in host.schedule(batch, heads_q, n_q, block_r, num_splits)]
-    assert heads == [i % heads_q for i in range(len(heads))]
+def test_sections_begin_with_the_last_rows(host, batch, heads_q, n_q, block_r, num_splits, section):
+    """Sections of (batch, head) pairs one after the other; in each, the rows that see the most keys under causal come
+    first, and the heads of one key head next to each other."""
+    pairs = range(batch * heads_q)
+    assert host.schedule(batch, heads_q, n_q, block_r, num_splits, section) == [
+        (pair // heads_q, pair % heads_q, row0, split)
+        for first in pairs[::section]
+        for row0 in reversed(range(0, n_q, block_r))
+        for split in range(num_splits)
+        for pair in pairs[first : first + section]
+    ]
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 64), (2, 4, 0)])
 def test_schedule_of_nothing(host, sizes):
-    assert host.schedule(*sizes, 64, 3) == []
+    assert host.schedule(*sizes, 64, 3, 8) == []
 
 
 @given(num_tiles=st.integers(0, 5000), num_splits=st.integers(1, 1024))
@@ -191,6 +197,53 @@ def test_chosen_splits(host, work_tiles, key_tiles, slots):
 def test_single_head_fills_the_gpu(host):
     """(1, 1, 1024) at tiles of 64 on 132 multiprocessors: only splits bring them to work."""
     assert host.choose_num_splits(16, 16, 132) > 4
+
+
+# ------------------------------------------------------------------------------------------------ decoding
+def check_decode_work(host, lengths, groups, num_splits):
+    """Every tile of every sequence once, in parts that are in key order; a chunk leaves at most two partial results."""
+    tiles, work = [-(-n // 16) for n in lengths], host.decode_work(lengths, groups, num_splits)
+    for b, n in enumerate(tiles):
+        parts = sorted((part, begin, end, count) for _, batch, begin, end, part, count, _ in work if batch == b)
+        assert [p[0] for p in parts] == list(range(len(parts))), "a part is missing or there twice"
+        assert all(p[3] == len(parts) for p in parts), "the last to finish would not know that it is"
+        assert [begin for _, begin, _, _ in parts] == [0, *(end for _, _, end, _ in parts)][: len(parts)]
+        assert not parts or parts[-1][2] == n
+        assert len(parts) == num_splits if num_splits else bool(parts) == (n > 0)
+    slots = [(group, slot) for group, _, _, _, _, count, slot in work if count > 1]
+    assert num_splits or len(slots) == len(set(slots)), "two partial results in one place"
+    if not num_splits:
+        for b in {batch for _, batch, *_ in work}:  # where the merge looks for them: consecutive groups
+            mine = sorted((part, group, slot) for group, batch, _, _, part, _, slot in work if batch == b)
+            assert [group - mine[0][1] for _, group, _ in mine] == list(range(len(mine)))
+            assert all(slot == 0 for _, _, slot in mine[1:])
+        loads = Counter()
+        for group, _, begin, end, *_ in work:
+            loads[group] += end - begin
+        assert max(loads.values(), default=0) <= max(-(-sum(tiles) // groups), 4)
+    else:
+        for b, n in enumerate(tiles):
+            alone = host.decode_work([lengths[b]], groups, num_splits)
+            assert [w[2:6] for w in work if w[1] == b] == [w[2:6] for w in alone], "edges depend on the batch"
+            sizes = [w[3] - w[2] for w in alone]
+            assert sum(sizes) == n and max(sizes) - min(sizes) <= 1
+
+
+def test_decode_work_of_every_small_batch(host):
+    for lengths in itertools.product((0, 1, 16, 40, 200), repeat=3):
+        for groups in (1, 2, 3, 7, 40):
+            check_decode_work(host, list(lengths), groups, 0)
+        for num_splits in (1, 2, 5):
+            check_decode_work(host, list(lengths), 1, num_splits)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=20),
+    groups=st.integers(1, 264),
+    num_splits=st.just(0) | st.integers(1, 40),
+)
+def test_decode_work(host, lengths, groups, num_splits):
+    check_decode_work(host, lengths, groups, num_splits)
 
 
 # ------------------------------------------------------------------------------------------------ shared memory

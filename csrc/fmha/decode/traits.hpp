@@ -1,0 +1,66 @@
+// Tile shapes and shared memory of the decode kernels. Used by fmha.hpp and its two ways to multiply; tests/cpp checks
+// the sizes.
+#pragma once
+
+#include <type_traits>
+
+#include <cute/config.hpp>
+#include <cutlass/numeric_types.h>
+
+#include "walk.hpp"
+
+namespace cutlass_ext::decode {
+
+constexpr int kWarpRows = 16;  // packed query rows of a warp: the rows of an mma.m16n8k16
+
+/// RowWarps warps have 16 query rows each and read the same keys; each of KeyWarps sets of them has keys of its own, in
+/// a ring of `Stages` tiles of its own, and meets the others once a sequence. 96 KB of ring at most: two CTAs fit a
+/// multiprocessor of compute capability 9.0, one the 99 KB that a block has on 8.6 and 8.9.
+template <int HeadDim_, class Element_, int RowWarps_, int KeyWarps_, int TileKeys_, int Stages_>
+struct Traits {
+  using Element = Element_;
+  static constexpr int HeadDim = HeadDim_, RowWarps = RowWarps_, KeyWarps = KeyWarps_, TileKeys = TileKeys_,
+                       Stages = Stages_;
+  static constexpr int Warps = RowWarps * KeyWarps, Threads = 32 * Warps;
+  static constexpr int Rows = kWarpRows * RowWarps;  // packed query rows of a CTA
+  static constexpr bool TensorCores = sizeof(Element) == 2;
+
+  static constexpr int Vector = 16 / sizeof(Element);      // elements of a 16-byte chunk
+  static constexpr int PanelCols = 8 * Vector;             // a panel's row is 128 bytes, all 32 banks once
+  static constexpr int Panels = HeadDim / PanelCols;       //
+  static constexpr int TileElements = TileKeys * HeadDim;  // of K, and of V
+  static constexpr int LoadRows = TileKeys / RowWarps;     // rows of a tile that a warp copies
+  static constexpr bool QueryInRegisters = TensorCores && HeadDim <= 128;
+
+  static_assert(RowWarps == 1 || KeyWarps == 1, "the warps of a CTA share out the rows or the keys");
+  static_assert(HeadDim % PanelCols == 0 && LoadRows % 4 == 0 && LoadRows <= 32);
+  static_assert(TensorCores ? TileKeys % 16 == 0 : TileKeys % 8 == 0);
+  static_assert(!QueryInRegisters || TileKeys >= Rows, "Q passes through a tile of K on its way");
+  static_assert(KeyWarps == 1 || TileElements * sizeof(Element) * 2 >= kWarpRows * HeadDim * sizeof(float),
+                "a warp's O passes through the tile that it was done with last");
+
+  struct Stage {
+    alignas(128) Element k[TileElements];
+    alignas(128) Element v[TileElements];
+  };
+  struct SharedStorage {
+    Stage ring[KeyWarps][Stages];
+    alignas(128) Element q[QueryInRegisters ? 8 : Rows * HeadDim];
+    float m[KeyWarps][kWarpRows], l[KeyWarps][kWarpRows];
+    int scratch_stage[KeyWarps], free_stage;
+    Place place;
+    Walk<TileKeys> walk, next, ahead[Warps];  // where the CTA works, and will next, and where each warp's copies are
+    unsigned scan[Warps];
+    unsigned found_batch, found_first;
+    bool is_last;
+  };
+};
+
+/// Element offset of 16-byte chunk `chunk` of row `row` in a tile of `Rows` rows: panels of 128 bytes, chunk ^= row, so
+/// that the eight rows of an ldmatrix phase fall in different banks.
+template <class Element, int Rows>
+CUTE_HOST_DEVICE int chunk_offset(int row, int chunk) {
+  return ((chunk / 8 * Rows + row) * 8 + (chunk % 8 ^ row % 8)) * int(16 / sizeof(Element));
+}
+
+}  // namespace cutlass_ext::decode

@@ -1,0 +1,45 @@
+// Runs the decode kernels on tensors that are checked and described: allocates results and workspace, plans, launches.
+// Included by the operators that decode, torch_ops.cpp and torch_kvcache.cpp.
+#pragma once
+
+#include <string>
+#include <tuple>
+
+#include "decode_dispatch.hpp"
+#include "torch_support.hpp"
+
+namespace cutlass_ext {
+
+/// Completes `params` by results, `out` [B, N_q, H_q, d_v] and `lse` [B, H_q, N_q], and launches. The tensors' device
+/// is current.
+inline std::tuple<Tensor, Tensor> launch_decode(decode::DecodeParams& params, View const& q, int num_splits) {
+  int const device = q.device_index;
+  int32_t const fp32 = aoti_torch_dtype_float32();
+  Tensor out = empty({params.batch, params.n_q, params.heads_q, params.head_dim_v}, aoti_dtype(q.dtype), device);
+  Tensor lse = empty({params.batch, params.heads_q, params.n_q}, fp32, device);
+  params.o = out.mutable_data_ptr();
+  params.o_stride = {int64_t(params.n_q) * params.heads_q * params.head_dim_v,
+                     int64_t(params.heads_q) * params.head_dim_v, params.head_dim_v};
+  params.lse = static_cast<float*>(lse.mutable_data_ptr());
+  if (params.batch == 0 || params.n_q == 0) return {out, lse};
+
+  decode::Plan plan;
+  check_cuda(decode::plan(&params, *dtype_of(q), num_splits, false, &plan), "choosing a kernel");
+  OptionalTensor partial;  // freed on return: the caching allocator reuses it in stream order
+  if (plan.partial_rows > 0) {
+    partial = empty({plan.partial_rows * (params.head_dim_v + 2)}, fp32, device);
+    params.o_partial = static_cast<float*>(partial->mutable_data_ptr());
+    params.lse_partial = params.o_partial + plan.partial_rows * params.head_dim_v;
+  }
+  check_cuda(decode::run(plan, &params, current_stream(device)), "launching the kernel");
+  return {out, lse};
+}
+
+/// What `launch_decode` would run, and why.
+inline std::string explain_decode(decode::DecodeParams& params, View const& q, int num_splits) {
+  decode::Plan plan;
+  check_cuda(decode::plan(&params, *dtype_of(q), num_splits, true, &plan), "choosing a kernel");
+  return plan.reason;
+}
+
+}  // namespace cutlass_ext

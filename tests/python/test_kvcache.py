@@ -1,0 +1,541 @@
+"""`flash_attn_with_kvcache` against the oracle: contiguous and paged caches, appending, rotary embedding, steps."""
+
+import pytest
+import torch
+from conftest import poison_like_results
+from oracle import expect, peer_tolerance
+
+import cutlass_ext
+
+NAN = float("nan")
+HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (64, 128), (8, 40)]
+PAGE_SIZES = [None, 1, 2, 16, 64, 256]
+
+
+def call(target, q, k_cache, v_cache, **kwargs):
+    if target.cuda:
+        poison_like_results(q, v_cache)
+    return cutlass_ext.flash_attn_with_kvcache(
+        q, k_cache, v_cache, backend=target.backend, return_softmax_lse=True, **kwargs
+    )
+
+
+def paged(cache, page_size, spare=3):
+    """`cache` [B, N, H, d] as pages in random order, NaN in those that nobody has, and the block table."""
+    if page_size is None:
+        return cache, None
+    B, N = cache.shape[:2]
+    order = torch.randperm(B * (N // page_size) + spare, device=cache.device)[: B * (N // page_size)]
+    pages = cache.new_full((len(order) + spare, page_size, *cache.shape[2:]), NAN)
+    pages[order] = cache.reshape(len(order), page_size, *cache.shape[2:])
+    return pages, order.view(B, -1).to(torch.int32)
+
+
+def paged_pair(k, v, page_size):
+    """K and V under one block table; an argument for the call."""
+    if page_size is None:
+        return k, v, {}
+    joint, table = paged(torch.cat([k, v], -1), page_size)
+    d = k.shape[-1]
+    return joint[..., :d].contiguous(), joint[..., d:].contiguous(), {"block_table": table}
+
+
+def unpaged(pages, table):
+    return pages if table is None else pages[table.long()].flatten(1, 2)
+
+
+def poison_tails(cache, lengths):
+    for b, n in enumerate(lengths):
+        cache[b, n:] = NAN
+
+
+def check_case(
+    target, lengths, n_q, heads_q, heads_kv, d, *, d_v=None, capacity=512, page_size=None, num_splits=0, **kw
+):
+    """Random caches whose tails and spare pages hold NaN, against the oracle."""
+    q, k, v = target.qkv(len(lengths), n_q, heads_q, d, n_kv=capacity, heads_kv=heads_kv, d_v=d_v)
+    poison_tails(k, lengths), poison_tails(v, lengths)
+    lens = target.int32(lengths)
+    want = expect(q, k, v, seqused_k=lens, **{"start_pos": "end"} | kw)
+    renamed = {"window": "window_size", "leftpad_k": "cache_leftpad"}
+    options = {renamed.get(name, name): value for name, value in kw.items()}
+    k, v, table = paged_pair(k, v, page_size)
+    got = call(target, q, k, v, cache_seqlens=lens, num_splits=num_splits, **table, **options)
+    want.check(*got, small=True, what=f"lengths {lengths}, page {page_size}")
+
+
+# ------------------------------------------------------------------------------------------------ reading
+@pytest.mark.parametrize("num_splits", [0, 3])
+@pytest.mark.parametrize("n_q", [1, 5])
+@pytest.mark.parametrize("d,d_v", HEAD_DIMS)
+def test_head_dims(target, d, d_v, n_q, num_splits):
+    check_case(target, [300, 37], n_q, 8, 2, d, d_v=d_v, capacity=320, causal=True, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("n_q", [1, 2, 16])
+@pytest.mark.parametrize("heads_q,heads_kv", [(1, 1), (4, 2), (10, 2), (8, 1), (32, 1), (32, 8), (6, 2)])
+def test_heads(target, heads_q, heads_kv, n_q):
+    check_case(target, [512, 0, 129], n_q, heads_q, heads_kv, 64, causal=True)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 4])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_pages(target, page_size, num_splits):
+    check_case(target, [512, 77, 0, 256], 2, 8, 2, 64, page_size=page_size, causal=True, num_splits=num_splits)
+    check_case(target, [512, 1], 1, 4, 4, 128, page_size=page_size, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("n_q", [1, 4, 16])
+@pytest.mark.parametrize("feature", ["window", "causal window", "softcap", "alibi", "sink", "leftpad", "start", "all"])
+def test_features(target, feature, n_q, page_size):
+    slopes, batch_slopes, sink = target.vector(8).abs(), target.vector(3, 8).abs(), target.vector(8)
+    features = {
+        "window": {"window": (17, 5)},
+        "causal window": {"window": (100, 0), "causal": True},
+        "softcap": {"softcap": 5.0},
+        "alibi": {"alibi_slopes": slopes, "causal": True},
+        "sink": {"sink": sink},
+        "leftpad": {"leftpad_k": target.int32([3, 100, 0])},
+        "start": {"causal": True, "start_pos": target.int32([5, -3, 600])},
+        "all": {"causal": True, "window": (50, -1), "softcap": 9.0, "alibi_slopes": batch_slopes, "sink": sink,
+                "leftpad_k": target.int32([0, 64, 0])},
+    }[feature]  # fmt: skip
+    check_case(target, [500, 130, 0], n_q, 8, 2, 64, page_size=page_size, **features)
+
+
+@pytest.mark.parametrize("batch", [1, 40, 300])
+def test_ragged(target, batch):
+    lengths = torch.randint(0, 200, (batch,), generator=torch.Generator().manual_seed(batch)).tolist()
+    check_case(target, lengths, 1, 8, 2, 64, capacity=208, page_size=16)
+
+
+@pytest.mark.parametrize("n_q", [65, 300])
+def test_many_query_rows(target, n_q):
+    """A chunk of a prompt: more rows than a tile."""
+    check_case(target, [512, 300], n_q, 8, 2, 64, page_size=64, causal=True)
+
+
+def test_one_long_sequence(gpu):
+    check_case(gpu, [69_999], 1, 8, 2, 128, capacity=70_000)
+
+
+def test_cache_seqlens_int_and_none(target):
+    q, k, v = target.qkv(2, 1, 4, 64, n_kv=96, heads_kv=2)
+    runs = [call(target, q, k, v, cache_seqlens=n) for n in (96, target.int32([96, 96]), None)]
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+    expect(q, k[:, :40], v[:, :40]).check(*call(target, q, k, v, cache_seqlens=40), small=True)
+
+
+def test_batch_index(target):
+    q, k, v = target.qkv(5, 1, 4, 64, n_kv=96, heads_kv=2)
+    lens, index = target.int32([50, 96, 7]), target.int32([4, 0, 2])
+    rows = index.long()
+    want = call(target, q[:3], k[rows], v[rows], cache_seqlens=lens, num_splits=2)
+    got = call(target, q[:3], k, v, cache_seqlens=lens, cache_batch_idx=index, num_splits=2)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_pages_shared_between_sequences(target):
+    """Two sequences with a common prefix of four pages."""
+    q, k, v = target.qkv(2, 1, 4, 64, n_kv=128, heads_kv=2)
+    k[1, :64], v[1, :64] = k[0, :64], v[0, :64]
+    want = call(target, q, k, v, num_splits=1)
+    k_pages, v_pages, table = paged_pair(k, v, 16)
+    table["block_table"][1, :4] = table["block_table"][0, :4]
+    got = call(target, q, k_pages, v_pages, num_splits=1, **table)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_rows_of_a_prefill(target):
+    q, k, v = target.qkv(2, 200, 4, 64, heads_kv=2)
+    out, lse = target.fmha(q, k, v, causal=True)
+    k_pages, v_pages, table = paged_pair(torch.cat([k, k[:, :8]], 1), torch.cat([v, v[:, :8]], 1), 16)
+    for n in (1, 16, 17, 64, 128, 200):
+        row = call(target, q[:, n - 1 : n], k_pages, v_pages, cache_seqlens=n, causal=True, **table)
+        torch.testing.assert_close(row[0], out[:, n - 1 : n], **peer_tolerance(target.dtype))
+        torch.testing.assert_close(row[1], lse[..., n - 1 : n], atol=2e-5, rtol=2e-5)
+
+
+# ------------------------------------------------------------------------------------------------ isolation and bits
+@pytest.mark.parametrize("num_splits", [0, 3])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_tails_and_stale_pages_do_not_matter(target, page_size, num_splits):
+    """Bit for bit, whatever lies beyond a sequence's keys: NaN, infinities, or nothing."""
+    q, k, v = target.qkv(3, 2, 8, 64, n_kv=256, heads_kv=2)
+    lengths = [256, 100, 0]
+    k, v, table = paged_pair(k, v, page_size)
+    options = {"cache_seqlens": target.int32(lengths), "causal": True, "num_splits": num_splits, **table}
+    want = call(target, q, k, v, **options)
+    for fill in (NAN, float("inf"), -float("inf")):
+        for cache in (k, v):
+            if page_size is None:
+                for b, n in enumerate(lengths):
+                    cache[b, n:] = fill
+            else:
+                used = table["block_table"]
+                kept = torch.cat([used[b, : -(-n // page_size)] for b, n in enumerate(lengths)]).long()
+                stale = torch.ones(len(cache), dtype=torch.bool, device=cache.device)
+                stale[kept] = False
+                cache[stale] = fill
+                cache[used[1, 100 // page_size].long(), 100 % page_size :] = fill
+        got = call(target, q, k, v, **options)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), fill
+
+
+def test_table_entries_past_a_sequence_are_not_followed(target):
+    q, k, v = target.qkv(2, 1, 4, 64, n_kv=128, heads_kv=2)
+    k, v, table = paged_pair(k, v, 16)
+    options = {"cache_seqlens": target.int32([33, 128]), "num_splits": 2}
+    want = call(target, q, k, v, **options, **table)
+    table["block_table"][0, 3:] = 1 << 30
+    got = call(target, q, k, v, **options, **table)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 7])
+def test_a_sequence_does_not_depend_on_its_batch(target, num_splits):
+    """With num_splits fixed: alone and in a batch that fills the GPU, the same bits."""
+    lengths = torch.randint(0, 300, (64,), generator=torch.Generator().manual_seed(1)).tolist()
+    q, k, v = target.qkv(64, 1, 8, 64, n_kv=304, heads_kv=2)
+    k, v, table = paged_pair(k, v, 16)
+    lens, table = target.int32(lengths), table["block_table"]
+    out, lse = call(target, q, k, v, cache_seqlens=lens, block_table=table, num_splits=num_splits)
+    for b in (0, 13, 63):
+        one = slice(b, b + 1)
+        got = call(target, q[one], k, v, cache_seqlens=lens[one], block_table=table[one], num_splits=num_splits)
+        assert torch.equal(got[0], out[one]) and torch.equal(got[1], lse[one])
+
+
+@pytest.mark.parametrize("num_splits", [0, 5])
+def test_100_times(gpu, num_splits):
+    q, k, v = gpu.qkv(7, 1, 8, 128, n_kv=1000, heads_kv=2)
+    options = {"cache_seqlens": gpu.int32([1000, 3, 0, 512, 999, 64, 700]), "num_splits": num_splits}
+    want = call(gpu, q, k, v, **options)
+    for _ in range(100):
+        assert all(torch.equal(a, b) for a, b in zip(call(gpu, q, k, v, **options), want, strict=True))
+
+
+def test_two_streams(gpu):
+    """Counters and workspaces of calls on two streams at once do not meet."""
+    cases = [gpu.qkv(3, 1, 8, 128, n_kv=3000, heads_kv=2) for _ in range(2)]
+    want = [call(gpu, *case) for case in cases]
+    streams, got = [torch.cuda.Stream() for _ in cases], [[], []]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                got[i].append(call(gpu, *cases[i]))
+    torch.cuda.synchronize()
+    for i in range(2):
+        assert all(torch.equal(a, b) for run in got[i] for a, b in zip(run, want[i], strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ appending
+def rotate(x, position, cos, sin, interleaved):
+    """Rotary embedding of one row [H, d], column by column, in float64, rounded to its dtype."""
+    half, y = cos.shape[1], x.double().clone()
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        c, s = cos[position, i].double(), sin[position, i].double()
+        y[:, a], y[:, b] = x[:, a].double() * c - x[:, b].double() * s, x[:, b].double() * c + x[:, a].double() * s
+    return y.to(x.dtype)
+
+
+def tables(target, positions, dim):
+    angle = torch.arange(positions)[:, None] / 100.0 ** (torch.arange(dim // 2) / (dim // 2))
+    return angle.cos().to(target.device, target.dtype), angle.sin().to(target.device, target.dtype)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64])
+@pytest.mark.parametrize("n_new,n_q", [(1, 1), (3, 3), (5, 1), (20, 20)])
+@pytest.mark.parametrize("rotary", [None, (64, True), (64, False), (24, False), (6, True)])
+def test_append(target, rotary, n_new, n_q, page_size):
+    """New tokens go where they belong, across page edges; nothing else changes; the call's own queries see them."""
+    lengths, capacity, d = [0, 15, 100], 128, 64
+    q, k, v = target.qkv(3, n_q, 8, d, n_kv=capacity, heads_kv=2)
+    _, k_new, v_new = target.qkv(3, n_new, 2, d)
+    poison_tails(k, lengths), poison_tails(v, lengths)
+    want_k, want_v, want_q, options = k.clone(), v.clone(), q.clone(), {}
+    if rotary:
+        cos, sin = tables(target, capacity, rotary[0])
+        options = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary[1]}
+    for b, n in enumerate(lengths):
+        for i in range(n_new):
+            want_k[b, n + i] = rotate(k_new[b, i], n + i, cos, sin, rotary[1]) if rotary else k_new[b, i]
+            want_v[b, n + i] = v_new[b, i]
+        for i in range(n_q if rotary else 0):
+            want_q[b, i] = rotate(q[b, i], n + i, cos, sin, rotary[1])
+    lens = target.int32(lengths)
+    k, v, table = paged_pair(k, v, page_size)
+    got = call(target, q, k, v, k=k_new, v=v_new, cache_seqlens=lens, causal=True, **options, **table)
+    k, v = (unpaged(cache, table.get("block_table")) for cache in (k, v))
+    tolerance = peer_tolerance(target.dtype) if rotary else {"atol": 0, "rtol": 0}
+    torch.testing.assert_close(k, want_k, equal_nan=True, **tolerance)
+    torch.testing.assert_close(v, want_v, equal_nan=True, atol=0, rtol=0)
+    # the keys as they were written, so that one rounding more or less of a rotated one is not counted
+    expected = expect(want_q, k, v, causal=True, start_pos="end", seqused_k=lens + n_new)
+    if rotary:
+        torch.testing.assert_close(got[0].double(), expected.out, **peer_tolerance(target.dtype))
+    else:
+        expected.check(*got, small=True)
+
+
+def test_append_turns_q_by_one_position_without_a_mask(target):
+    """As flash-attn: without causal or a window all query rows are rotated as at `cache_seqlens`."""
+    q, k, v = target.qkv(1, 3, 4, 64, n_kv=64, heads_kv=2)
+    _, k_new, v_new = target.qkv(1, 3, 2, 64)
+    cos, sin = tables(target, 64, 64)
+    args = {"k": k_new, "v": v_new, "cache_seqlens": target.int32([20]), "rotary_cos": cos, "rotary_sin": sin}
+    out, _ = call(target, q, k, v, **args)
+    turned = torch.stack([rotate(row, 20, cos, sin, True) for row in q[0]])[None]
+    want = expect(turned, k[:, :23], v[:, :23])
+    torch.testing.assert_close(out.double(), want.out, **peer_tolerance(target.dtype))
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_append_stops_at_the_end_of_the_cache(target, page_size):
+    q, k, v = target.qkv(2, 1, 4, 64, n_kv=64, heads_kv=2)
+    _, k_new, v_new = target.qkv(2, 4, 2, 64)
+    want = k.clone()
+    want[0, 62:], want[1, 10:14] = k_new[0, :2], k_new[1]
+    k, v, table = paged_pair(k, v, page_size)
+    call(target, q, k, v, k=k_new, v=v_new, cache_seqlens=target.int32([62, 10]), **table)
+    assert torch.equal(unpaged(k, table.get("block_table")), want)
+
+
+def test_append_with_a_window_that_hides_the_new_keys(target):
+    """They are written whoever sees them."""
+    q, k, v = target.qkv(1, 1, 4, 64, n_kv=256, heads_kv=2)
+    _, k_new, v_new = target.qkv(1, 70, 2, 64)
+    got = call(target, q, k, v, k=k_new, v=v_new, cache_seqlens=target.int32([100]), window_size=(3, 0), causal=True,
+               start_pos=50)  # fmt: skip
+    assert torch.equal(k[:, 100:170], k_new) and torch.equal(v[:, 100:170], v_new)
+    expect(q, k, v, window=(3, 0), causal=True, start_pos=50).check(*got, small=True)
+
+
+def test_append_by_batch_index_and_leftpad(target):
+    q, k, v = target.qkv(2, 2, 4, 64, n_kv=96, heads_kv=2)
+    k, v = torch.cat([k, k]), torch.cat([v, v])
+    _, k_new, v_new = target.qkv(2, 2, 2, 64)
+    cos, sin = tables(target, 96, 32)
+    lens, pads, rows = target.int32([40, 11]), target.int32([7, 0]), [3, 1]
+    got = call(target, q, k, v, k=k_new, v=v_new, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lens,
+               cache_batch_idx=target.int32(rows), cache_leftpad=pads, causal=True)  # fmt: skip
+    turned = q.clone()
+    for b in range(2):
+        for i in range(2):
+            position = (lens[b] - pads[b]).item() + i
+            turned[b, i] = rotate(q[b, i], position, cos, sin, True)
+            new = rotate(k_new[b, i], position, cos, sin, True)
+            torch.testing.assert_close(k[rows[b], lens[b] + i], new, **peer_tolerance(target.dtype))
+    want = expect(turned, k[rows], v[rows], causal=True, start_pos="end", seqused_k=lens + 2, leftpad_k=pads)
+    torch.testing.assert_close(got[0].double(), want.out, **peer_tolerance(target.dtype))
+
+
+@pytest.mark.timeout(180)
+def test_generation_with_changing_batch_membership(target):
+    """100 steps: sequences come and go, each step appends a token to whoever is there."""
+    page_size, pages, heads, heads_kv, d = 16, 64, 4, 2, 64
+    generator = torch.Generator().manual_seed(5)
+    k = target.randn(pages, page_size, heads_kv, d).fill_(NAN)
+    v = k.clone()
+    free, batch, steps = list(range(pages)), [], 0
+
+    def draw(n):
+        return int(torch.randint(0, n, (), generator=generator))
+
+    while steps < 100:
+        if len(batch) < 6 and draw(3) == 0:
+            batch.append({"table": [], "k": [], "v": []})
+        if batch and draw(8) == 0:
+            free += batch.pop(draw(len(batch)))["table"]  # its pages go to others as they are
+        batch = [s for s in batch if len(s["k"]) < 90]
+        free = [p for p in range(pages) if not any(p in s["table"] for s in batch)]
+        if not batch:
+            continue
+        for s in batch:
+            if len(s["k"]) % page_size == 0:
+                s["table"].append(free.pop(draw(len(free))))
+        q, k_new, v_new = target.qkv(len(batch), 1, heads, d, heads_kv=heads_kv)
+        table = target.int32([(s["table"] + [0] * 6)[:6] for s in batch])
+        lens = target.int32([len(s["k"]) for s in batch])
+        out, _ = call(target, q, k, v, k=k_new, v=v_new, cache_seqlens=lens, block_table=table, causal=True)
+        for b, s in enumerate(batch):
+            s["k"].append(k_new[b, 0]), s["v"].append(v_new[b, 0])
+        if steps % 10 == 9:
+            for b, s in enumerate(batch):
+                own = torch.stack(s["k"])[None], torch.stack(s["v"])[None]
+                expect(q[b : b + 1], *own).check(out[b : b + 1], small=True)
+        steps += 1
+
+
+def test_cuda_graph_over_growing_lengths(gpu):
+    """Captured once; every replay appends a token and sees all before it."""
+    steps, start = 40, [0, 30, 500]
+    k_cache, v_cache = (gpu.randn(3, 576, 2, 64).fill_(NAN) for _ in "kv")
+    k_all, v_all = gpu.randn(3, 576, 2, 64), gpu.randn(3, 576, 2, 64)
+    for b, n in enumerate(start):
+        k_cache[b, :n], v_cache[b, :n] = k_all[b, :n], v_all[b, :n]
+    k, v, table = paged_pair(k_cache, v_cache, 16)
+    lens, q = gpu.int32(start), gpu.randn(3, 1, 4, 64)
+    k_new, v_new = gpu.randn(3, 1, 2, 64), gpu.randn(3, 1, 2, 64)
+
+    def step():
+        out = call(gpu, q, k, v, k=k_new, v=v_new, cache_seqlens=lens, causal=True, **table)
+        lens.add_(1)
+        return out
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    rows = torch.arange(3, device="cuda")
+    for _ in range(steps):
+        q.copy_(gpu.randn(3, 1, 4, 64))
+        k_new.copy_(k_all[rows, lens.long()][:, None]), v_new.copy_(v_all[rows, lens.long()][:, None])
+        graph.replay()
+        expect(q, k_all, v_all, seqused_k=lens).check(out, lse, small=True)
+
+
+def test_two_graphs_at_once(gpu):
+    """Each captured call has counters of its own."""
+    cases, graphs = [gpu.qkv(2, 1, 8, 128, n_kv=4096, heads_kv=2) for _ in range(2)], []
+    want = [call(gpu, *case)[0] for case in cases]
+    for case in cases:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, _ = call(gpu, *case)
+        graphs.append((graph, out))
+    streams = [torch.cuda.Stream() for _ in cases]
+    for _ in range(50):
+        for (graph, out), stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                out.fill_(NAN)
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, w) for (_, out), w in zip(graphs, want, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ the operators
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("append", [False, True])
+def test_opcheck(target, append):
+    q, k, v = target.qkv(2, 1, 4, 64, n_kv=32, heads_kv=2)
+    _, k_new, v_new = target.qkv(2, 1, 2, 64)
+    new = (k_new, v_new) if append else (None, None)
+    args = (q, k, v, *new, None, None, None, target.int32([3, 20]), None, None, None, None, False, -1, -1, 0.0, True,
+            None, None, None, None, 0, target.backend)  # fmt: skip
+    op = torch.ops.cutlass_ext.fmha_kvcache_append if append else torch.ops.cutlass_ext.fmha_kvcache
+    torch.library.opcheck(op.default, args)
+
+
+@pytest.mark.timeout(180)
+def test_compile_does_not_recompile_as_the_cache_grows(target_fp32):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    q, k, v = target_fp32.qkv(2, 1, 4, 64, n_kv=64, heads_kv=2)
+    _, k_new, v_new = target_fp32.qkv(2, 1, 2, 64)
+    lens = target_fp32.int32([0, 17])
+
+    def step(q, k, v, k_new, v_new, lens):
+        return cutlass_ext.flash_attn_with_kvcache(
+            q, k, v, k_new, v_new, cache_seqlens=lens, causal=True, backend=target_fp32.backend
+        )
+
+    fast, k_fast, v_fast = torch.compile(step, backend=counter, fullgraph=True), k.clone(), v.clone()
+    for _ in range(4):
+        got, want = fast(q, k_fast, v_fast, k_new, v_new, lens), step(q, k, v, k_new, v_new, lens)
+        assert torch.equal(got, want) and torch.equal(k_fast, k) and torch.equal(v_fast, v)
+        lens += 1
+    assert counter.frame_count == 1
+
+
+# ------------------------------------------------------------------------------------------------ errors
+def valid(device="cpu"):
+    make = lambda *shape: torch.zeros(shape, device=device)  # noqa: E731
+    return {"q": make(2, 1, 4, 64), "k_cache": make(2, 32, 2, 64), "v_cache": make(2, 32, 2, 64)}
+
+
+def new(n=1, d=64):
+    return {"k": torch.zeros(2, n, 2, d), "v": torch.zeros(2, n, 2, d)}
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+V, T = ValueError, TypeError
+PAGES = {"k_cache": torch.zeros(4, 16, 2, 64), "v_cache": torch.zeros(4, 16, 2, 64)}
+LENS = {"cache_seqlens": int32(1, 2)}
+ROTARY = {"rotary_cos": torch.zeros(32, 16), "rotary_sin": torch.zeros(32, 16)}
+WRONG = [
+    ("q", V, {"q": torch.zeros(2, 4, 64)}),
+    ("k_cache", V, {"k_cache": torch.zeros(3, 32, 2, 64), "v_cache": torch.zeros(3, 32, 2, 64)}),
+    ("k_cache", V, {"k_cache": torch.zeros(2, 32, 2, 32)}),
+    ("k_cache", V, {"k_cache": torch.zeros(2, 32, 3, 64), "v_cache": torch.zeros(2, 32, 3, 64)}),
+    ("k_cache", T, {"k_cache": torch.zeros(2, 32, 2, 64, dtype=torch.float16)}),
+    ("k_cache", T, {"k_cache": None}),
+    ("v_cache", V, {"v_cache": torch.zeros(2, 31, 2, 64)}),
+    ("v", V, {"k": torch.zeros(2, 1, 2, 64)}),
+    ("k", V, {**new(), "k": torch.zeros(2, 1, 3, 64), **LENS}),
+    ("v", V, {**new(), "v": torch.zeros(2, 2, 2, 64), **LENS}),
+    ("cache_seqlens", V, new()),
+    ("cache_seqlens", V, {"cache_seqlens": 33}),
+    ("cache_seqlens", V, {"cache_seqlens": -1}),
+    ("cache_seqlens", V, {**new(), "cache_seqlens": 32}),
+    ("cache_seqlens", V, {"cache_seqlens": int32(1)}),
+    ("cache_seqlens", T, {"cache_seqlens": torch.zeros(2)}),
+    ("cache_seqlens", T, {"cache_seqlens": 1.5}),
+    ("cache_batch_idx", V, {"cache_batch_idx": int32(1)}),
+    ("cache_leftpad", T, {"cache_leftpad": torch.zeros(2)}),
+    ("block_table", T, {**PAGES, "block_table": torch.zeros(2, 2)}),
+    ("block_table", V, {**PAGES, "block_table": torch.zeros(3, 2, dtype=torch.int32)}),
+    ("cache_batch_idx", V, {**PAGES, "block_table": torch.zeros(2, 2, dtype=torch.int32),
+                            "cache_batch_idx": int32(0, 1)}),
+    ("k_cache", V, {"k_cache": torch.zeros(4, 24, 2, 64), "v_cache": torch.zeros(4, 24, 2, 64),
+                    "block_table": torch.zeros(2, 2, dtype=torch.int32)}),
+    ("rotary_sin", V, {**new(), **LENS, "rotary_cos": ROTARY["rotary_cos"]}),
+    ("rotary_cos", V, ROTARY),
+    ("rotary_cos", V, {**new(), **LENS, "rotary_cos": torch.zeros(32, 40), "rotary_sin": torch.zeros(32, 40)}),
+    ("rotary_cos", T, {**new(), **LENS, "rotary_cos": torch.zeros(32, 16, dtype=torch.float16),
+                       "rotary_sin": torch.zeros(32, 16, dtype=torch.float16)}),
+    ("rotary_sin", V, {**new(), **LENS, **ROTARY, "rotary_sin": torch.zeros(31, 16)}),
+    ("softmax_scale", V, {"softmax_scale": 0.0}),
+    ("softcap", V, {"softcap": -1.0}),
+    ("window_size", V, {"window_size": (1, 2, 3)}),
+    ("window_size", V, {"window_size": (-2, 0)}),
+    ("window_size", T, {"window_size": None}),
+    ("alibi_slopes", V, {"alibi_slopes": torch.ones(3)}),
+    ("sink", V, {"sink": torch.ones(3)}),
+    ("start_pos", V, {"start_pos": "start"}),
+    ("start_pos", V, {"start_pos": int32(1)}),
+    ("num_splits", V, {"num_splits": -1}),
+    ("backend", V, {"backend": "cuda"}),
+    ("causal", T, {"causal": "yes"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name,error,spoilt", WRONG, ids=lambda x: x if isinstance(x, str) else "")
+def test_wrong_argument(device, name, error, spoilt):
+    arguments = valid() | spoilt
+    arguments = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+    with pytest.raises(error, match=rf"\b{name}") as raised:
+        cutlass_ext.flash_attn_with_kvcache(**arguments)
+    assert type(raised.value) is error and "\n" not in str(raised.value)
+
+
+def test_grad_is_refused():
+    with pytest.raises(NotImplementedError, match="q"):
+        cutlass_ext.flash_attn_with_kvcache(**valid() | {"q": torch.zeros(2, 1, 4, 64, requires_grad=True)})
+
+
+@pytest.mark.gpu
+def test_rows_off_16_bytes_are_refused():
+    arguments = {n: x.half().cuda() for n, x in valid().items()}
+    arguments["k_cache"] = torch.zeros(2, 32, 2, 65, dtype=torch.float16, device="cuda")[..., :64]
+    with pytest.raises(NotImplementedError, match="16 bytes"):
+        cutlass_ext.flash_attn_with_kvcache(**arguments)
