@@ -13,7 +13,7 @@ import torch
 import cutlass_ext
 
 GPU = torch.cuda.is_available()
-GPU_TIMEOUT_S, CPU_TIMEOUT_S = 60, 120
+GPU_TIMEOUT_S, CPU_TIMEOUT_S = 120, 120
 SKIPPED = pytest.StashKey[int]()
 
 hypothesis.settings.register_profile(
