@@ -214,9 +214,8 @@ cudaError_t run_forward(Plan const& plan, ForwardParams params, cudaStream_t str
   if (cudaError_t e = cudaGetDevice(&index)) return e;
   if (cudaError_t e = device_of(index, &device)) return e;
   params.multiprocessors = device.multiprocessors;
-  // An eighth of L2 and of the H200's 60 MB: b8 N2048 d128 is 6% slower with half of it. Under a causal mask half of
-  // it: the last section's longest tiles are then short of the whole work, and d256 N16384 is 14% faster than with a
-  // quarter.
+  // An eighth of L2: b8 N2048 d128 is 5% slower with half of it (an H200's 60 MB). Under a causal mask half of it: the
+  // last section's longest tiles are then short of the whole work, and d256 N16384 is 8% faster than with a quarter.
   int64_t const bytes_a_head =
       int64_t(params.n_kv) * (params.head_dim + params.head_dim_v) * size_of(plan.kernel->dtype);
   params.section =

@@ -207,20 +207,10 @@ decode::DecodeParams params_of(Arguments const& a) {
   p.n_kv = static_cast<int>(a.capacity());
   p.heads_kv = static_cast<int>(a.k_cache.size(2));
   p.head_dim_v = static_cast<int>(a.v_cache.size(3));
-  p.softmax_scale =
-      static_cast<float>(a.softmax_scale ? *a.softmax_scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim)));
-  p.softcap = static_cast<float>(a.softcap);
-  p.alibi_slopes = data_of<float>(a.alibi_slopes);
-  p.alibi_batch_stride = a.alibi_slopes && a.alibi_slopes->dim() == 2 ? a.alibi_slopes->strides[0] : 0;
-  p.sink = data_of<float>(a.sink);
-  p.start_pos_kind = a.start_positions ? StartPos::PerBatch : a.start_pos ? StartPos::Scalar : StartPos::End;
-  p.start_pos = static_cast<int>(a.start_pos.value_or(0));
-  p.start_positions = data_of<int>(a.start_positions);
+  set_options(p, a);
   p.seqused_k = data_of<int>(a.cache_seqlens);
   p.cached = static_cast<int>(a.cache_len.value_or(p.n_kv));
   p.leftpad_k = data_of<int>(a.cache_leftpad);
-  p.window_left = bounded_window(a.window_left);
-  p.window_right = a.causal ? 0 : bounded_window(a.window_right);
   p.block_table = data_of<int>(a.block_table);
   if (a.block_table) {
     p.block_table_stride = a.block_table->strides[0];

@@ -174,19 +174,9 @@ ForwardParams params_of(Arguments const& a) {
     p.n_q = static_cast<int>(std::min<int64_t>(a.max_seqlen_q, p.total_q));
     p.n_kv = static_cast<int>(std::min<int64_t>(a.max_seqlen_k, p.total_k));
   }
-  p.softmax_scale =
-      static_cast<float>(a.softmax_scale ? *a.softmax_scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim)));
-  p.softcap = static_cast<float>(a.softcap);
-  p.alibi_slopes = data_of<float>(a.alibi_slopes);
-  p.alibi_batch_stride = a.alibi_slopes && a.alibi_slopes->dim() == 2 ? a.alibi_slopes->strides[0] : 0;
-  p.sink = data_of<float>(a.sink);
-  p.start_pos_kind = a.start_positions ? StartPos::PerBatch : a.start_pos ? StartPos::Scalar : StartPos::End;
-  p.start_pos = static_cast<int>(a.start_pos.value_or(0));
-  p.start_positions = data_of<int>(a.start_positions);
+  set_options(p, a);
   p.seqused_k = data_of<int>(a.seqused_k);
   p.leftpad_k = data_of<int>(a.leftpad_k);
-  p.window_left = bounded_window(a.window_left);
-  p.window_right = a.causal ? 0 : bounded_window(a.window_right);
   return p;
 }
 

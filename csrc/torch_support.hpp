@@ -191,6 +191,22 @@ inline int32_t aoti_dtype(ScalarType dtype) {
 
 inline int bounded_window(int64_t window) { return window >= kUnboundedWindow ? -1 : static_cast<int>(window); }
 
+/// What the arguments of every operator say of scores, start and windows; head_dim is set before.
+template <class Arguments>
+void set_options(ForwardParams& p, Arguments const& a) {
+  p.softmax_scale =
+      static_cast<float>(a.softmax_scale ? *a.softmax_scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim)));
+  p.softcap = static_cast<float>(a.softcap);
+  p.alibi_slopes = data_of<float>(a.alibi_slopes);
+  p.alibi_batch_stride = a.alibi_slopes && a.alibi_slopes->dim() == 2 ? a.alibi_slopes->strides[0] : 0;
+  p.sink = data_of<float>(a.sink);
+  p.start_pos_kind = a.start_positions ? StartPos::PerBatch : a.start_pos ? StartPos::Scalar : StartPos::End;
+  p.start_pos = static_cast<int>(a.start_pos.value_or(0));
+  p.start_positions = data_of<int>(a.start_positions);
+  p.window_left = bounded_window(a.window_left);
+  p.window_right = a.causal ? 0 : bounded_window(a.window_right);
+}
+
 /// Makes `device` current and puts the caller's back.
 class DeviceGuard {
  public:

@@ -292,7 +292,7 @@ struct Output {
 
   CUTE_DEVICE static void store(Element* to, float4 x) {
     if constexpr (Traits::TensorCores) {
-      *reinterpret_cast<uint2*>(to) = make_uint2(sm80::pack<Element>(x.x, x.y), sm80::pack<Element>(x.z, x.w));
+      *reinterpret_cast<uint2*>(to) = make_uint2(pack<Element>(x.x, x.y), pack<Element>(x.z, x.w));
     } else {
       *reinterpret_cast<float4*>(to) = x;
     }
@@ -688,7 +688,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
           if (col >= params.head_dim_v) continue;
           if (work.parts == 1) {
             *reinterpret_cast<uint32_t*>(output.out(work.batch, row) + col) =
-                sm80::pack<Element>(O[n][2 * i] * factor, O[n][2 * i + 1] * factor);
+                pack<Element>(O[n][2 * i] * factor, O[n][2 * i + 1] * factor);
           } else {
             *reinterpret_cast<float2*>(partial.o + row * params.head_dim_v + col) =
                 make_float2(O[n][2 * i], O[n][2 * i + 1]);

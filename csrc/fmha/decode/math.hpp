@@ -97,8 +97,8 @@ struct TensorCores {
     CUTE_UNROLL
     for (int k = 0; k < TileKeys / 16; ++k) {
       float const(&left)[4] = P[2 * k], (&right)[4] = P[2 * k + 1];
-      uint32_t const p[4] = {sm80::pack<Element>(left[0], left[1]), sm80::pack<Element>(left[2], left[3]),
-                             sm80::pack<Element>(right[0], right[1]), sm80::pack<Element>(right[2], right[3])};
+      uint32_t const p[4] = {pack<Element>(left[0], left[1]), pack<Element>(left[2], left[3]),
+                             pack<Element>(right[0], right[1]), pack<Element>(right[2], right[3])};
       CUTE_UNROLL
       for (int n = 0; n < HeadDim / 8; n += 2) {
         uint32_t v[4];  // both halves of the 16 keys, two atoms of 8 columns

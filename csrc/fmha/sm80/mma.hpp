@@ -1,15 +1,14 @@
-// The instructions of mma.sync tensor cores by the names that the main loops use: products, matrix loads, packing.
+// The instructions of mma.sync tensor cores by the names that the main loops use: products, matrix loads.
 // Called by sm80/fmha.hpp and decode/.
 #pragma once
 
 #include <type_traits>
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/mma_sm80.hpp>
 #include <cutlass/numeric_types.h>
+
+#include "../pack.hpp"
 
 namespace cutlass_ext::sm80 {
 
@@ -31,17 +30,6 @@ CUTE_DEVICE void load_matrices(uint32_t (&r)[4], Element const* smem) {
 template <class Element>
 CUTE_DEVICE void load_matrices_transposed(uint32_t (&r)[4], Element const* smem) {
   SM75_U16x8_LDSM_T::copy(*reinterpret_cast<uint128_t const*>(smem), r[0], r[1], r[2], r[3]);
-}
-
-template <class Element>
-CUTE_DEVICE uint32_t pack(float low, float high) {
-  if constexpr (std::is_same_v<Element, half_t>) {
-    __half2 const x = __floats2half2_rn(low, high);
-    return reinterpret_cast<uint32_t const&>(x);
-  } else {
-    __nv_bfloat162 const x = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<uint32_t const&>(x);
-  }
 }
 
 }  // namespace cutlass_ext::sm80

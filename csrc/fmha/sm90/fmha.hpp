@@ -12,6 +12,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "../online_softmax.hpp"
+#include "../pack.hpp"
 #include "../params.hpp"
 #include "../score_mod.hpp"
 #include "../swizzle.hpp"
@@ -23,17 +24,6 @@
 namespace cutlass_ext::sm90 {
 
 constexpr int kMaxSlack = 8;  // log2: P stays below 256, which fp16 holds with room for rounding to even
-
-template <class Element>
-CUTE_DEVICE uint32_t pack(float low, float high) {
-  if constexpr (std::is_same_v<Element, half_t>) {
-    __half2 const x = __floats2half2_rn(low, high);
-    return reinterpret_cast<uint32_t const&>(x);
-  } else {
-    __nv_bfloat162 const x = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<uint32_t const&>(x);
-  }
-}
 
 /// Copies `Rows` rows of one head, in panels; `barrier` counts the bytes as they land.
 template <int Rows, int Cols, class Element>
