@@ -87,18 +87,26 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Normalises row `i` of O, the sink included, and returns its lse (natural log); a row without keys gives 0 and the
-  /// sink. `ApproximateLog` is for 16-bit inputs.
-  template <bool ApproximateLog = false, class OutTensor>
-  CUTE_DEVICE float finish(int i, OutTensor& O, float sink_log2) {
+  /// What normalises row `i` of O, the sink included, and the row's lse (natural log); a row without keys gives 0 and
+  /// the sink. `ApproximateLog` is for 16-bit inputs.
+  template <bool ApproximateLog = false>
+  CUTE_DEVICE float factor(int i, float sink_log2, float* lse) const {
     float const m_all = fmaxf(m[i], sink_log2);
     float const base = m_all == -INFINITY ? 0.f : m_all;
     float const rescale = exp2_approx(m[i] - base);
     float const sum = warp_sum<Lanes, Stride>(l[i]) * rescale + exp2_approx(sink_log2 - base);
-    float const factor = sum == 0.f ? 0.f : rescale * reciprocal(sum);
+    *lse = sum == 0.f ? -INFINITY : (base + (ApproximateLog ? log2_approx(sum) : log2f(sum))) * kLn2;
+    return sum == 0.f ? 0.f : rescale * reciprocal(sum);
+  }
+
+  /// Normalises row `i` of O and returns its lse.
+  template <class OutTensor>
+  CUTE_DEVICE float finish(int i, OutTensor& O, float sink_log2) const {
+    float lse;
+    float const factor_of_row = factor(i, sink_log2, &lse);
     CUTE_UNROLL
-    for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= factor;
-    return sum == 0.f ? -INFINITY : (base + (ApproximateLog ? log2_approx(sum) : log2f(sum))) * kLn2;
+    for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= factor_of_row;
+    return lse;
   }
 };
 

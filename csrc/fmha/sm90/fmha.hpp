@@ -1,7 +1,7 @@
 // FMHA on Hopper: one warp deals out the work, two copy tiles with the tensor memory accelerator (TMA), consumer
-// warpgroups of 64 query rows each multiply them with WGMMA. Softmax is hidden twice: warpgroups take turns on the
-// tensor cores, and within one the next Q K^T is issued before this tile's softmax (FlashAttention-3, arXiv:2407.08608,
-// section 3).
+// warpgroups of 64 query rows each multiply them with WGMMA. Warpgroups take turns on the tensor cores, so that the
+// softmax of one runs beside the products of another (FlashAttention-3, arXiv:2407.08608, section 3.1); within one,
+// Q K^T of a tile and P V of the tile before are issued together, and part of the softmax runs beside P V.
 // Instantiated by csrc/kernels/sm90_*.cu; launched through dispatch.cu.
 #pragma once
 
@@ -11,7 +11,6 @@
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "../online_softmax.hpp"
 #include "../pack.hpp"
 #include "../params.hpp"
 #include "../score_mod.hpp"
@@ -22,8 +21,6 @@
 #include "traits.hpp"
 
 namespace cutlass_ext::sm90 {
-
-constexpr int kMaxSlack = 8;  // log2: P stays below 256, which fp16 holds with room for rounding to even
 
 /// Copies `Rows` rows of one head, in panels; `barrier` counts the bytes as they land.
 template <int Rows, int Cols, class Element>
@@ -90,8 +87,7 @@ CUTE_DEVICE void schedule(ForwardParams const& params, typename Traits::SharedSt
         job.score_mod.sink_log2 = params.sink && exists ? params.sink[work.head] * kLog2e : -INFINITY;
       }
     }
-    __syncwarp();
-    if (lane == 0) shared.job_full[slot.stage].arrive();
+    if (lane < Traits::Consumers) shared.job_full[slot.stage].arrive();
   }
 }
 
@@ -179,6 +175,7 @@ CUTE_DEVICE void copy_keys_and_values(ForwardParams const& params, TensorMaps co
     bool const copies = job && job->tiles.size() > 0;
     int const begin = copies ? job->tiles.begin : 0, end = copies ? job->tiles.end : 1;
     for (int tile = end - 1; tile >= begin; --tile) {
+      __syncwarp();
       if (before && leader && tile == (end - begin > 4 ? begin + 4 : end - 1)) jobs.release(before);
       if (tile == begin) next = jobs.next();
       auto const* const of_k = tile > begin ? job : next;
@@ -225,28 +222,69 @@ CUTE_DEVICE auto rows_and_columns(Accumulator& c) {
   return make_tensor(c.data(), Layout<Shape<_2, Shape<_2, Int<N>>>, Stride<_2, Stride<_1, _4>>>{});
 }
 
-/// Writes the warp's part of O and lse, or of a split's.
-template <class Traits, class OutTensor, class Softmax>
-CUTE_DEVICE void store(ForwardParams const& params, Job<Traits::Consumers> const& job, OutTensor& O, Softmax& softmax,
-                       typename Traits::Element* staging, int warp_row, int lane) {
-  using Element = typename Traits::Element;
-  bool const split = params.num_splits > 1;
-  int const rows = job.visibility.n_q - job.row0 - warp_row;  // that exist, of the warp's 16
-  float const sink_log2 = split ? -INFINITY : job.score_mod.sink_log2;
-  float lse[2];
+/// Hides from the 16 rows of a warp the keys of a tile that they do not see, 16 keys at a time: on the diagonal most
+/// groups are seen by all of the rows or by none. Keys are counted from the tile's first; S is a thread's part of it.
+template <class ScoreTensor>
+CUTE_DEVICE void mask_tile(ScoreTensor& S, Visibility const& visibility, int warp_row0, int lane) {
+  Range const first = visibility.keys_of_row(warp_row0), last = visibility.keys_of_row(warp_row0 + 15);
+  Range const mine[2] = {visibility.keys_of_row(warp_row0 + lane / 4),
+                         visibility.keys_of_row(warp_row0 + lane / 4 + 8)};
   CUTE_UNROLL
-  for (int i = 0; i < 2; ++i) lse[i] = softmax.template finish<true>(i, O, sink_log2);
-  float* const lse_to = (split ? params.lse_partial : params.lse) + job.result_row0 + warp_row;
+  for (int group = 0; group < size<1>(S) / 4; ++group) {
+    int const key = group * 16;
+    if (key >= last.begin && key + 16 <= first.end) continue;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      CUTE_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        if (!mine[i].contains(key + lane % 4 * 2 + j / 2 * 8 + j % 2)) S(i, group * 4 + j) = -INFINITY;
+      }
+    }
+  }
+}
+
+/// Where a warp's part of a job's results goes, and what brings O there.
+struct Results {
+  int rows;         // that exist, of the warp's 16
+  int64_t to;       // element of o, or of o_partial: column 0 of the first row
+  float factor[2];  // of the thread's rows of O
+};
+
+/// The same of a job whose sums are complete; writes lse.
+template <class Traits>
+CUTE_DEVICE Results finish(ForwardParams const& params, Job<Traits::Consumers> const& job,
+                           typename Traits::Softmax const& softmax, int warp_row, int lane) {
+  bool const split = params.num_splits > 1;
+  int64_t const result_row = job.result_row0 + warp_row;
+  Results results{job.visibility.n_q - job.row0 - warp_row,
+                  split ? result_row * params.head_dim_v : job.out_row0 + warp_row * params.o_stride.row};
+  float const sink_log2 = split ? -INFINITY : job.score_mod.sink_log2;
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
     int const row = lane / 4 + i * 8;
-    if (row < rows && lane % 4 == 0) lse_to[row] = lse[i];
+    float lse;
+    results.factor[i] = softmax.factor<true>(i, sink_log2, &lse);
+    if (row < results.rows && lane % 4 == 0) (split ? params.lse_partial : params.lse)[result_row + row] = lse;
   }
-  if (split) {
+  return results;
+}
+
+/// Writes the warp's part of O, or of a split's.
+template <class Traits, class OutTensor>
+CUTE_DEVICE void store(ForwardParams const& params, Results const& results, OutTensor& O,
+                       typename Traits::Element* staging, int lane) {
+  using Element = typename Traits::Element;
+  CUTE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    CUTE_UNROLL
+    for (int j = 0; j < size<1>(O); ++j) O(i, j) *= results.factor[i];
+  }
+  int const rows = results.rows;
+  if (params.num_splits > 1) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       int const row = lane / 4 + i * 8;
-      float* const to = params.o_partial + (job.result_row0 + warp_row + row) * params.head_dim_v;
+      float* const to = params.o_partial + results.to + row * params.head_dim_v;
       CUTE_UNROLL
       for (int j = 0; j < size<1>(O); j += 2) {
         int const col = j / 2 * 8 + lane % 4 * 2;
@@ -257,7 +295,7 @@ CUTE_DEVICE void store(ForwardParams const& params, Job<Traits::Consumers> const
     return;
   }
   // Through 16 rows of shared memory that are the warp's own, so that global memory is written 16 bytes a lane.
-  Element* const to = static_cast<Element*>(params.o) + job.out_row0 + (warp_row + lane / 8) * params.o_stride.row;
+  Element* const to = static_cast<Element*>(params.o) + results.to + lane / 8 * params.o_stride.row;
   auto chunk_at = [&](int row, int chunk) { return staging + row * kPanel + swizzled_chunk<Element>(chunk, row); };
   CUTE_UNROLL
   for (int panel = 0; panel < Traits::ColumnsV / kPanel; ++panel) {
@@ -288,9 +326,15 @@ CUTE_DEVICE void store_empty(ForwardParams const& params, Job<Traits::Consumers>
                              typename Traits::Element* staging, int warp_row, int lane) {
   Tensor O = make_tensor<float>(Shape<_2, Int<Traits::HeadDimV / 4>>{});
   clear(O);
-  OnlineSoftmax<2, 4, 1> softmax;
-  store<Traits>(params, job, O, softmax, staging, warp_row, lane);
+  store<Traits>(params, finish<Traits>(params, job, typename Traits::Softmax{}, warp_row, lane), O, staging, lane);
 }
+
+/// What a consumer warpgroup keeps at hand of a job.
+struct TilesOfRows {
+  Range tiles;  // of its own rows; empty if the job sees no key, or there is none
+  int skipped;  // tiles of the job past these
+  Range unmasked;
+};
 
 /// A consumer warpgroup: S = Q K^T, softmax, O += P V for its 64 query rows of every job.
 template <class Traits>
@@ -317,7 +361,7 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
   // The thread's rows, 8 apart, and columns, counted from its first.
   Tensor S = rows_and_columns(cS);
   Tensor O = rows_and_columns(cO);
-  Tensor rescale = make_tensor<float>(Shape<_2>{});
+  Tensor words = recast<uint32_t>(fP);
   auto row_of = [](int i) { return i * 8; };
   auto key_of = [](int j) { return j / 2 * 8 + j % 2; };
 
@@ -325,7 +369,7 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
   RingPosition<Traits::StagesQ> q;
   RingPosition<Traits::Stages> k, v;
   Turns<Traits> const turns{warpgroup};
-  float const query_scale = ScoreMod::query_scale(params);
+  float const query_scale = ScoreMod::query_scale(params), scale = Traits::ScoreMods ? 1.f : query_scale;
 
   auto release = [&](Barrier& barrier) {
     if (lane == 0) barrier.arrive();
@@ -339,17 +383,16 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
     release(shared.v_empty[v.stage]);
     v.advance();
   };
-  auto convert_p = [&] {
-    Tensor words = recast<uint32_t>(fP);
-    CUTE_UNROLL
-    for (int i = 0; i < size(words); ++i) words(i) = pack<Element>(cS(2 * i), cS(2 * i + 1));
+  auto tiles_of = [&](auto const& job) {
+    bool const any = job.exists && job.tiles.size() > 0;
+    int const end = any ? job.rows[warpgroup].end : job.tiles.begin;
+    return TilesOfRows{{job.tiles.begin, end}, job.tiles.end - end, job.rows[warpgroup].unmasked};
   };
-  auto sees_keys = [](auto const& job) { return job.exists && job.tiles.size() > 0; };
   // Issues the first Q K^T of a job, past the tiles that are hidden from this warpgroup alone. Where the job sees no
   // key or there is none, of whatever the buffers hold: WGMMAs in flight forbid a branch here.
-  auto begin_job = [&](auto const& job) {
-    if (sees_keys(job)) {
-      for (int tile = job.tiles.end; tile > job.rows[warpgroup].end; --tile) {
+  auto begin_job = [&](TilesOfRows const& mine) {
+    if (mine.tiles.size() > 0) {
+      for (int i = 0; i < mine.skipped; ++i) {
         shared.k_full[k.stage].wait_for(k.phase);
         release(shared.k_empty[k.stage]);
         k.advance();
@@ -367,48 +410,42 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
   turns.begin();
   auto const* next = jobs.next();
   while (next->exists) {
-    if (!sees_keys(*next)) {
+    TilesOfRows mine = tiles_of(*next);
+    if (mine.tiles.size() == 0) {
       store_empty<Traits>(params, *next, staging, warp_row, lane);
       __syncwarp();
       if (lane == 0) jobs.release(next);
       next = jobs.next();
       continue;
     }
-    begin_job(*next);
+    begin_job(mine);
     warpgroup_wait<0>();
-    warpgroup_fence_operand(cS);
     do {
       auto const& job = *next;
-      int const begin = job.tiles.begin, end = job.rows[warpgroup].end;
-      OnlineSoftmax<2, 4, 1, kMaxSlack> softmax;
-      // From the products of Q and the keys of `tile`, just arrived, to P.
-      auto soften = [&](int tile) {
+      auto const [begin, end] = mine.tiles;
+      Range const unmasked = mine.unmasked;
+      typename Traits::Softmax softmax;
+      // The products of Q and the keys of `tile` have arrived: lets K go (Q too, after the last) and changes them as
+      // asked.
+      auto take_scores = [&](auto masked, int tile) {
+        warpgroup_fence_operand(cS);
         release(shared.k_empty[k.stage]);
         k.advance();
         if (tile == begin) {
           release(shared.q_empty[q.stage]);
           q.advance();
         }
-        int const first_key = tile * B_c + lane % 4 * 2;
         if constexpr (Traits::ScoreMods) {
+          int const first_key = tile * B_c + lane % 4 * 2;
           CUTE_UNROLL
           for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
           job.score_mod.template apply<true>(S, job.visibility.start_pos + job.row0 + warp_row + lane / 4 - first_key,
                                              [&](int i, int j) { return row_of(i) - key_of(j); });
         }
-        if (!job.rows[warpgroup].unmasked.contains(tile))
-          mask(S, job.visibility.counted_from(first_key), job.row0 + warp_row + lane / 4, row_of, key_of);
-        softmax.update(S, rescale, Traits::ScoreMods ? 1.f : query_scale);
+        if (masked && !unmasked.contains(tile))
+          mask_tile(S, job.visibility.counted_from(tile * B_c), job.row0 + warp_row, lane);
       };
-      soften(end - 1);
-      convert_p();
-      clear(cO);
-      for (int tile = job.tiles.end; tile > end; --tile) {
-        shared.v_full[v.stage].wait_for(v.phase);
-        release(shared.v_empty[v.stage]);
-        v.advance();
-      }
-      for (int tile = end - 2; tile >= begin; --tile) {
+      auto step = [&](auto masked, int tile) {
         shared.k_full[k.stage].wait_for(k.phase);
         turns.wait();
         issue_qk();
@@ -416,36 +453,44 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
         issue_pv();
         turns.pass();
         warpgroup_wait<1>();
-        warpgroup_fence_operand(cS);
-        soften(tile);
-        // The branch also keeps the compiler from moving the softmax past the wait for P V, which it is to hide.
-        if (__any_sync(0xffffffffu, rescale(0) != 1.f || rescale(1) != 1.f)) {
-          warpgroup_wait<0>();
-          warpgroup_fence_operand(cO);
-          CUTE_UNROLL
-          for (int i = 0; i < 2; ++i) {
-            CUTE_UNROLL
-            for (int j = 0; j < size<1>(O); ++j) O(i, j) *= rescale(i);
-          }
-        }
+        take_scores(masked, tile);
+        // The branch keeps the compiler from moving all exponentials past the wait for P V, beside which they are free.
+        if (!softmax.begin_update(S, scale)) warpgroup_wait<0>();
         warpgroup_wait<0>();
         release_v();
-        convert_p();
+        softmax.template update<Element>(S, words, O, scale);
+      };
+
+      take_scores(true_type{}, end - 1);
+      softmax.template start<Element>(S, words, scale);
+      clear(cO);
+      for (int i = 0; i < mine.skipped; ++i) {
+        shared.v_full[v.stage].wait_for(v.phase);
+        release(shared.v_empty[v.stage]);
+        v.advance();
+      }
+      // The masks of tiles that need none would cost a tenth of the loop even where they are jumped over.
+      for (int tile = end - 2; tile >= begin;) {
+        for (; tile >= begin && !unmasked.contains(tile); --tile) step(true_type{}, tile);
+        for (int const last = unmasked.begin > begin ? unmasked.begin : begin; tile >= last; --tile)
+          step(false_type{}, tile);
       }
       shared.v_full[v.stage].wait_for(v.phase);
       turns.wait();
       issue_pv();
       turns.pass();
-      next = jobs.next();
-      begin_job(*next);  // while this job's output is stored
-      warpgroup_wait<1>();
-      release_v();
-      store<Traits>(params, job, O, softmax, staging, warp_row, lane);
+      // While the last P V runs: the sums, and then the next job's first product, which runs while O is stored.
+      Results const results = finish<Traits>(params, job, softmax, warp_row, lane);
       __syncwarp();
       if (lane == 0) jobs.release(&job);
+      next = jobs.next();
+      mine = tiles_of(*next);
+      begin_job(mine);
+      warpgroup_wait<1>();
+      release_v();
+      store<Traits>(params, results, O, staging, lane);
       warpgroup_wait<0>();
-      warpgroup_fence_operand(cS);
-    } while (sees_keys(*next));
+    } while (mine.tiles.size() > 0);
   }
 }
 
@@ -456,14 +501,14 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
   constexpr int kReaders = 4 * Traits::Consumers;  // every consumer warp says when it is done with a buffer
   if (threadIdx.x == 0) {
-    auto init = [](auto& full, auto& empty, int readers) {
-      for (auto& barrier : full) barrier.init(1);
+    auto init = [](auto& full, int writers, auto& empty, int readers) {
+      for (auto& barrier : full) barrier.init(writers);
       for (auto& barrier : empty) barrier.init(readers);
     };
-    init(shared.job_full, shared.job_empty, kReaders + 2);  // and the copying warps
-    init(shared.q_full, shared.q_empty, kReaders);
-    init(shared.k_full, shared.k_empty, kReaders);
-    init(shared.v_full, shared.v_empty, kReaders);
+    init(shared.job_full, Traits::Consumers, shared.job_empty, kReaders + 2);  // and the copying warps
+    init(shared.q_full, 1, shared.q_empty, kReaders);
+    init(shared.k_full, 1, shared.k_empty, kReaders);
+    init(shared.v_full, 1, shared.v_empty, kReaders);
     shared.v_tail.init(1);
     cutlass::arch::fence_barrier_init();
   }

@@ -10,6 +10,7 @@
 
 #include "jobs.hpp"
 #include "pipeline.hpp"
+#include "softmax.hpp"
 
 namespace cutlass_ext::sm90 {
 
@@ -35,6 +36,11 @@ struct Traits {
   // Columns in shared memory: whole panels.
   static constexpr int ColumnsQK = (HeadDim + kPanel - 1) / kPanel * kPanel;
   static constexpr int ColumnsV = (HeadDimV + kPanel - 1) / kPanel * kPanel;
+
+  // Of the B_c / 4 columns of S that a thread has in a row, those exponentiated while P V still runs: as many as there
+  // are registers for (of 32 at head_dim 128, 24 are 10% faster than 4; at 64 and 256, 8 are slower than 4).
+  static constexpr int EarlyColumns = HeadDimV > 64 && HeadDimV <= 128 ? B_c / 16 * 3 : 4;
+  using Softmax = LazySoftmax<B_c / 4, EarlyColumns>;
 
   static_assert(std::is_same_v<Element, half_t> || std::is_same_v<Element, bfloat16_t>, "WGMMA takes 16-bit operands");
   static_assert(B_r % kAtomRows == 0 && (Consumers == 2 || Consumers == 3), "two or three consumer warpgroups");

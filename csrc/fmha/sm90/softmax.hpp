@@ -1,0 +1,115 @@
+// The online softmax of the Hopper kernels, which looks for a tile's maximum only where the running one will not do.
+// Used by fmha.hpp.
+#pragma once
+
+#include <cfloat>
+
+#include <cute/tensor.hpp>
+
+#include "../online_softmax.hpp"
+#include "../pack.hpp"
+
+namespace cutlass_ext::sm90 {
+
+/// m, l of the two rows that a thread shares with three others. Any m gives the same quotient as long as no exponential
+/// overflows, and the sums, which are needed anyway, tell whether one is too large for comfort. So a tile is first
+/// taken with the m that there is, without a look at its maximum; only where a sum passes kMaxSum (the first tile of a
+/// job, a row that has not seen a key yet, a NaN) m is raised, O and l follow, and the tile is taken again. On an H200
+/// a maximum of a warp costs 3.7 cycles beside WGMMA (2 alone), an exponential 10.2 (8 alone), and the maxima of a
+/// tile were a fifth of its time.
+template <int Columns, int Early>
+struct LazySoftmax : OnlineSoftmax<2, 4, 1> {
+  static constexpr float kMaxSum = 1 << 14;  // of a thread's part of a row; no P passes it, and fp16 holds it
+
+  /// Where no key has been seen m is the lowest number there is: any score overflows against it.
+  CUTE_DEVICE LazySoftmax() { m[0] = m[1] = -FLT_MAX; }
+
+  /// The first tile: `words` gets P in pairs of 16 bits, in the order of the scores.
+  template <class Element, class ScoreTensor, class WordTensor>
+  CUTE_DEVICE void start(ScoreTensor const& S, WordTensor& words, float scale) {
+    float rescale[2], sum[2] = {0.f, 0.f};
+    raise_maximum(S, rescale, scale);
+    exponentiate<0, Columns>(S, sum, scale, into<Element>(words));
+    for (int i = 0; i < 2; ++i) l[i] += sum[i];
+  }
+
+  /// The next tile, first part: the exponentials that registers hold beside the last tile's P, which is in use still.
+  /// False where m will have to be raised.
+  template <class ScoreTensor>
+  CUTE_DEVICE bool begin_update(ScoreTensor const& S, float scale) {
+    sum_[0] = sum_[1] = 0.f;
+    exponentiate<0, Early>(S, sum_, scale, [&](int i, int j, float p0, float p1) {
+      early_[i][j] = p0;
+      early_[i][j + 1] = p1;
+    });
+    return fits(sum_);
+  }
+
+  /// The rest; O is what the tiles before it add up to.
+  template <class Element, class ScoreTensor, class WordTensor, class OutTensor>
+  CUTE_DEVICE void update(ScoreTensor const& S, WordTensor& words, OutTensor& O, float scale) {
+    CUTE_UNROLL
+    for (int j = 0; j < Early; j += 2) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) words(j + i) = pack<Element>(early_[i][j], early_[i][j + 1]);
+    }
+    exponentiate<Early, Columns>(S, sum_, scale, into<Element>(words));
+    if (!fits(sum_)) {
+      float rescale[2];
+      raise_maximum(S, rescale, scale);
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        l[i] *= rescale[i];
+        sum_[i] = 0.f;
+        CUTE_UNROLL
+        for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= rescale[i];
+      }
+      exponentiate<0, Columns>(S, sum_, scale, into<Element>(words));
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) l[i] += sum_[i];
+  }
+
+ private:
+  template <class ScoreTensor>
+  CUTE_DEVICE void raise_maximum(ScoreTensor const& S, float (&rescale)[2], float scale) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      float tile_max = S(i, 0);
+      CUTE_UNROLL
+      for (int j = 1; j < cute::size<1>(S); ++j) tile_max = fmaxf(tile_max, S(i, j));
+      float const m_new = fmaxf(m[i], scale * warp_max<4, 1>(tile_max));
+      rescale[i] = exp2_approx(m[i] - m_new);
+      m[i] = m_new;
+    }
+  }
+
+  CUTE_DEVICE static bool fits(float const (&sum)[2]) {
+    return __all_sync(0xffffffffu, sum[0] <= kMaxSum && sum[1] <= kMaxSum);
+  }
+
+  template <class Element, class WordTensor>
+  CUTE_DEVICE static auto into(WordTensor& words) {
+    return [&](int i, int j, float p0, float p1) { words(j + i) = pack<Element>(p0, p1); };
+  }
+
+  /// P = exp2(scale S - m) of some columns to `take(row, column, p, p of the next column)`, and their sums.
+  template <int Begin, int End, class ScoreTensor, class Take>
+  CUTE_DEVICE void exponentiate(ScoreTensor const& S, float (&sum)[2], float scale, Take take) const {
+    CUTE_UNROLL
+    for (int j = Begin; j < End; j += 2) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        float const p0 = exp2_approx(fmaf(S(i, j), scale, -m[i])), p1 = exp2_approx(fmaf(S(i, j + 1), scale, -m[i]));
+        take(i, j, p0, p1);
+        sum[i] += p0;
+        sum[i] += p1;
+      }
+    }
+  }
+
+  float sum_[2];
+  float early_[2][Early];
+};
+
+}  // namespace cutlass_ext::sm90
