@@ -10,7 +10,7 @@ JOBS   := $(if $(MAX_JOBS),-j $(MAX_JOBS))
 LINTERS := ruff==0.17.5 clang-format==23.1.5
 FORMATTED := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.hpp csrc/*/*.hpp csrc/*/*.cu csrc/*/*/*.hpp tests/cpp/* bench/*.cu bench/*.hpp)
 
-.PHONY: demo test bench sweep verify-gpu build cpp configure lint format clean
+.PHONY: demo test bench sweep sweep-sm90 verify-gpu build cpp configure lint format clean
 
 demo: build                                  ## attention on the best device, next to PyTorch; table, plot; generation
 	$(PY) -m cutlass_ext.bench --plot build/demo --json build/demo/bench.json
@@ -25,8 +25,13 @@ bench: configure                             ## the timing binary, build/cmake/b
 	$(CMAKE) --build build/cmake --target fmha_bench $(JOBS)
 
 sweep: $(VENV)/ready                         ## the same with every tile shape that fits, build/sweep/bench/fmha_bench
-	$(CMAKE) -S . -B build/sweep -G Ninja -DPython_EXECUTABLE="$(CURDIR)/$(PY)" -DFMHA_SWEEP=ON
+	$(CMAKE) -S . -B build/sweep -G Ninja -DPython_EXECUTABLE="$(CURDIR)/$(PY)" -DFMHA_SWEEP=simt
 	$(CMAKE) --build build/sweep --target fmha_bench $(JOBS)
+
+D ?= 128
+sweep-sm90: $(VENV)/ready                    ## every shape of Hopper's kernels at head_dim D, build/sweep_sm90_d$(D)/bench/fmha_bench
+	$(CMAKE) -S . -B build/sweep_sm90_d$(D) -G Ninja -DPython_EXECUTABLE="$(CURDIR)/$(PY)" -DFMHA_SWEEP=sm90 -DSWEEP_HEAD_DIM=$(D)
+	$(CMAKE) --build build/sweep_sm90_d$(D) --target fmha_bench $(JOBS)
 
 verify-gpu: build cpp                        ## on a GPU: tests and compute-sanitizer, written to tests/gpu_verified.json
 	$(PY) tests/verify_gpu.py

@@ -1,7 +1,7 @@
 // fmha_bench: times the library's kernels without torch or Python, on Google Benchmark: --benchmark_filter=REGEX,
-// --benchmark_format=json, --benchmark_out=FILE. Needs a driver and nothing else. With -DFMHA_SWEEP=ON it holds the
-// tile shapes of tile_sweep.cu instead: a kernel that two parts of one program instantiate has two copies on the
-// device, and one name between them.
+// --benchmark_format=json, --benchmark_out=FILE. Needs a driver and nothing else. With -DFMHA_SWEEP=simt it holds the
+// tile shapes of tile_sweep.cu instead, with sm90 those of tile_sweep_sm90.cu: a kernel that two parts of one program
+// instantiate has two copies on the device, and one name between them.
 #include <string>
 
 #include "workload.hpp"
@@ -46,7 +46,7 @@ void register_library() {
 }  // namespace cutlass_ext::bench
 
 int main(int argc, char** argv) {
-#ifndef FMHA_SWEEP  // there tile_sweep.cu has registered its own
+#ifndef FMHA_SWEEP  // there the sweep has registered its own
   cutlass_ext::bench::register_library();
 #endif
   benchmark::Initialize(&argc, argv);

@@ -1,6 +1,6 @@
 // Every tile shape of the CUDA-core FMHA that fits a multiprocessor, for the head_dim that CMake sets as
-// SWEEP_HEAD_DIM; linked into fmha_bench by -DFMHA_SWEEP=ON. How the tiles in csrc/kernels were chosen: the table is in
-// bench/results.
+// SWEEP_HEAD_DIM; linked into fmha_bench by -DFMHA_SWEEP=simt. How the tiles in csrc/kernels were chosen: the table is
+// in bench/results.
 #include <string>
 
 #include "fmha/simt/fmha.hpp"
@@ -12,24 +12,6 @@ namespace {
 
 constexpr int kSharedLimit = 227 * 1024;  // of a block on sm_90; smaller GPUs refuse the launch and the row says so
 
-void time_tile(benchmark::State& state, Kernel const& kernel, Case const& c) {
-  int ctas = 0;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
-  if (error == cudaSuccess)
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel.entry, kernel.threads, kernel.shared_bytes);
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    return state.SkipWithError(cudaGetErrorString(error));
-  }
-  cudaFuncAttributes attributes;
-  cudaFuncGetAttributes(&attributes, kernel.entry);
-  state.counters["CTAs"] = ctas;
-  state.counters["registers"] = attributes.numRegs;
-  state.counters["spilled"] = static_cast<double>(attributes.localSizeBytes);
-  run(state, c, 1, kernel.launch);
-}
-
 template <int B_r, int B_c, int Threads>
 void register_tile() {
   if constexpr (B_r % (Threads / 2) == 0 && B_r <= Threads) {  // four or eight rows a lane
@@ -40,7 +22,7 @@ void register_tile() {
         Case const c{2, 4096, 16, SWEEP_HEAD_DIM, causal};
         std::string const name = "tile/" + c.name() + "/Br" + std::to_string(B_r) + "/Bc" + std::to_string(B_c) +
                                  "/threads" + std::to_string(Threads);
-        benchmark::RegisterBenchmark(name.c_str(), time_tile, kernel, c)
+        benchmark::RegisterBenchmark(name.c_str(), run_kernel, c, kernel)
             ->UseManualTime()
             ->Unit(benchmark::kMicrosecond);
       }

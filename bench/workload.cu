@@ -5,6 +5,10 @@
 #include <cstdio>
 #include <vector>
 
+#include <cutlass/numeric_types.h>
+
+#include "fmha/scheduler.hpp"
+
 namespace cutlass_ext::bench {
 namespace {
 
@@ -17,30 +21,34 @@ __host__ __device__ float value_at(uint64_t index) {
   return (static_cast<float>((z ^ (z >> 31)) >> 40) * (2.f / (1 << 24)) - 1.f) * 1.7320508f;
 }
 
-__global__ void fill_random(float* data, int64_t n, uint64_t seed) {
+template <class Element>
+__global__ void fill_random(Element* data, int64_t n, uint64_t seed) {
   for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x)
-    data[i] = value_at(seed + i);
+    data[i] = Element(value_at(seed + i));
 }
 
+template <class T>
 class DeviceBuffer {
  public:
   explicit DeviceBuffer(int64_t n) {
-    if (cudaMalloc(&data_, n * sizeof(float)) != cudaSuccess) data_ = nullptr;
+    if (cudaMalloc(&data_, n * sizeof(T)) != cudaSuccess) data_ = nullptr;
   }
   ~DeviceBuffer() { cudaFree(data_); }
   DeviceBuffer(DeviceBuffer const&) = delete;
-  float* get() const { return data_; }
+  T* get() const { return data_; }
 
  private:
-  float* data_ = nullptr;
+  T* data_ = nullptr;
 };
 
 /// Largest error of a few rows against the formula in float64, relative to the largest output; the inputs are
 /// recomputed from their indices.
-double sampled_error(Case const& c, float const* out, uint64_t const (&seeds)[3]) {
+template <class Element>
+double sampled_error(Case const& c, Element const* out, uint64_t const (&seeds)[3]) {
   int64_t const row_stride = int64_t(c.heads) * c.head_dim;
   auto input = [&](int tensor, int b, int row, int head, int col) {
-    return double(value_at(seeds[tensor] + (int64_t(b) * c.n + row) * row_stride + head * c.head_dim + col));
+    float const exact = value_at(seeds[tensor] + (int64_t(b) * c.n + row) * row_stride + head * c.head_dim + col);
+    return double(float(Element(exact)));
   };
   double error = 0, largest = 0;
   for (int sample = 0; sample < 4; ++sample) {
@@ -58,11 +66,11 @@ double sampled_error(Case const& c, float const* out, uint64_t const (&seeds)[3]
       l += p;
       for (int x = 0; x < c.head_dim; ++x) o[x] += p * input(2, b, j, head, x);
     }
-    std::vector<float> got(c.head_dim);
-    cudaMemcpy(got.data(), out + (int64_t(b) * c.n + row) * row_stride + head * c.head_dim, c.head_dim * sizeof(float),
-               cudaMemcpyDeviceToHost);
+    std::vector<Element> got(c.head_dim);
+    cudaMemcpy(got.data(), out + (int64_t(b) * c.n + row) * row_stride + head * c.head_dim,
+               c.head_dim * sizeof(Element), cudaMemcpyDeviceToHost);
     for (int x = 0; x < c.head_dim; ++x) {
-      double const difference = std::abs(got[x] - o[x] / l);
+      double const difference = std::abs(float(got[x]) - o[x] / l);
       error = difference <= error ? error : difference;  // NaN counts as an error
       largest = std::max(largest, std::abs(o[x] / l));
     }
@@ -70,24 +78,18 @@ double sampled_error(Case const& c, float const* out, uint64_t const (&seeds)[3]
   return error / largest;
 }
 
-}  // namespace
-
-std::string Case::name() const {
-  return "b" + std::to_string(batch) + "/n" + std::to_string(n) + "/h" + std::to_string(heads) + "/d" +
-         std::to_string(head_dim) + (causal ? "/causal" : "/full");
-}
-
-void run(benchmark::State& state, Case const& c, int splits,
-         std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch) {
+template <class Element>
+void run_as(benchmark::State& state, Case const& c, int splits, double tolerance,
+            std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch) {
   int64_t const elements = int64_t(c.batch) * c.n * c.heads * c.head_dim, rows = int64_t(c.batch) * c.n * c.heads;
   int64_t const partial_rows = splits > 1 ? splits * rows : 0;
-  DeviceBuffer q(elements), k(elements), v(elements), o(elements), lse(rows), o_partial(partial_rows * c.head_dim),
-      lse_partial(partial_rows);
+  DeviceBuffer<Element> q(elements), k(elements), v(elements), o(elements);
+  DeviceBuffer<float> lse(rows), o_partial(partial_rows * c.head_dim), lse_partial(partial_rows);
   if (!q.get() || !k.get() || !v.get() || !o.get()) return state.SkipWithError("out of device memory");
   uint64_t const seeds[] = {1ull << 60, 2ull << 60, 3ull << 60};
-  DeviceBuffer const* inputs[] = {&q, &k, &v};
+  DeviceBuffer<Element> const* inputs[] = {&q, &k, &v};
   for (int i = 0; i < 3; ++i) fill_random<<<1024, 256>>>(inputs[i]->get(), elements, seeds[i]);
-  cudaMemset(o.get(), 0xff, elements * sizeof(float));  // NaN: an unwritten output shows
+  cudaMemset(o.get(), 0xff, elements * sizeof(Element));  // NaN: an unwritten output shows
 
   ForwardParams p;
   p.q = q.get();
@@ -118,7 +120,7 @@ void run(benchmark::State& state, Case const& c, int splits,
   double const wrong = error == cudaSuccess ? sampled_error(c, o.get(), seeds) : 0;
   if (error != cudaSuccess) {
     state.SkipWithError(cudaGetErrorString(error));
-  } else if (!(wrong < 1e-5)) {
+  } else if (!(wrong < tolerance)) {
     state.SkipWithError(("wrong result: error " + std::to_string(wrong)).c_str());
   }
   for (auto _ : state) {
@@ -134,10 +136,57 @@ void run(benchmark::State& state, Case const& c, int splits,
   using benchmark::Counter;
   state.counters["TFLOP/s"] =
       Counter(4e-12 * c.batch * c.heads * c.head_dim * pairs, Counter::kIsIterationInvariantRate);
-  state.counters["GB/s"] = Counter(4e-9 * elements * sizeof(float), Counter::kIsIterationInvariantRate);
+  state.counters["GB/s"] = Counter(4e-9 * elements * sizeof(Element), Counter::kIsIterationInvariantRate);
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
   cudaStreamDestroy(stream);
+}
+
+}  // namespace
+
+std::string Case::name() const {
+  return "b" + std::to_string(batch) + "/n" + std::to_string(n) + "/h" + std::to_string(heads) + "/d" +
+         std::to_string(head_dim) + (causal ? "/causal" : "/full");
+}
+
+void run(benchmark::State& state, Case const& c, int splits,
+         std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch) {
+  switch (c.dtype) {  // in 16 bits P and the output are rounded
+    case DType::Float32:
+      return run_as<float>(state, c, splits, 1e-5, launch);
+    case DType::Float16:
+      return run_as<cutlass::half_t>(state, c, splits, 2e-3, launch);
+    case DType::BFloat16:
+      return run_as<cutlass::bfloat16_t>(state, c, splits, 2e-2, launch);
+  }
+}
+
+void run_kernel(benchmark::State& state, Case const& c, Kernel const& kernel) {
+  int ctas = 0;
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
+  if (error == cudaSuccess)
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel.entry, kernel.threads, kernel.shared_bytes);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return state.SkipWithError(cudaGetErrorString(error));
+  }
+  cudaFuncAttributes attributes;
+  cudaFuncGetAttributes(&attributes, kernel.entry);
+  state.counters["CTAs"] = ctas;
+  state.counters["registers"] = attributes.numRegs;
+  state.counters["spilled"] = static_cast<double>(attributes.localSizeBytes);
+
+  cudaDeviceProp device;
+  cudaGetDeviceProperties(&device, 0);
+  DeviceBuffer<unsigned> work_counter(2);
+  cudaMemset(work_counter.get(), 0, 2 * sizeof(unsigned));
+  run(state, c, 1, [&](ForwardParams params, cudaStream_t stream) {  // what run_forward fills in
+    params.multiprocessors = device.multiProcessorCount;
+    params.work_counter = work_counter.get();
+    params.section = section_for(params, device.l2CacheSize, c.dtype == DType::Float32 ? 4 : 2);
+    return kernel.launch(params, stream);
+  });
 }
 
 }  // namespace cutlass_ext::bench

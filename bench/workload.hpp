@@ -1,5 +1,5 @@
 // One timed case of fmha_bench: random device tensors, a check of sampled rows in float64, a loop timed by CUDA events.
-// Used by fmha_bench.cu (the library's dispatch) and tile_sweep.cu (every tile shape).
+// Used by fmha_bench.cu (the library's dispatch), tile_sweep.cu and tile_sweep_sm90.cu (every tile shape).
 #pragma once
 
 #include <functional>
@@ -14,6 +14,7 @@ namespace cutlass_ext::bench {
 struct Case {
   int batch, n, heads, head_dim;
   bool causal;
+  DType dtype = DType::Float32;
   std::string name() const;  // "b2/n8192/h16/d64/causal"
 };
 
@@ -21,5 +22,9 @@ struct Case {
 /// error. `splits` partial results are given room in the workspace.
 void run(benchmark::State& state, Case const& c, int splits,
          std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch);
+
+/// Runs one tile shape on the case, whatever the dispatch would choose, and counts its registers, bytes of local memory
+/// and CTAs a multiprocessor.
+void run_kernel(benchmark::State& state, Case const& c, Kernel const& kernel);
 
 }  // namespace cutlass_ext::bench

@@ -214,12 +214,7 @@ cudaError_t run_forward(Plan const& plan, ForwardParams params, cudaStream_t str
   if (cudaError_t e = cudaGetDevice(&index)) return e;
   if (cudaError_t e = device_of(index, &device)) return e;
   params.multiprocessors = device.multiprocessors;
-  // An eighth of L2: b8 N2048 d128 is 5% slower with half of it (an H200's 60 MB). Under a causal mask half of it: the
-  // last section's longest tiles are then short of the whole work, and d256 N16384 is 8% faster than with a quarter.
-  int64_t const bytes_a_head =
-      int64_t(params.n_kv) * (params.head_dim + params.head_dim_v) * size_of(plan.kernel->dtype);
-  params.section =
-      section_of(device.l2_bytes / (params.window_right >= 0 ? 2 : 8), bytes_a_head, params.heads_q / params.heads_kv);
+  params.section = section_for(params, device.l2_bytes, size_of(plan.kernel->dtype));
   if (!std::strcmp(plan.kernel->family, "sm90")) {
     if (cudaError_t e = counters().take(index, stream, 2, &params.work_counter)) return e;
   }

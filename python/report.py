@@ -115,33 +115,43 @@ def rate(row: dict) -> float:
     return row.get("TFLOP/s", 0.0)
 
 
+SWEEPS = {"tile": ("CUDA-core", "sweep"), "tile_sm90": ("Hopper", "sweep-sm90")}  # kernels, make's target
+
+
 def write_sweep(json_path: Path) -> None:
-    """One table for each head_dim: tile shapes by TFLOP/s of full attention, causal beside it."""
+    """One table for each head_dim: tile shapes by TFLOP/s of full attention, causal beside it. Shapes that the library
+    has, where the sweep knows them, are starred."""
     measured = json.loads(json_path.read_text())
     tiles: dict[int, dict[tuple, dict]] = defaultdict(lambda: defaultdict(dict))
-    name = re.compile(r"tile/b\d+/n\d+/h\d+/d(\d+)/(full|causal)/Br(\d+)/Bc(\d+)/threads(\d+)")
+    name = re.compile(r"(tile\w*)/b\d+/n\d+/h\d+/d(\d+)/(full|causal)/(Br\d+/Bc\d+(?:/[a-zA-Z]+\d+)+)")
+    sweeps = set()
     for row in measured["benchmarks"]:
         if found := name.match(row["name"]):
-            d, kind, *shape = found.groups()
-            tiles[int(d)][tuple(map(int, shape))][kind] = row
-    context = measured["context"]
+            sweep, d, kind, shape = found.groups()
+            tiles[int(d)][tuple(re.findall(r"([A-Za-z]+)(\d+)", shape))][kind] = row
+            sweeps.add(sweep)
+    context, (sweep,) = measured["context"], sweeps
+    kernels, target = SWEEPS[sweep]
     parts = [
-        f"# Tile shapes of the CUDA-core FMHA: {context['gpu']}",
+        f"# Tile shapes of the {kernels} FMHA: {context['gpu']}",
         "",
         f"Driver {context.get('driver', 'not recorded')}, commit {context.get('commit', 'not recorded')}, "
         f"{context['date'][:10]}; TFLOP/s, sorted by full attention;",
-        "from `make sweep`, then `fmha_bench --benchmark_filter=tile`.",
+        f"from `make {target}`, then `fmha_bench --benchmark_filter=tile`.",
     ]
     for d, shapes in sorted(tiles.items()):
         lines = []
-        for (b_r, b_c, threads), kinds in sorted(shapes.items(), key=lambda item: -rate(item[1].get("full", {}))):
+        for shape, kinds in sorted(shapes.items(), key=lambda item: -rate(item[1].get("full", {}))):
             full, causal = kinds.get("full", {}), kinds.get("causal", {})
+            cells = [number for _, number in shape]
+            cells[0] += " *" if full.get("label") == "shipped" else ""
             if full.get("error_occurred"):
-                lines.append([str(b_r), str(b_c), str(threads), "-", "-", "-", full["error_message"], "-"])
+                lines.append([*cells, "-", "-", "-", full["error_message"], "-"])
                 continue
             use = [f"{full.get(key, 0):.0f}" for key in ("registers", "spilled", "CTAs")]
-            lines.append([str(b_r), str(b_c), str(threads), *use, f"{rate(full):.1f}", f"{rate(causal):.1f}"])
-        headings = ["B_r", "B_c", "threads", "registers", "local bytes", "CTAs an SM", "full", "causal"]
+            lines.append([*cells, *use, f"{rate(full):.1f}", f"{rate(causal):.1f}"])
+        names = [{"Br": "B_r", "Bc": "B_c"}.get(name, name) for name, _ in next(iter(shapes))]
+        headings = [*names, "registers", "local bytes", "CTAs an SM", "full", "causal"]
         parts += ["", f"## d {d}", "", table(headings, lines)]
     json_path.with_suffix(".md").write_text("\n".join(parts))
     print(f"wrote {json_path.with_suffix('.md')}")

@@ -1,10 +1,11 @@
 """A small sweep for compute-sanitizer: every dtype, head-dim bucket and feature at sizes around tile edges.
 
-verify_gpu.py runs it under each tool. The results are compared with the torch path on the CPU, so that a kernel which
-compute-sanitizer has kept from running does not count as clean.
+verify_gpu.py runs it under each tool, whose name is the argument. The results are compared with the torch path on the
+CPU, so that a kernel which compute-sanitizer has kept from running does not count as clean.
 """
 
 import itertools
+import sys
 
 import torch
 
@@ -65,6 +66,8 @@ def compare(dtype: torch.dtype, n_q: int, n_kv: int, d: int, d_v: int, features:
 
 
 LENGTHS = ([70, 0, 1, 129, 33], [70, 33, 130, 0, 64]), ([5], [200]), ([0, 0], [3, 0])
+# Several work items for each multiprocessor, of 0 to 3 key tiles: the buffers of Hopper's persistent CTAs come round.
+MANY_LENGTHS = [1 + i % 9 for i in range(150)], [i * 7 % 301 for i in range(150)]
 PACKED_FEATURES = (
     {},
     {"causal": True, "start_pos": "end"},
@@ -73,13 +76,15 @@ PACKED_FEATURES = (
 )
 
 
-def packed_cases():
-    """(dtype, lengths of the queries, of the keys, d, d_v, features)."""
+def packed_cases(many):
+    """(dtype, lengths of the queries, of the keys, d, d_v, features), with calls of `many` work items or without."""
     for dtype in TOLERANCES:
         for (lengths_q, lengths_k), features in itertools.product(LENGTHS, PACKED_FEATURES):
             yield dtype, lengths_q, lengths_k, 64, 64, features
         for d, d_v in ((128, 128), (192, 128), (256, 256), (40, 8)):
             yield dtype, *LENGTHS[0], d, d_v, PACKED_FEATURES[1]
+        for d in (64, 128, 256) if many else ():
+            yield dtype, *MANY_LENGTHS, d, d, PACKED_FEATURES[1]
         used = torch.tensor([70, 5, 0, 0, 63], dtype=torch.int32)
         yield dtype, *LENGTHS[0], 64, 64, {"seqused_k": used, "leftpad_k": used // 4, "causal": True}
 
@@ -155,7 +160,8 @@ if __name__ == "__main__":
     for case in cases():
         compare(*case)
         count += 1
-    for case in packed_cases():
+    # Without them for racecheck: verify_gpu.py says what it reports of every job, and here there are thousands.
+    for case in packed_cases(many=sys.argv[1:] != ["racecheck"]):
         compare_packed(*case)
         count += 1
     for case in cache_cases():

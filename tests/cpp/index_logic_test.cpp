@@ -146,6 +146,23 @@ TEST(Scheduler, CoversEveryItemLongestFirstInEachSection) {
   }
 }
 
+TEST(Scheduler, SectionsAreWholeGroupsThatFillAPartOfL2) {
+  ForwardParams params;
+  params.n_kv = 1 << 10;
+  params.head_dim = params.head_dim_v = 128;  // 512 KB a key head in 16 bits
+  params.heads_q = 8;
+  params.heads_kv = 2;
+  int const l2 = 32 << 20;
+  EXPECT_EQ(section_for(params, l2, 2), 4 * 8);
+  EXPECT_EQ(section_for(params, l2, 4), 4 * 4);
+  params.window_right = 0;
+  EXPECT_EQ(section_for(params, l2, 2), 4 * 32);
+  params.n_kv = 1 << 20;
+  EXPECT_EQ(section_for(params, l2, 2), 4);
+  params.n_kv = 0;
+  EXPECT_GT(section_for(params, l2, 2), 0);
+}
+
 TEST(Splits, FillAnIdleGpuAndNoMore) {
   EXPECT_EQ(choose_num_splits(256, 128, 264), 1);  // three quarters full already
   EXPECT_EQ(choose_num_splits(4, 8, 396), 4);      // two key tiles a split

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import poison_like_results
+from conftest import FLOAT32, TENSOR_CORES, poison_like_results, targets
 from oracle import expect, peer_tolerance
 
 import cutlass_ext
@@ -10,6 +10,12 @@ import cutlass_ext
 NAN = float("nan")
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (64, 128), (8, 40)]
 PAGE_SIZES = [None, 1, 2, 16, 64, 256]
+
+
+@pytest.fixture(scope="session", params=targets(*FLOAT32, *TENSOR_CORES))
+def target(request):
+    """Every way of reading a cache: Hopper's kernels do not, `test_no_kernel_of_hopper` says so."""
+    return request.param
 
 
 def call(target, q, k_cache, v_cache, **kwargs):
@@ -531,6 +537,13 @@ def test_wrong_argument(device, name, error, spoilt):
 def test_grad_is_refused():
     with pytest.raises(NotImplementedError, match="q"):
         cutlass_ext.flash_attn_with_kvcache(**valid() | {"q": torch.zeros(2, 1, 4, 64, requires_grad=True)})
+
+
+@pytest.mark.gpu
+def test_no_kernel_of_hopper():
+    arguments = {n: x.half().cuda() for n, x in valid().items()}
+    with pytest.raises(NotImplementedError, match='backend: "sm90" has no kernel for a cache'):
+        cutlass_ext.flash_attn_with_kvcache(**arguments, backend="sm90")
 
 
 @pytest.mark.gpu

@@ -113,9 +113,10 @@ def test_export(target_fp32):
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
-def test_cuda_graph(gpu, num_splits):
+@pytest.mark.parametrize("n_q", [3, 200])
+def test_cuda_graph(gpu, n_q, num_splits):
     """Captured once, replayed on other contents: also of start_pos and seqused_k, which live on the device."""
-    q, k, v = gpu.qkv(2, 3, 4, 64, n_kv=300)
+    q, k, v = gpu.qkv(2, n_q, 4, 64, n_kv=300)
     start, used = gpu.int32([100, 200]), gpu.int32([300, 250])
     options = {"causal": True, "num_splits": num_splits, "start_pos": start, "seqused_k": used}
     call = lambda: cutlass_ext.fmha(q, k, v, return_lse=True, **options)  # noqa: E731
@@ -128,7 +129,7 @@ def test_cuda_graph(gpu, num_splits):
         out, lse = call()
     for seed in range(3):
         torch.manual_seed(seed)
-        for t, fresh in zip((q, k, v), gpu.qkv(2, 3, 4, 64, n_kv=300), strict=True):
+        for t, fresh in zip((q, k, v), gpu.qkv(2, n_q, 4, 64, n_kv=300), strict=True):
             t.copy_(fresh)
         start.copy_(gpu.int32([37 * seed, 297]))
         used.copy_(gpu.int32([128 + seed, 300]))
@@ -137,9 +138,10 @@ def test_cuda_graph(gpu, num_splits):
         expect(q, k, v, causal=True, start_pos=start, seqused_k=used).check(out, lse, small=True)
 
 
-def test_two_graphs_do_not_share_a_workspace(gpu):
+@pytest.mark.parametrize("n_q", [1, 200])
+def test_two_graphs_do_not_share_a_workspace(gpu, n_q):
     """Two captured calls with splits, replayed at the same time on two streams."""
-    cases, graphs = [gpu.qkv(1, 1, 4, 64, n_kv=4096) for _ in range(2)], []
+    cases, graphs = [gpu.qkv(1, n_q, 4, 64, n_kv=4096) for _ in range(2)], []
     for case in cases:
         cutlass_ext.fmha(*case, num_splits=4)
         torch.cuda.synchronize()

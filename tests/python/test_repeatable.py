@@ -19,6 +19,24 @@ def assert_same_bits(got, want):
         assert torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
+def differs(got, want):
+    """Whether a bit does, as a tensor: the host goes on."""
+    return torch.stack(
+        [(a.view(torch.int32) != b.view(torch.int32)).any() for a, b in zip(got, want, strict=True)]
+    ).any()
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("n_q,d", [(700, 64), (700, 128), (130, 256)])
+def test_1000_times(kernels, n_q, d, num_splits):
+    """One call behind the other, with more work than fits on the GPU at once: which CTA takes what is chance."""
+    q, k, v = kernels.qkv(3, n_q, 30, d, heads_kv=6)
+    options = {"causal": True, "num_splits": num_splits, "seqused_k": kernels.int32([n_q, 65, n_q - 1])}
+    want = kernels.fmha(q, k, v, **options)
+    runs = (kernels.fmha(q, k, v, **options) for _ in range(1000))
+    assert not torch.stack([differs(run, want) for run in runs]).any()
+
+
 @pytest.mark.parametrize("num_splits", [0, 1, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_20_times(target, case, num_splits):
@@ -65,9 +83,11 @@ def test_a_sequence_does_not_depend_on_a_batch_that_fills_the_gpu(gpu, n_q, d, n
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
-def test_two_streams(gpu, num_splits):
-    """Calls on two streams at once do not meet: not in the workspace of the splits, not in the outputs."""
-    cases = [gpu.qkv(1, 8, 4, 64, n_kv=2000) for _ in range(2)]
+@pytest.mark.parametrize("n_q", [8, 300])
+def test_two_streams(gpu, n_q, num_splits):
+    """Calls on two streams at once do not meet: not in the workspace of the splits, not in the outputs, not in the
+    counter by which persistent CTAs take their work."""
+    cases = [gpu.qkv(1, n_q, 4, 64, n_kv=2000) for _ in range(2)]
     want = [gpu.fmha(*case, num_splits=num_splits) for case in cases]
     streams = [torch.cuda.Stream() for _ in cases]
     torch.cuda.synchronize()

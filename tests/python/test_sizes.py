@@ -46,14 +46,17 @@ def test_head_dim_torch_16_bit(target_16_bit):
 
 @pytest.mark.parametrize("n_q", EDGES)
 def test_lengths_around_tile_edges(target, n_q):
-    """One call for each N_kv, all of one N_q, with 1 and 2 heads so that the work items end at odd numbers too."""
+    """One call for each N_kv, all of one N_q, with odd and even numbers of heads so that the work items end at both.
+    Few rows have many heads: over 32 elements the norms of two rounding errors are more than 1.5 apart in 3% of draws
+    of bfloat16."""
+    heads = 1 if n_q > 16 else 31
     for n_kv, causal in itertools.product(EDGES, (False, True)):
-        q, k, v = target.qkv(1, n_q, 1 + n_kv % 2, 32, n_kv=n_kv)
+        q, k, v = target.qkv(1, n_q, heads + n_kv % 2, 32, n_kv=n_kv)
         got = target.fmha(q, k, v, causal=causal, start_pos="end")
         expect(q, k, v, causal=causal, start_pos="end").check(*got, small=True, what=f"{n_q=} {n_kv=} {causal=}")
 
 
-@pytest.mark.parametrize("n_q", [63, 64, 65, 127, 128, 129, 193, 257])
+@pytest.mark.parametrize("n_q", [63, 64, 65, 127, 128, 129, 191, 192, 193, 257])
 @pytest.mark.parametrize("d", [64, 128, 192, 256])
 def test_edges_of_the_tiles_of_each_head_dim(kernels, d, n_q):
     """Tiles shrink as the head dim grows; with the number of splits fixed their height goes by N_q alone."""
@@ -145,6 +148,10 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 def test_layout(target, layout, d):
     q, k, v = layout(target, 2, 77, 4, target.head_dim(d))
+    if not target.takes(q, k, v):
+        with pytest.raises(NotImplementedError, match="16 bytes"):
+            target.fmha(q, k, v, causal=True)
+        return
     expected = expect(q, k, v, causal=True)
     out, lse = target.fmha(q, k, v, causal=True)
     expected.check(out, lse)

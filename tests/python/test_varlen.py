@@ -261,7 +261,11 @@ def test_packed_buffers_of_any_stride(target):
         [target.randn(2 * total, 4, 65)[::2, :, :64] for _ in "qkv"],
         [target.randn(4, total, 64).transpose(0, 1) for _ in "qkv"],
     ):
-        check(target, Packed(q, k, v, packing), causal=True, small=True)
+        if target.takes(q, k, v):
+            check(target, Packed(q, k, v, packing), causal=True, small=True)
+            continue
+        with pytest.raises(NotImplementedError, match="16 bytes"):
+            target.fmha(q, k, v, causal=True, **packing)
 
 
 # ------------------------------------------------------------------------------------------------ what stays outside

@@ -222,23 +222,20 @@ CUTE_DEVICE auto rows_and_columns(Accumulator& c) {
   return make_tensor(c.data(), Layout<Shape<_2, Shape<_2, Int<N>>>, Stride<_2, Stride<_1, _4>>>{});
 }
 
-/// Hides from the 16 rows of a warp the keys of a tile that they do not see, 16 keys at a time: on the diagonal most
-/// groups are seen by all of the rows or by none. Keys are counted from the tile's first; S is a thread's part of it.
+/// Hides from the rows of a thread the keys of a tile that they do not see; keys are counted from the tile's first. One
+/// comparison an element where rows have no first key (windows have), since comparisons are dear beside WGMMA.
 template <class ScoreTensor>
-CUTE_DEVICE void mask_tile(ScoreTensor& S, Visibility const& visibility, int warp_row0, int lane) {
-  Range const first = visibility.keys_of_row(warp_row0), last = visibility.keys_of_row(warp_row0 + 15);
-  Range const mine[2] = {visibility.keys_of_row(warp_row0 + lane / 4),
-                         visibility.keys_of_row(warp_row0 + lane / 4 + 8)};
+CUTE_DEVICE void mask_tile(ScoreTensor& S, Visibility const& visibility, int row, int lane) {
+  auto row_of = [](int i) { return i * 8; };
+  auto key_of = [](int j) { return j / 2 * 8 + j % 2; };
+  Visibility const mine = visibility.counted_from(lane % 4 * 2);
+  if (visibility.window_left >= 0) return mask(S, mine, row, row_of, key_of);
   CUTE_UNROLL
-  for (int group = 0; group < size<1>(S) / 4; ++group) {
-    int const key = group * 16;
-    if (key >= last.begin && key + 16 <= first.end) continue;
+  for (int i = 0; i < 2; ++i) {
+    int const end = mine.keys_of_row(row + row_of(i)).end;
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      CUTE_UNROLL
-      for (int j = 0; j < 4; ++j) {
-        if (!mine[i].contains(key + lane % 4 * 2 + j / 2 * 8 + j % 2)) S(i, group * 4 + j) = -INFINITY;
-      }
+    for (int j = 0; j < size<1>(S); ++j) {
+      if (key_of(j) >= end) S(i, j) = -INFINITY;
     }
   }
 }
@@ -263,7 +260,7 @@ CUTE_DEVICE Results finish(ForwardParams const& params, Job<Traits::Consumers> c
   for (int i = 0; i < 2; ++i) {
     int const row = lane / 4 + i * 8;
     float lse;
-    results.factor[i] = softmax.factor<true>(i, sink_log2, &lse);
+    results.factor[i] = softmax.template factor<true>(i, sink_log2, &lse);
     if (row < results.rows && lane % 4 == 0) (split ? params.lse_partial : params.lse)[result_row + row] = lse;
   }
   return results;
@@ -422,12 +419,12 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
     warpgroup_wait<0>();
     do {
       auto const& job = *next;
-      auto const [begin, end] = mine.tiles;
+      int const begin = mine.tiles.begin, end = mine.tiles.end;
       Range const unmasked = mine.unmasked;
       typename Traits::Softmax softmax;
       // The products of Q and the keys of `tile` have arrived: lets K go (Q too, after the last) and changes them as
       // asked.
-      auto take_scores = [&](auto masked, int tile) {
+      auto take_scores = [&](int tile) {
         warpgroup_fence_operand(cS);
         release(shared.k_empty[k.stage]);
         k.advance();
@@ -442,26 +439,10 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
           job.score_mod.template apply<true>(S, job.visibility.start_pos + job.row0 + warp_row + lane / 4 - first_key,
                                              [&](int i, int j) { return row_of(i) - key_of(j); });
         }
-        if (masked && !unmasked.contains(tile))
-          mask_tile(S, job.visibility.counted_from(tile * B_c), job.row0 + warp_row, lane);
+        if (!unmasked.contains(tile))
+          mask_tile(S, job.visibility.counted_from(tile * B_c), job.row0 + warp_row + lane / 4, lane);
       };
-      auto step = [&](auto masked, int tile) {
-        shared.k_full[k.stage].wait_for(k.phase);
-        turns.wait();
-        issue_qk();
-        shared.v_full[v.stage].wait_for(v.phase);
-        issue_pv();
-        turns.pass();
-        warpgroup_wait<1>();
-        take_scores(masked, tile);
-        // The branch keeps the compiler from moving all exponentials past the wait for P V, beside which they are free.
-        if (!softmax.begin_update(S, scale)) warpgroup_wait<0>();
-        warpgroup_wait<0>();
-        release_v();
-        softmax.template update<Element>(S, words, O, scale);
-      };
-
-      take_scores(true_type{}, end - 1);
+      take_scores(end - 1);
       softmax.template start<Element>(S, words, scale);
       clear(cO);
       for (int i = 0; i < mine.skipped; ++i) {
@@ -469,11 +450,20 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
         release(shared.v_empty[v.stage]);
         v.advance();
       }
-      // The masks of tiles that need none would cost a tenth of the loop even where they are jumped over.
-      for (int tile = end - 2; tile >= begin;) {
-        for (; tile >= begin && !unmasked.contains(tile); --tile) step(true_type{}, tile);
-        for (int const last = unmasked.begin > begin ? unmasked.begin : begin; tile >= last; --tile)
-          step(false_type{}, tile);
+      for (int tile = end - 2; tile >= begin; --tile) {
+        shared.k_full[k.stage].wait_for(k.phase);
+        turns.wait();
+        issue_qk();
+        shared.v_full[v.stage].wait_for(v.phase);
+        issue_pv();
+        turns.pass();
+        warpgroup_wait<1>();
+        take_scores(tile);
+        // The branch keeps the compiler from moving all exponentials past the wait for P V, beside which they are free.
+        if (!softmax.begin_update(S, scale)) warpgroup_wait<0>();
+        warpgroup_wait<0>();
+        release_v();
+        softmax.template update<Element>(S, words, O, scale);
       }
       shared.v_full[v.stage].wait_for(v.phase);
       turns.wait();

@@ -19,6 +19,7 @@ namespace cutlass_ext::sm90 {
 /// tile were a fifth of its time.
 template <int Columns, int Early>
 struct LazySoftmax : OnlineSoftmax<2, 4, 1> {
+  static_assert(Columns % 2 == 0 && Early % 2 == 0 && Early <= Columns, "columns go in pairs");
   static constexpr float kMaxSum = 1 << 14;  // of a thread's part of a row; no P passes it, and fp16 holds it
 
   /// Where no key has been seen m is the lowest number there is: any score overflows against it.

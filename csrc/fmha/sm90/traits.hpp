@@ -39,7 +39,7 @@ struct Traits {
 
   // Of the B_c / 4 columns of S that a thread has in a row, those exponentiated while P V still runs: as many as there
   // are registers for (of 32 at head_dim 128, 24 are 10% faster than 4; at 64 and 256, 8 are slower than 4).
-  static constexpr int EarlyColumns = HeadDimV > 64 && HeadDimV <= 128 ? B_c / 16 * 3 : 4;
+  static constexpr int EarlyColumns = HeadDimV > 64 && HeadDimV <= 128 ? B_c / 32 * 6 : 4;
   using Softmax = LazySoftmax<B_c / 4, EarlyColumns>;
 
   static_assert(std::is_same_v<Element, half_t> || std::is_same_v<Element, bfloat16_t>, "WGMMA takes 16-bit operands");
