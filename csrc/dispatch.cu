@@ -106,11 +106,11 @@ char const* name_of(DType dtype) {
   return dtype == DType::Float32 ? "float32" : dtype == DType::Float16 ? "float16" : "bfloat16";
 }
 
-/// Whether `tiles` query tiles fill the `slots` CTAs that the GPU holds at once. Under a causal mask the tiles differ
-/// in length, and a single wave lasts as long as its longest: (1, 2048, 16, 64) took 341 us in 256 tiles of 128 rows
-/// for 264 slots, 266 in 1024 of 32 for 528.
-bool fills(ForwardParams const& params, int64_t tiles, int64_t slots) {
-  return params.window_right >= 0 && params.n_q > 1 ? 4 * tiles >= 5 * slots : 4 * tiles >= 3 * slots;
+/// Whether `tiles` query tiles fill the `slots` CTAs that the GPU holds at once. Under a causal mask the tiles of a
+/// sequence differ in length, and a single wave lasts as long as its longest: (1, 2048, 16, 64) took 341 us in 256
+/// tiles of 128 rows for 264 slots, 266 in 1024 of 32 for 528.
+bool fills(ForwardParams const& params, int block_r, int64_t tiles, int64_t slots) {
+  return params.window_right >= 0 && params.n_q > block_r ? 4 * tiles >= 5 * slots : 4 * tiles >= 3 * slots;
 }
 
 /// Key tiles that the busiest query tile visits, as far as the host knows.
@@ -189,7 +189,7 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
     // With the number of splits fixed a sequence's bits must not depend on the batch that it comes in: then the choice
     // rests on N_q alone, and on nothing where sequences are packed, since each has an N_q of its own.
     if (num_splits > 0 ? tall || params.packed()
-                       : tall && fills(params, tiles, int64_t(ctas) * device.multiprocessors)) {
+                       : tall && fills(params, kernel.block_r, tiles, int64_t(ctas) * device.multiprocessors)) {
       break;
     }
   }

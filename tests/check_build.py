@@ -20,7 +20,8 @@ USE = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) byte
 
 
 # Bytes a thread that a kernel may store in local memory. Three do: sm90's 192 x 128 tile at head_dim 64 stores 8 in its
-# scheduling warp, which setmaxnreg leaves 32 registers; sm90's at 256 with softcap and sm80's 128 x 48 at 128 store 4.
+# scheduling warp, which setmaxnreg leaves 32 registers; sm90's at 256 with softcap stores 4; sm80's 64 x 64 at 256
+# without shared rows, for compute capability 8.0, stores 8.
 SPILL_LIMIT = 8
 SERIALISED = re.compile(r"\(C75\d\d\) Potential Performance Loss: wgmma.*")
 

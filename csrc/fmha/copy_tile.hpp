@@ -20,15 +20,19 @@ struct GlobalTile {
   bool aligned;  // 16-byte vectors allowed
 };
 
+/// Whether the rows of a tensor begin at multiples of 16 bytes.
+template <class Element>
+CUTE_DEVICE bool is_aligned(void const* base, Strides const& stride) {
+  return reinterpret_cast<uintptr_t>(base) % 16 == 0 &&
+         (stride.batch | stride.row | stride.head) % int(16 / sizeof(Element)) == 0;
+}
+
 /// Rows `row` and on of one head of a [batch, row, head, head_dim] tensor.
 template <class Element>
 CUTE_DEVICE GlobalTile<Element> global_tile(void const* base, Strides const& stride, int batch, int head, int64_t row,
                                             int rows, int cols) {
-  constexpr int Vector = 16 / sizeof(Element);
-  bool const aligned =
-      reinterpret_cast<uintptr_t>(base) % 16 == 0 && (stride.batch | stride.row | stride.head) % Vector == 0;
   return {static_cast<Element const*>(base) + batch * stride.batch + head * stride.head + row * stride.row, stride.row,
-          rows, cols, aligned};
+          rows, cols, is_aligned<Element>(base, stride)};
 }
 
 template <int TileRows, int TileCols, int Threads, bool Predicated, class Element, class Moved>
@@ -81,6 +85,24 @@ CUTE_DEVICE void copy_tile(GlobalTile<Element> const& src, Element* dst, Moved m
     copy_tile_vectors<TileRows, TileCols, Threads, true>(src, dst, moved);
   } else {
     copy_tile_vectors<TileRows, TileCols, Threads, false>(src, dst, moved);
+  }
+}
+
+/// A tile whose rows all exist, of 16-byte vectors: `src` is what this thread copies first, `to` the byte address of
+/// its place in shared memory. What depends on the thread is then worked out once, not for each tile.
+template <int TileRows, int TileCols, int Threads, class Element>
+CUTE_DEVICE void copy_whole_tile(Element const* src, int64_t row_stride, int cols, uint32_t to) {
+  constexpr int Vector = 16 / sizeof(Element), Panel = 8 * Vector, RowsAPass = Threads / 8;
+  static_assert(RowsAPass % 8 == 0, "every pass has the same swizzle");
+  CUTE_UNROLL
+  for (int pass = 0; pass < TileRows / RowsAPass; ++pass, src += RowsAPass * row_stride) {
+    CUTE_UNROLL
+    for (int panel = 0; panel < TileCols / Panel; ++panel) {
+      bool const exists = panel * Panel + int(threadIdx.x) % 8 * Vector < cols;
+      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                       to + (panel * TileRows + pass * RowsAPass) * 128),
+                   "l"(src + panel * Panel), "r"(exists ? 16 : 0));
+    }
   }
 }
 

@@ -63,20 +63,27 @@ struct OnlineSoftmax {
     }
   }
 
-  /// S becomes P = exp2(scale S - m), l follows the new maximum, and so must O: `rescale(i)` is what its row i is to be
-  /// multiplied by. `scale` > 0 takes S to the log2 domain, in the instruction that subtracts m.
+  /// The first half of `update`: m rises to what S asks for, l and O are to be multiplied by `rescale`, and P is to be
+  /// exp2(scale S - base). `exchange` may raise the maxima of S, in the log2 domain, to those of more columns.
+  template <class ScoreTensor, class RowTensor, class Exchange>
+  CUTE_DEVICE void raise(ScoreTensor const& S, RowTensor& rescale, RowTensor& base, float scale,
+                         Exchange const& exchange) {
+    float tile_max[Rows];
+    CUTE_UNROLL
+    for (int i = 0; i < Rows; ++i) tile_max[i] = max_of_row(i, S, scale);
+    exchange(tile_max);
+    CUTE_UNROLL
+    for (int i = 0; i < Rows; ++i) raise_row(i, tile_max[i], rescale(i), base(i));
+  }
+
+  /// S becomes P, l follows the new maximum, and so must O: `rescale(i)` is what its row i is to be multiplied by.
+  /// `scale` goes into the instruction that subtracts m.
   template <class ScoreTensor, class RowTensor>
   CUTE_DEVICE void update(ScoreTensor& S, RowTensor& rescale, float scale) {
     CUTE_UNROLL
     for (int i = 0; i < Rows; ++i) {
-      float tile_max = S(i, 0);
-      CUTE_UNROLL
-      for (int j = 1; j < cute::size<1>(S); ++j) tile_max = fmaxf(tile_max, S(i, j));
-      tile_max = scale * warp_max<Lanes, Stride>(tile_max);
-      float const m_new = tile_max > m[i] + Slack ? tile_max : m[i];
-      float const base = m_new == -INFINITY ? 0.f : m_new;  // a row without a visible key so far: all of P is 0
-      rescale(i) = exp2_approx(m[i] - base);
-      m[i] = m_new;
+      float base;
+      raise_row(i, max_of_row(i, S, scale), rescale(i), base);
       float sum = 0.f;
       CUTE_UNROLL
       for (int j = 0; j < cute::size<1>(S); ++j) {
@@ -107,6 +114,22 @@ struct OnlineSoftmax {
     CUTE_UNROLL
     for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= factor_of_row;
     return lse;
+  }
+
+ private:
+  template <class ScoreTensor>
+  CUTE_DEVICE static float max_of_row(int i, ScoreTensor const& S, float scale) {
+    float tile_max = S(i, 0);
+    CUTE_UNROLL
+    for (int j = 1; j < cute::size<1>(S); ++j) tile_max = fmaxf(tile_max, S(i, j));
+    return scale * warp_max<Lanes, Stride>(tile_max);
+  }
+
+  CUTE_DEVICE void raise_row(int i, float tile_max, float& rescale, float& base) {
+    float const m_new = tile_max > m[i] + Slack ? tile_max : m[i];
+    base = m_new == -INFINITY ? 0.f : m_new;  // a row without a visible key so far: all of P is 0
+    rescale = exp2_approx(m[i] - base);
+    m[i] = m_new;
   }
 };
 

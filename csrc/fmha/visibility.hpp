@@ -39,6 +39,13 @@ struct Visibility {
     return {n_q, len_kv - first_key, start_pos - first_key, window_left, window_right};
   }
 
+  /// The same with unbounded windows as numbers that reach past every key. The compiler sees that they are not negative
+  /// and leaves out the branches of `keys_of_row`.
+  CUTE_HOST_DEVICE Visibility without_cases() const {
+    auto reach = [](int window) { return static_cast<int>(unsigned(window) < 1u << 30 ? unsigned(window) : 1u << 30); };
+    return {n_q, len_kv, start_pos, reach(window_left), reach(window_right)};
+  }
+
   CUTE_HOST_DEVICE int last_row(int row0, int block_r) const {
     return (row0 + block_r < n_q ? row0 + block_r : n_q) - 1;
   }

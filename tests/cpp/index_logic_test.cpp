@@ -43,6 +43,30 @@ TEST(Visibility, WindowMovesWithTheRow) {
   EXPECT_EQ(v.tiles_of(256, 64, 64).end, 5);
 }
 
+TEST(Visibility, WithoutCasesSeesTheSameKeys) {
+  int const far = kMaxPosition;  // positions and lengths as large as they come: nothing may overflow
+  for (int left : {-1, 0, 1, 5, far, (1 << 30) - 1}) {
+    for (int right : {-1, 0, 1, 5, far, (1 << 30) - 1}) {
+      for (int start : {-far, -3, 0, 4, far}) {
+        for (int len : {0, 1, 9, far - 1}) {
+          for (int first_key : {0, 8, len / 16 * 16}) {
+            Visibility const v = Visibility{
+                .n_q = far - 1, .len_kv = len, .start_pos = start, .window_left = left, .window_right = right};
+            Visibility const counted = v.counted_from(first_key), w = counted.without_cases();
+            for (int row : {0, 1, 2, 7, 8, far - 2}) {
+              for (int key : {0, 1, 2, 6, 15}) {
+                EXPECT_EQ(w.keys_of_row(row).contains(key), v.keys_of_row(row).contains(first_key + key))
+                    << left << " " << right << " " << start << " " << len << " " << first_key << " " << row << " "
+                    << key;
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(Sequence, LengthsAndPaddingOfTheDeviceAreHeldInBounds) {
   int const seqused[] = {50, 9000, -3}, leftpad[] = {10, 0, 7};
   ForwardParams params;
@@ -123,6 +147,23 @@ TEST(Sequence, WhateverCuSeqlensHoldsStaysInBounds) {
         EXPECT_LE(s.q_row0 + s.visibility.n_q, 3);
         EXPECT_GE(s.k_row0, 0);
         EXPECT_LE(s.k_row0 + s.visibility.len_kv, 4);
+      }
+    }
+  }
+}
+
+TEST(Scheduler, SectionsAreOfOneSizeWhereTheyCanBe) {
+  EXPECT_EQ(even_section(32, 7, 1), 4);
+  EXPECT_EQ(even_section(64, 60, 4), 32);
+  EXPECT_EQ(even_section(31, 7, 1), 7);    // a prime
+  EXPECT_EQ(even_section(10, 40, 1), 40);  // one section, whatever it is called
+  for (int group : {1, 2, 5}) {
+    for (int pairs = group; pairs <= 60; pairs += group) {
+      for (int section = group; section <= 60; section += group) {
+        int const even = even_section(pairs, section, group);
+        EXPECT_LE(even, section);
+        EXPECT_GE(2 * even, section);
+        EXPECT_EQ(even % group, 0);
       }
     }
   }

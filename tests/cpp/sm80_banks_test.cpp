@@ -18,8 +18,26 @@ bool one_pass(Offset offset) {
   return groups.size() == 8;
 }
 
+/// The main loops name a lane's first chunk once and step from there: whatever has no bit in common with its number.
+template <int Rows>
+void check_steps(int columns) {
+  for (int row = 0; row < 16; ++row) {
+    for (int chunk = 0; chunk < 8; ++chunk) {
+      for (int rows = 0; row + rows < Rows; rows += 8) {
+        for (int chunks = 0; chunks + chunk < columns / kVector; ++chunks) {
+          if (chunk & chunks) continue;
+          EXPECT_EQ(chunk_at<Rows>(2 * chunk_offset<Rows>(row, chunk), rows, chunks),
+                    2u * chunk_offset<Rows>(row + rows, chunk + chunks));
+        }
+      }
+    }
+  }
+}
+
 template <class T>
 void check() {
+  check_steps<T::B_r>(T::HeadDim);
+  check_steps<T::B_c>(T::HeadDim);
   typename T::LayoutQ const layout_q;
   typename T::LayoutKV const layout_kv;
   for (int chunk = 0; chunk < T::HeadDim / kVector; ++chunk) {
@@ -41,21 +59,43 @@ void check() {
 }
 
 TEST(Sm80Layouts, OffsetsAreTheLayoutsAndNothingConflicts) {
-  check<Traits<128, 80, 64, half_t, 128>>();
+  check<Traits<128, 64, 64, half_t, 128>>();
   check<Traits<64, 64, 64, bfloat16_t, 128>>();
   check<Traits<128, 48, 128, half_t, 128>>();
-  check<Traits<64, 80, 192, bfloat16_t, 128>>();
-  check<Traits<64, 64, 256, half_t, 128>>();
+  check<Traits<64, 80, 192, bfloat16_t, 128, 1>>();
+  check<Traits<64, 64, 256, half_t, 128, 1, 2>>();
 }
 
-/// A packed pair of the accumulator goes to shared memory as four bytes a lane: rows lane / 4, pairs lane % 4 of a
-/// chunk.
-TEST(Sm80Layouts, OutputStoresDoNotConflict) {
-  for (int chunk = 0; chunk < 8; ++chunk) {
-    std::set<int> banks;
-    for (int lane = 0; lane < 32; ++lane) banks.insert((chunk_offset<64>(lane / 4, chunk) + lane % 4 * 2) / 2 % 32);
-    EXPECT_EQ(banks.size(), 32u);
+/// A packed pair of an accumulator goes to shared memory as four bytes a lane, on its way out or, of P, to the warp
+/// that shares the rows: rows lane / 4, pairs lane % 4 of a chunk.
+TEST(Sm80Layouts, StoresOfAccumulatorsDoNotConflict) {
+  for (int row = 0; row < 64; row += 8) {
+    for (int chunk = 0; chunk < 8; ++chunk) {
+      std::set<int> banks;
+      for (int lane = 0; lane < 32; ++lane)
+        banks.insert((chunk_offset<64>(row + lane / 4, chunk) + lane % 4 * 2) / 2 % 32);
+      EXPECT_EQ(banks.size(), 32u);
+    }
   }
+}
+
+/// Between two warps that share rows P is a panel of its own: what one writes of its keys is what the other reads.
+TEST(Sm80Layouts, SharedPIsReadWhereItIsWritten) {
+  using T = Traits<64, 64, 256, half_t, 128, 1, 2>;
+  constexpr int Chunks = T::WarpKeys / kVector;
+  std::set<int> written, read;
+  for (int lane = 0; lane < 32; ++lane) {
+    uint32_t const to = 2 * (chunk_offset<T::B_r>(lane / 4, Chunks) + lane % 4 * 2);
+    for (int rows = 0; rows < 32; rows += 8) {
+      for (int chunk = 0; chunk < Chunks; ++chunk) written.insert(chunk_at<T::B_r>(to, rows, chunk) / 16);
+    }
+    uint32_t const from = 2 * chunk_offset<T::B_r>(lane % kAtom, Chunks + lane / kAtom);
+    for (int rows = 0; rows < 32; rows += kAtom) {
+      for (int chunk = 0; chunk < Chunks; chunk += 2) read.insert(chunk_at<T::B_r>(from, rows, chunk) / 16);
+    }
+  }
+  EXPECT_EQ(written.size(), 32u * Chunks);
+  EXPECT_EQ(written, read);
 }
 
 }  // namespace

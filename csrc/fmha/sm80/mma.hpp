@@ -32,4 +32,30 @@ CUTE_DEVICE void load_matrices_transposed(uint32_t (&r)[4], Element const* smem)
   SM75_U16x8_LDSM_T::copy(*reinterpret_cast<uint128_t const*>(smem), r[0], r[1], r[2], r[3]);
 }
 
+/// The same from a byte address in shared memory.
+CUTE_DEVICE void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+CUTE_DEVICE void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+CUTE_DEVICE void store_shared(uint32_t address, uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+CUTE_DEVICE uint4 load_shared(uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
 }  // namespace cutlass_ext::sm80

@@ -8,6 +8,8 @@
 #include <cute/swizzle_layout.hpp>
 #include <cutlass/numeric_types.h>
 
+#include "../score_mod.hpp"
+#include "../sequence.hpp"
 #include "../swizzle.hpp"
 
 namespace cutlass_ext::sm80 {
@@ -32,20 +34,33 @@ CUTE_HOST_DEVICE int chunk_offset(int row, int chunk) {
   return (chunk / 8 * Rows + row) * kPanel + swizzled_chunk<half_t>(chunk % 8, row);
 }
 
-template <int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_>
+/// Byte address of the chunk that lies `rows` rows (a multiple of 8) and `chunks` chunks on from the one at `address`,
+/// in a tile of `Rows` rows that begins at a multiple of 128 bytes. The two chunks' numbers have no bit in common.
+template <int Rows>
+CUTE_HOST_DEVICE uint32_t chunk_at(uint32_t address, int rows, int chunks) {
+  return (address ^ (chunks % 8 * 16)) + (chunks / 8 * Rows + rows) * kPanel * 2;
+}
+
+/// `Sharers` warps share query rows: each takes its part of the tile's keys in Q K^T, and of the columns of O.
+template <int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_, int Stages_ = 2, int Sharers_ = 1>
 struct Traits {
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDim_, Threads = Threads_;
+  static constexpr int Stages = Stages_, Sharers = Sharers_;
   using Element = Element_;
   static constexpr int Warps = Threads / 32;
-  static constexpr int RowAtoms = B_r / Warps / kAtom;  // 16-row atoms of a warp: no other warp sees its rows
-  static constexpr int Rows = 2 * RowAtoms;             // rows of a thread
-  static constexpr int KeyAtoms = B_c / kAtomN;         // 8-column atoms of S
-  static constexpr int OutAtoms = HeadDim / kAtomN;     // and of O
+  static constexpr int WarpKeys = B_c / Sharers, WarpColumns = HeadDim / Sharers;
+  static constexpr int RowAtoms = B_r / (Warps / Sharers) / kAtom;  // 16-row atoms of a warp
+  static constexpr int Rows = 2 * RowAtoms;                         // rows of a thread
+  static constexpr int KeyAtoms = WarpKeys / kAtomN;                // 8-column atoms of S
+  static constexpr int OutAtoms = WarpColumns / kAtomN;             // and of O
+  static constexpr bool QueriesInRegisters = HeadDim <= 64;
+  static constexpr bool Shared = Sharers > 1;
 
   static_assert(std::is_same_v<Element, half_t> || std::is_same_v<Element, bfloat16_t>,
                 "mma.sync takes 16-bit operands");
-  static_assert(B_r % (Warps * kAtom) == 0, "every warp owns whole atoms of 16 query rows");
-  static_assert(B_c % kAtom == 0, "P V runs through the keys 16 at a time");
+  static_assert(Sharers == 1 || (Sharers == 2 && B_c <= kPanel && WarpColumns % kPanel == 0), "parts of a panel of P");
+  static_assert(B_r % (Warps / Sharers * kAtom) == 0, "every warp owns whole atoms of 16 query rows");
+  static_assert(WarpKeys % kAtom == 0, "P V runs through the keys 16 at a time");
   static_assert(HeadDim % kPanel == 0, "head_dim is padded to whole panels of 64 columns");
   static_assert(B_r % (Threads / 8) == 0 && B_c % (Threads / 8) == 0,
                 "a pass of the block copies whole rows of a panel");
@@ -55,8 +70,15 @@ struct Traits {
 
   struct SharedStorage {
     alignas(128) Element q[cosize_v<LayoutQ>];
-    alignas(128) Element k[cosize_v<LayoutKV>];
-    alignas(128) Element v[cosize_v<LayoutKV>];
+    alignas(128) Element k[Stages][cosize_v<LayoutKV>];
+    alignas(128) Element v[Stages][cosize_v<LayoutKV>];
+    // Where two warps share rows: P of both, and the maxima and sums that each has found.
+    alignas(128) Element p[Shared ? B_r * kPanel : 1];
+    float statistics[Shared ? 2 : 1][Shared ? B_r : 1];
+    // Of the work item, what is wanted now and then: in registers it would spill.
+    Sequence sequence;
+    ScoreMod score_mod;
+    Element const *keys, *values;  // of key 0
   };
 };
 
