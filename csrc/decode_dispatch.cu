@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <mutex>
 #include <sstream>
 
 #include "counters.hpp"
 #include "fmha/decode/partition.hpp"
+#include "fmha/decode/sequence.hpp"
 
 namespace cutlass_ext::decode {
 
@@ -28,34 +30,56 @@ constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
 constexpr int kMaxDevices = 64;
 // Shared memory of a multiprocessor that is worth filling with copies. Twice as much, in twice the CTAs, is slower on
 // an H200 where sequences are shared by groups (130 us for 126 at 16 x 8192 keys of 8 heads, 19.3 for 17.5 at 1 x 8192:
-// more parts to merge), and faster where a group has several: one CTA then copies while another ends a sequence.
+// more parts to merge), and faster where a group has several: one CTA then copies while another ends a sequence (the
+// lean kernel: 235 us for 238 at 64 ragged sequences; but 243 for 240 at 64 x 4096, where all end at the same time).
 constexpr int kWantedBytes = 96 * 1024;
 constexpr int kMaxRows = 16;  // query rows of a call of `fmha` up to which it decodes: speculative decoding's
 
-/// CTAs of kernel `k` that fill the device's wanted bytes, and all that it holds at once; the first call for a device
-/// also raises the kernel's shared-memory limit there.
-cudaError_t slots_of(int k, int device, int* enough, int* all) {
-  static std::atomic<int> known[kKernelCount][kMaxDevices], known_enough[kKernelCount][kMaxDevices];
+/// CTAs of a kernel that fill a device's wanted bytes, and all that it holds at once; 0 where it does not fit.
+struct Slots {
+  int enough, all;
+};
+
+/// Those of kernel `k`, and of its lean one. The first call for a device also raises the kernels' shared-memory limits
+/// there.
+cudaError_t slots_of(int k, int device, Slots* slots, Slots* lean) {
+  static std::atomic<bool> known[kKernelCount][kMaxDevices];
+  static Slots known_slots[kKernelCount][kMaxDevices], known_lean[kKernelCount][kMaxDevices];
+  static std::mutex mutex;
   if (device >= kMaxDevices) return cudaErrorInvalidDevice;
-  *all = known[k][device].load();
-  *enough = known_enough[k][device].load();
-  if (*all > 0) return cudaSuccess;
-  Kernel const& kernel = *kKernels[k];
-  int ctas, multiprocessors;
-  for (void const* entry : kernel.entries) {
-    if (cudaError_t e = cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes))
-      return e;
+  if (!known[k][device].load(std::memory_order_acquire)) {
+    std::lock_guard<std::mutex> const lock(mutex);
+    int multiprocessors, limit;
+    if (cudaError_t e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return e;
+    if (cudaError_t e = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return e;
+    auto const count = [&](void const* entry, int threads, int bytes, Slots* found) {
+      if (cudaError_t e = cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return e;
+      int ctas;
+      if (cudaError_t e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, entry, threads, bytes)) return e;
+      ctas = std::max(ctas, 1);
+      *found = {std::clamp((kWantedBytes + bytes - 1) / bytes, 1, ctas) * multiprocessors, ctas * multiprocessors};
+      return cudaSuccess;
+    };
+    Kernel const& kernel = *kKernels[k];
+    for (void const* entry : {kernel.entries[1], kernel.entries[0]}) {
+      if (cudaError_t e = count(entry, kernel.threads, kernel.shared_bytes, &known_slots[k][device])) return e;
+    }
+    known_lean[k][device] = {0, 0};
+    if (kernel.lean_entry && kernel.lean_shared_bytes <= limit) {
+      if (cudaError_t e = count(kernel.lean_entry, kernel.threads, kernel.lean_shared_bytes, &known_lean[k][device]))
+        return e;
+    }
+    known[k][device].store(true, std::memory_order_release);
   }
-  if (cudaError_t e =
-          cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel.entries[0], kernel.threads, kernel.shared_bytes))
-    return e;
-  if (cudaError_t e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return e;
-  ctas = std::max(ctas, 1);
-  *enough = std::clamp((kWantedBytes + kernel.shared_bytes - 1) / kernel.shared_bytes, 1, ctas) * multiprocessors;
-  *all = ctas * multiprocessors;
-  known_enough[k][device].store(*enough);
-  known[k][device].store(*all);
+  *slots = known_slots[k][device];
+  *lean = known_lean[k][device];
   return cudaSuccess;
+}
+
+/// Whether lean.hpp's kernel can do the call.
+bool is_lean(DecodeParams const& p, Kernel const& kernel, int64_t rows) {
+  return is_plain(p) && p.head_dim == kernel.head_dim && p.head_dim_v == kernel.head_dim && rows <= kLeanRows &&
+         p.batch <= kLeanBatch && (!p.block_table || p.page_shift >= kLeanPageShift);
 }
 
 }  // namespace
@@ -96,8 +120,8 @@ cudaError_t plan(DecodeParams* params, DType dtype, int num_splits, bool want_re
     ++k;
   }
   Kernel const& kernel = *kKernels[k];
-  int enough, all;
-  if (cudaError_t e = slots_of(k, device, &enough, &all)) return e;
+  Slots slots, lean;
+  if (cudaError_t e = slots_of(k, device, &slots, &lean)) return e;
 
   plan->kernel = &kernel;
   params->group_heads = group_heads;
@@ -106,9 +130,11 @@ cudaError_t plan(DecodeParams* params, DType dtype, int num_splits, bool want_re
   int64_t const lanes = int64_t(params->row_tiles) * params->heads_kv;
   params->fixed_splits = num_splits > 0;
   params->num_splits = std::max(num_splits, 1);
+  params->lean = lean.all > 0 && is_lean(*params, kernel, rows);
+  if (params->lean) slots = lean;
   auto const groups_of = [&](int64_t slots) { return static_cast<int>(std::max<int64_t>(1, slots / lanes)); };
-  params->groups = groups_of(enough);
-  if (params->batch > params->groups) params->groups = groups_of(all);
+  params->groups = groups_of(slots.enough);
+  if (params->batch > params->groups && !(params->lean && all_alike(*params))) params->groups = groups_of(slots.all);
   if (params->fixed_splits) {
     plan->partial_rows = num_splits > 1 ? int64_t(params->batch) * num_splits * lanes * kernel.rows : 0;
   } else {
@@ -116,8 +142,9 @@ cudaError_t plan(DecodeParams* params, DType dtype, int num_splits, bool want_re
   }
   if (want_reason) {
     std::ostringstream text;
-    text << family_of(dtype) << ": decode kernel, head_dim " << head_dim << " in tiles of " << kernel.rows
-         << " packed query rows and head_dim " << kernel.head_dim << "; ";
+    text << family_of(dtype) << ": " << (params->lean ? "lean " : "") << "decode kernel, head_dim " << head_dim
+         << " in tiles of " << (params->lean ? kLeanRows : kernel.rows) << " packed query rows and head_dim "
+         << kernel.head_dim << "; ";
     if (params->fixed_splits) {
       text << num_splits << (num_splits == 1 ? " split" : " splits") << " of the keys as asked";
     } else {

@@ -21,6 +21,8 @@ struct Kernel {
   int threads;
   int shared_bytes;
   void const* entries[2];  // the whole and the plain kernel, for occupancy and the shared-memory limit
+  void const* lean_entry;  // lean.hpp's, or null
+  int lean_shared_bytes;
   cudaError_t (*launch)(DecodeParams const&, cudaStream_t);
 };
 

@@ -107,10 +107,10 @@ struct OnlineSoftmax {
   }
 
   /// Normalises row `i` of O and returns its lse.
-  template <class OutTensor>
+  template <bool ApproximateLog = false, class OutTensor>
   CUTE_DEVICE float finish(int i, OutTensor& O, float sink_log2) const {
     float lse;
-    float const factor_of_row = factor(i, sink_log2, &lse);
+    float const factor_of_row = factor<ApproximateLog>(i, sink_log2, &lse);
     CUTE_UNROLL
     for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= factor_of_row;
     return lse;

@@ -11,6 +11,7 @@ template <int HeadDim, class Element, int RowWarps, int KeyWarps, int TileKeys, 
 Kernel decode_kernel_of() {
   using Fmha = Decode<HeadDim, Element, RowWarps, KeyWarps, TileKeys, Stages>;
   static_assert(Fmha::kSharedBytes <= 99 * 1024, "what a block has on compute capability 8.6");
+  static_assert(!Fmha::HasLean || int(Fmha::Lean::Threads) == int(Fmha::Traits::Threads));
   return {std::is_same_v<Element, float>             ? DType::Float32
           : std::is_same_v<Element, cutlass::half_t> ? DType::Float16
                                                      : DType::BFloat16,
@@ -20,6 +21,8 @@ Kernel decode_kernel_of() {
           Fmha::Traits::Threads,
           Fmha::kSharedBytes,
           {reinterpret_cast<void const*>(Fmha::kernel), reinterpret_cast<void const*>(Fmha::plain_kernel)},
+          Fmha::lean_entry(),
+          Fmha::kLeanSharedBytes,
           [](DecodeParams const& params, cudaStream_t stream) { return Fmha{}(params, stream); }};
 }
 

@@ -110,10 +110,23 @@ def test_features(target, feature, n_q, page_size):
     check_case(target, [500, 130, 0], n_q, 8, 2, 64, page_size=page_size, **features)
 
 
-@pytest.mark.parametrize("batch", [1, 40, 300])
+@pytest.mark.parametrize("batch", [1, 32, 33, 40, 256, 257, 300])
 def test_ragged(target, batch):
     lengths = torch.randint(0, 200, (batch,), generator=torch.Generator().manual_seed(batch)).tolist()
     check_case(target, lengths, 1, 8, 2, 64, capacity=208, page_size=16)
+
+
+@pytest.mark.parametrize("page_size", [None, 8, 16])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("n_q,heads_q", [(1, 1), (1, 8), (2, 4), (8, 1), (1, 7), (3, 3)])
+def test_at_most_eight_packed_rows(target, n_q, heads_q, d, masked, page_size):
+    """The lean kernel's calls and, with nine rows or pages of 8, their neighbours; sequences that end on tile edges,
+    next to them, and without a key, several to a CTA and several CTAs to one."""
+    mask = {"causal": True, "window": (100, -1)} if masked else {}
+    lengths = [0, 700, 0, 0, 1, 15, 16, 17, 64, 65, 512, 3, 0]
+    check_case(target, lengths, n_q, 2 * heads_q, 2, d, capacity=704, page_size=page_size, **mask)
+    check_case(target, [700], n_q, 2 * heads_q, 2, d, capacity=704, page_size=page_size, **mask)
 
 
 @pytest.mark.parametrize("n_q", [65, 300])

@@ -12,14 +12,13 @@
 
 #include "../online_softmax.hpp"
 #include "../score_mod.hpp"
+#include "lean.hpp"
 #include "math.hpp"
+#include "merge.hpp"
 #include "traits.hpp"
 #include "walk.hpp"
 
 namespace cutlass_ext::decode {
-
-/// Groups of fewer keys than this cost more to merge than they gain: a tile for each of four warps.
-constexpr int kMinChunkKeys = 64;
 
 /// A warp's way through the tiles ahead of those that it works on: which tile it copies next, and from where.
 template <class Traits>
@@ -363,9 +362,6 @@ class Query {
   }
 };
 
-CUTE_DEVICE float4 fma(float4 const& x, float f, float4 const& sum) {
-  return make_float4(fmaf(x.x, f, sum.x), fmaf(x.y, f, sum.y), fmaf(x.z, f, sum.z), fmaf(x.w, f, sum.w));
-}
 CUTE_DEVICE float4 scaled(float4 const& x, float f) { return make_float4(x.x * f, x.y * f, x.z * f, x.w * f); }
 
 /// Where part `part` of a sequence left its sums (not normalised, relative to m), and each row's m and l.
@@ -469,14 +465,6 @@ CUTE_DEVICE void write_empty(DecodeParams const& params, Place const& place, Tok
   }
 }
 
-/// Counts to `n` and around to 0; returns the count before. What the CTA wrote before its last barrier is visible to
-/// the CTA that sees the count, behind a barrier of its own.
-CUTE_DEVICE unsigned count_up(unsigned* counter, unsigned n) {
-  unsigned before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(n - 1) : "memory");
-  return before;
-}
-
 /// Until the other warps that read the same tile are here.
 template <class Traits>
 CUTE_DEVICE void meet() {
@@ -485,14 +473,6 @@ CUTE_DEVICE void meet() {
   } else {
     __syncthreads();
   }
-}
-
-/// Whether a call is plain: it reads a cache, nothing more. Its code is then a quarter smaller and runs straight
-/// through, which counts where a kernel of a few microseconds finds its instructions in device memory: with L2 cold,
-/// 1024 keys of 8 heads take 18.4 us on an H200 with everything in the way, 12.7 without.
-inline bool is_plain(DecodeParams const& p) {
-  return p.n_new == 0 && !p.rotary.cos && p.softcap == 0.f && !p.alibi_slopes && !p.sink && !p.batch_idx &&
-         !p.leftpad_k && !p.fixed_splits;
 }
 
 /// The parameters with what `is_plain` has found out as constants, or as they are.
@@ -721,19 +701,33 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
   cp_async_wait<0>();
 }
 
-/// The kernel of one tile shape: `Decode<...>{}(params, stream)` launches it.
+/// The kernels of one tile shape: `Decode<...>{}(params, stream)` launches one of them.
 template <int HeadDim, class Element, int RowWarps, int KeyWarps, int TileKeys, int Stages>
 struct Decode {
   using Traits = decode::Traits<HeadDim, Element, RowWarps, KeyWarps, TileKeys, Stages>;
+  static constexpr bool HasLean = RowWarps == 1 && sizeof(Element) == 2 && HeadDim <= 128;
+  using Lean = LeanTraits<HasLean ? HeadDim : 64, std::conditional_t<HasLean, Element, cutlass::half_t>>;
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
+  static constexpr int kLeanSharedBytes = HasLean ? sizeof(typename Lean::SharedStorage) : 0;
   static constexpr auto kernel = &decode_kernel<Traits, false>;
   static constexpr auto plain_kernel = &decode_kernel < Traits, RowWarps == 1 && Traits::TensorCores > ;
+  static void const* lean_entry() {
+    if constexpr (HasLean) return reinterpret_cast<void const*>(&lean_kernel<Lean>);
+    return nullptr;
+  }
 
   cudaError_t operator()(DecodeParams const& params, cudaStream_t stream) const {
     int64_t const groups = params.fixed_splits ? int64_t(params.batch) * params.num_splits : params.groups;
     int64_t const blocks = groups * params.row_tiles * params.heads_kv;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+    if constexpr (HasLean) {
+      if (params.lean) {
+        dim3 const grid(params.heads_kv, params.groups);
+        lean_kernel<Lean><<<grid, Lean::Threads, kLeanSharedBytes, stream>>>(params);
+        return cudaGetLastError();
+      }
+    }
     auto const chosen = is_plain(params) ? plain_kernel : kernel;
     chosen<<<static_cast<unsigned>(blocks), Traits::Threads, kSharedBytes, stream>>>(params);
     return cudaGetLastError();

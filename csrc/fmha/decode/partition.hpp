@@ -8,6 +8,9 @@
 
 namespace cutlass_ext::decode {
 
+/// Groups of fewer keys than this cost more to merge than they gain: a tile for each of four warps.
+constexpr int kMinChunkKeys = 64;
+
 /// The key tiles of all sequences in a row, cut into one chunk for each group of CTAs, equal up to the last. A group
 /// has a CTA for each key head (and row tile), so that the heads of the same keys, neighbours in memory, are read at
 /// the same time. Stream-K's division (arXiv:2301.03598, section 4) with the batch as the accumulated dimension.

@@ -1,5 +1,5 @@
-// Tile shapes and shared memory of the decode kernels. Used by fmha.hpp and its two ways to multiply; tests/cpp checks
-// the sizes.
+// Tile shapes and shared memory of the decode kernels. Used by fmha.hpp, its two ways to multiply and lean.hpp;
+// tests/cpp checks where things lie.
 #pragma once
 
 #include <type_traits>
@@ -62,5 +62,13 @@ template <class Element, int Rows>
 CUTE_HOST_DEVICE int chunk_offset(int row, int chunk) {
   return ((chunk / 8 * Rows + row) * 8 + (chunk % 8 ^ row % 8)) * int(16 / sizeof(Element));
 }
+
+/// Of the lean kernel: where chunk `chunk` of a row lies, so that the eight lanes that read at a time find theirs in
+/// different banks: of Q and K they read four chunks of two rows, of V two chunks of four even or odd rows.
+CUTE_HOST_DEVICE int key_place(int row, int chunk) { return chunk ^ row % 2 * 4; }
+CUTE_HOST_DEVICE int value_place(int row, int chunk) { return chunk ^ (row & 6); }
+
+/// The same for float4 `unit` of a row of O, of which the lanes write two of four even or odd rows.
+CUTE_HOST_DEVICE int output_place(int row, int unit) { return unit ^ (row / 2 % 2 + row / 4 * 4); }
 
 }  // namespace cutlass_ext::decode
