@@ -23,6 +23,10 @@ TOOLS = ("memcheck", "racecheck", "initcheck")
 NO_TESTS = 5  # pytest's exit code for a module without GPU tests
 
 
+class Failed(Exception):
+    """Something did not pass; what else is to be seen is looked at all the same."""
+
+
 def sanitizer() -> str:
     """compute-sanitizer, from PATH, the toolkit or NVIDIA's wheel."""
     places = [os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin", "/usr/local/cuda/compute-sanitizer"]
@@ -73,8 +77,7 @@ def run_tests() -> dict[str, int]:
         outputs = {module: process.communicate()[0] for module, process in running.items()}
         failed = [module for module, process in running.items() if process.returncode not in (0, NO_TESTS)]
         if failed:
-            print("\n".join(outputs[module] for module in failed))
-            sys.exit("the tests failed: tests/gpu_verified.json is not written")
+            raise Failed("\n".join(outputs[module] for module in failed) + "\nthe tests failed")
         suites = [xml.parse(report).getroot().find("testsuite") for report in Path(folder).glob("*.xml")]
     total, skipped = (sum(int(suite.get(what)) for suite in suites) for what in ("tests", "skipped"))
     print(f"{total - skipped} tests passed", flush=True)
@@ -94,7 +97,7 @@ def run_sanitizer(tool: str) -> dict[str, int]:
     reported = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", done.stdout)
     expected = expected_hazards(done.stdout)
     if done.returncode or not calls or not reported or int(reported[1]) != expected:
-        sys.exit(f"{done.stdout[-8000:]}\n{tool} failed: tests/gpu_verified.json is not written")
+        raise Failed(f"{done.stdout[-8000:]}\n{tool} failed")
     what = f"clean but for {expected} hazards of job slots" if expected else "clean"
     print(f"{tool}: {what} over {calls[1]} calls", flush=True)
     found = {"calls": int(calls[1]), "errors": 0}
@@ -105,14 +108,19 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("this wants a GPU and a CUDA build of PyTorch")
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    with ThreadPoolExecutor() as pool:
+        sanitizers = {tool: pool.submit(run_sanitizer, tool) for tool in TOOLS}
+    tests = ThreadPoolExecutor().submit(run_tests)
+    if failures := [error for done in (*sanitizers.values(), tests) if (error := done.exception())]:
+        sys.exit("\n".join(map(str, failures)) + "\ntests/gpu_verified.json is not written")
     facts = {
         "csrc": csrc_hash(),
         "gpu": torch.cuda.get_device_name(),
         "driver": subprocess.check_output(query, text=True).strip(),
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "sanitizer": dict(zip(TOOLS, ThreadPoolExecutor().map(run_sanitizer, TOOLS), strict=True)),
-        "tests": run_tests(),
+        "sanitizer": {tool: done.result() for tool, done in sanitizers.items()},
+        "tests": tests.result(),
     }
     VERIFIED.write_text(json.dumps(facts, indent=1) + "\n")
     print(f"wrote {VERIFIED.relative_to(ROOT)}")

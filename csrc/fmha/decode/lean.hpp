@@ -390,6 +390,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) lean_kernel(__grid_constan
         LeanParts<Traits> const parts{params, head, sharing};
         auto const scratch_of = [&](int w, int s) { return reinterpret_cast<float4*>(&shared.ring[w][s]); };
         l = warp_sum<4, 1>(l);
+        __syncwarp();  // V of the last tile has been read where O is now written
         if (t == 0) shared.ml[warp][g] = make_float2(m, l);
         if (lane == 0) shared.scratch_stage[warp] = stage;
         CUTE_UNROLL
