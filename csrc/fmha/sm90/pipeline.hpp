@@ -8,8 +8,13 @@
 
 namespace cutlass_ext::sm90 {
 
-/// An mbarrier in shared memory. With FMHA_TRAP_ON_HANG a wait of seconds ends the kernel, instead of the machine.
+/// An mbarrier in shared memory, which the compiler moves no access to memory across. With FMHA_TRAP_ON_HANG a wait of
+/// seconds ends the kernel, instead of the machine.
 struct Barrier : cutlass::arch::ClusterTransactionBarrier {
+  CUTE_DEVICE void arrive() const {
+    asm volatile("" ::: "memory");
+    cutlass::arch::ClusterTransactionBarrier::arrive();
+  }
   CUTE_DEVICE void wait_for(uint32_t phase) const {
 #ifdef FMHA_TRAP_ON_HANG
     for (int tries = 0; !try_wait(phase); ++tries) {
@@ -18,6 +23,7 @@ struct Barrier : cutlass::arch::ClusterTransactionBarrier {
 #else
     wait(phase);
 #endif
+    asm volatile("" ::: "memory");
   }
 };
 
