@@ -222,14 +222,18 @@ CUTE_DEVICE auto rows_and_columns(Accumulator& c) {
   return make_tensor(c.data(), Layout<Shape<_2, Shape<_2, Int<N>>>, Stride<_2, Stride<_1, _4>>>{});
 }
 
+/// Where element (i, j) of a thread's scores lies, counted from its first row and key.
+CUTE_HOST_DEVICE constexpr int row_of(int i) { return i * 8; }
+CUTE_HOST_DEVICE constexpr int key_of(int j) { return j / 2 * 8 + j % 2; }
+
 /// Hides from the rows of a thread the keys of a tile that they do not see; keys are counted from the tile's first. One
 /// comparison an element where rows have no first key (windows have), since comparisons are dear beside WGMMA.
 template <class ScoreTensor>
 CUTE_DEVICE void mask_tile(ScoreTensor& S, Visibility const& visibility, int row, int lane) {
-  auto row_of = [](int i) { return i * 8; };
-  auto key_of = [](int j) { return j / 2 * 8 + j % 2; };
   Visibility const mine = visibility.counted_from(lane % 4 * 2);
-  if (visibility.window_left >= 0) return mask(S, mine, row, row_of, key_of);
+  if (visibility.window_left >= 0) {
+    return mask(S, mine, row, [](int i) { return row_of(i); }, [](int j) { return key_of(j); });
+  }
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
     int const end = mine.keys_of_row(row + row_of(i)).end;
@@ -359,8 +363,6 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
   Tensor S = rows_and_columns(cS);
   Tensor O = rows_and_columns(cO);
   Tensor words = recast<uint32_t>(fP);
-  auto row_of = [](int i) { return i * 8; };
-  auto key_of = [](int j) { return j / 2 * 8 + j % 2; };
 
   JobReader<Traits> jobs{shared};
   RingPosition<Traits::StagesQ> q;
