@@ -86,11 +86,7 @@ void check_cache(Arguments const& a) {
            "; they must agree in all but the last dimension");
     }
   }
-  if (heads_q < 1) fail("ValueError", "q: has no heads; expected at least 1");
-  if (heads_kv < 1 || heads_q % heads_kv != 0) {
-    fail("ValueError", "k_cache: has ", heads_kv, " heads and q has ", heads_q,
-         "; the heads of q must be a multiple of those of the cache");
-  }
+  check_groups(heads_q, "k_cache", heads_kv, "the cache");
   if (a.block_table) {
     View const& t = *a.block_table;
     if (t.dtype != ScalarType::Int) fail("TypeError", "block_table: has dtype ", t.dtype_name(), "; expected Int");

@@ -138,11 +138,7 @@ void check(Arguments const& a) {
     fail("ValueError", "v: has shape ", a.v.shape_text(), " and k ", a.k.shape_text(),
          "; they must agree in all but the last dimension");
   }
-  if (heads_q < 1) fail("ValueError", "q: has no heads; expected at least 1");
-  if (heads_kv < 1 || heads_q % heads_kv != 0) {
-    fail("ValueError", "k: has ", heads_kv, " heads and q has ", heads_q,
-         "; the heads of q must be a multiple of those of k and v");
-  }
+  check_groups(heads_q, "k", heads_kv, "k and v");
   check_vector("start_pos", a.start_positions, a.q, ScalarType::Int, batch, "[batch]");
   check_vector("seqused_k", a.seqused_k, a.q, ScalarType::Int, batch, "[batch]");
   check_vector("leftpad_k", a.leftpad_k, a.q, ScalarType::Int, batch, "[batch]");

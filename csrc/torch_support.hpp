@@ -127,6 +127,15 @@ inline void check_heads(char const* name, View const& t, View const& q, int dims
   if (t.size(-3) >= kMaxLength) fail("ValueError", name, ": has ", t.size(-3), " rows; expected fewer than 2^29");
 }
 
+/// The heads of q are shared out evenly among the `heads_kv` of `name`, which is of `owners`.
+inline void check_groups(int64_t heads_q, char const* name, int64_t heads_kv, char const* owners) {
+  if (heads_q < 1) fail("ValueError", "q: has no heads; expected at least 1");
+  if (heads_kv < 1 || heads_q % heads_kv != 0) {
+    fail("ValueError", name, ": has ", heads_kv, " heads and q has ", heads_q,
+         "; the heads of q must be a multiple of those of ", owners);
+  }
+}
+
 /// What changes scores, and how the work is done: the arguments that every operator has.
 inline void check_options(View const& q, int64_t batch, int64_t heads_q, OptionalView const& alibi_slopes,
                           OptionalView const& sink, std::optional<int64_t> start_pos, int64_t window_left,

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as xml
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -110,7 +110,8 @@ def main() -> None:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     with ThreadPoolExecutor() as pool:
         sanitizers = {tool: pool.submit(run_sanitizer, tool) for tool in TOOLS}
-    tests = ThreadPoolExecutor().submit(run_tests)
+        wait(sanitizers.values())
+        tests = pool.submit(run_tests)
     if failures := [error for done in (*sanitizers.values(), tests) if (error := done.exception())]:
         sys.exit("\n".join(map(str, failures)) + "\ntests/gpu_verified.json is not written")
     facts = {

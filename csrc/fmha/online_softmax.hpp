@@ -116,7 +116,7 @@ struct OnlineSoftmax {
     return lse;
   }
 
- private:
+ protected:
   template <class ScoreTensor>
   CUTE_DEVICE static float max_of_row(int i, ScoreTensor const& S, float scale) {
     float tile_max = S(i, 0);
@@ -125,6 +125,7 @@ struct OnlineSoftmax {
     return scale * warp_max<Lanes, Stride>(tile_max);
   }
 
+ private:
   CUTE_DEVICE void raise_row(int i, float tile_max, float& rescale, float& base) {
     float const m_new = tile_max > m[i] + Slack ? tile_max : m[i];
     base = m_new == -INFINITY ? 0.f : m_new;  // a row without a visible key so far: all of P is 0

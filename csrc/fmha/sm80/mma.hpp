@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include <cute/arch/copy_sm75.hpp>
+#include <cute/arch/util.hpp>
 #include <cute/arch/mma_sm80.hpp>
 #include <cutlass/numeric_types.h>
 
@@ -22,17 +22,7 @@ CUTE_DEVICE void mma(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_
   Atom::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]);
 }
 
-template <class Element>
-CUTE_DEVICE void load_matrices(uint32_t (&r)[4], Element const* smem) {
-  SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t const*>(smem), r[0], r[1], r[2], r[3]);
-}
-
-template <class Element>
-CUTE_DEVICE void load_matrices_transposed(uint32_t (&r)[4], Element const* smem) {
-  SM75_U16x8_LDSM_T::copy(*reinterpret_cast<uint128_t const*>(smem), r[0], r[1], r[2], r[3]);
-}
-
-/// The same from a byte address in shared memory.
+/// Four matrices of 8 x 8, a row of one for each lane: of what begins at the lane's byte address in shared memory.
 CUTE_DEVICE void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -43,6 +33,16 @@ CUTE_DEVICE void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
+}
+
+template <class Element>
+CUTE_DEVICE void load_matrices(uint32_t (&r)[4], Element const* smem) {
+  load_matrices(r, cast_smem_ptr_to_uint(smem));
+}
+
+template <class Element>
+CUTE_DEVICE void load_matrices_transposed(uint32_t (&r)[4], Element const* smem) {
+  load_matrices_transposed(r, cast_smem_ptr_to_uint(smem));
 }
 
 CUTE_DEVICE void store_shared(uint32_t address, uint32_t x) {

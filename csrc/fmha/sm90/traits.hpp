@@ -38,7 +38,7 @@ struct Traits {
   static constexpr int ColumnsV = (HeadDimV + kPanel - 1) / kPanel * kPanel;
 
   // Of the B_c / 4 columns of S that a thread has in a row, those exponentiated while P V still runs: as many as there
-  // are registers for (of 32 at head_dim 128, 24 are 10% faster than 4; at 64 and 256, 8 are slower than 4).
+  // are registers for (of 32 at head_dim 128, 24 are 4 to 12% faster than 4; at 64 and 256, 8 are 1 to 6% slower).
   static constexpr int EarlyColumns = HeadDimV > 64 && HeadDimV <= 128 ? B_c / 32 * 6 : 4;
   using Softmax = LazySoftmax<B_c / 4, EarlyColumns>;
 
