@@ -194,7 +194,8 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
     }
   }
   Kernel const& kernel = *plan->kernel;
-  int64_t const slots = int64_t(ctas) * device.multiprocessors;
+  int const slots = ctas * device.multiprocessors;
+  plan->slots = slots;
   plan->num_splits = num_splits > 0 ? num_splits : choose_num_splits(tiles, key_tiles(params, kernel), slots);
   if (want_reason) {
     std::ostringstream text;
@@ -213,8 +214,8 @@ cudaError_t run_forward(Plan const& plan, ForwardParams params, cudaStream_t str
   Device device;
   if (cudaError_t e = cudaGetDevice(&index)) return e;
   if (cudaError_t e = device_of(index, &device)) return e;
-  params.multiprocessors = device.multiprocessors;
-  params.section = section_for(params, device.l2_bytes, size_of(plan.kernel->dtype));
+  params.slots = plan.slots;
+  params.section = section_for(params, plan.kernel->block_r, device.l2_bytes, size_of(plan.kernel->dtype));
   if (!std::strcmp(plan.kernel->family, "sm90")) {
     if (cudaError_t e = counters().take(index, stream, 2, &params.work_counter)) return e;
   }

@@ -30,6 +30,7 @@ struct Kernel {
 struct Plan {
   Kernel const* kernel = nullptr;  // null: nothing here runs this call
   int num_splits = 1;
+  int slots = 0;       // CTAs of it that the device holds at once
   std::string reason;  // why this kernel, or why none; filled when asked for
 };
 

@@ -59,7 +59,7 @@ struct ForwardParams {
   int window_right = -1;                 // causal is window_right = 0
 
   // Filled by dispatch.cu
-  int multiprocessors = 0;           // of the device: the CTAs of a persistent launch
+  int slots = 0;                     // CTAs that the device holds at once: those of a persistent launch
   unsigned* work_counter = nullptr;  // two, zero between launches: work items taken, CTAs that found none
   int section = 1 << 30;             // (batch, head) pairs whose keys and values stay in L2 together
   int num_splits = 1;

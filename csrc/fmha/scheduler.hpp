@@ -2,6 +2,7 @@
 // block index, by dispatch.cu for the grid, by the tests on the host.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include <cute/config.hpp>
@@ -52,9 +53,10 @@ CUTE_HOST_DEVICE Scheduler scheduler_of(ForwardParams const& params, int block_r
   return {params.batch, params.heads_q, params.n_q, block_r, params.num_splits, params.section};
 }
 
-/// Pairs of (batch, query head) whose keys and values fill `bytes`; whole groups that share a key head.
-CUTE_HOST_DEVICE int section_of(int64_t bytes, int64_t bytes_per_key_head, int heads_per_kv) {
-  int64_t const key_heads = bytes_per_key_head > 0 ? bytes / bytes_per_key_head : bytes;
+/// Pairs of (batch, query head) that `limit` allows, where each key head takes `cost` of it; whole groups that share a
+/// key head, and at least one.
+CUTE_HOST_DEVICE int section_of(int64_t limit, int64_t cost, int heads_per_kv) {
+  int64_t const key_heads = cost > 0 ? limit / cost : limit;
   return heads_per_kv * static_cast<int>(key_heads < 1 ? 1 : key_heads < (1 << 16) ? key_heads : 1 << 16);
 }
 
@@ -68,13 +70,20 @@ CUTE_HOST_DEVICE int even_section(int pairs, int section, int heads_per_kv) {
   return section;
 }
 
-/// The section of a launch on a GPU with `l2_bytes` of L2, for elements of `element_bytes`: an eighth of L2, since
-/// b8 N2048 d128 is 5% slower with half of it (an H200's 60 MB). Under a causal mask half of it: the last section's
-/// longest tiles are then short of the whole work, and d256 N16384 is 8% faster than with a quarter.
-inline int section_for(ForwardParams const& params, int64_t l2_bytes, int element_bytes) {
+/// The section of a launch on a GPU that holds `params.slots` CTAs at once and has `l2_bytes` of L2: what fits an
+/// eighth of L2, since b8 N2048 d128 is 5% slower with half of it (an H200's 60 MB). Under a causal mask, where the
+/// last tiles of the last section are to be short of the whole work, three waves of tiles, at most five eighths of L2.
+/// Causal rows of an H200 at head_dim 256: two heads of N 16384 at a time are 10% faster than one, four of N 8192 9%
+/// faster than two; at 128, two are as fast as four, four 3% faster than eight.
+inline int section_for(ForwardParams const& params, int block_r, int64_t l2_bytes, int element_bytes) {
   int64_t const bytes_a_head = int64_t(params.n_kv) * (params.head_dim + params.head_dim_v) * element_bytes;
   int const heads_per_kv = params.heads_q / params.heads_kv;
-  int const section = section_of(l2_bytes / (params.window_right >= 0 ? 2 : 8), bytes_a_head, heads_per_kv);
+  int section = section_of(l2_bytes / 8, bytes_a_head, heads_per_kv);
+  if (params.window_right >= 0) {
+    int64_t const tiles_a_group = Scheduler(1, heads_per_kv, params.n_q, block_r, params.num_splits, 1).size();
+    section = std::min(section_of(l2_bytes / 8 * 5, bytes_a_head, heads_per_kv),
+                       section_of(3 * params.slots, tiles_a_group, heads_per_kv));
+  }
   return even_section(params.batch * params.heads_q, section, heads_per_kv);
 }
 

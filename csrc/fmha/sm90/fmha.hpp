@@ -65,7 +65,8 @@ CUTE_DEVICE void schedule(ForwardParams const& params, typename Traits::SharedSt
       int const row0 = work.row0 + lane * kAtomRows, end = visibility.tiles_of(row0, kAtomRows, B_c).end;
       // A warpgroup skips K ahead of V, so no more tiles than fit beside the one of V that it has not multiplied yet.
       int const first = tiles.end - (Traits::Stages - 1), least = first > tiles.begin ? first : tiles.begin + 1;
-      job.rows[lane].end = end < least ? least : end < tiles.end ? end : tiles.end;
+      int const seen = end < least ? least : end < tiles.end ? end : tiles.end;
+      job.rows[lane].end = row0 < visibility.n_q ? seen : tiles.begin;
       job.rows[lane].unmasked = visibility.unmasked_tiles_of(row0, kAtomRows, B_c);
     }
     if (lane == 0) {
@@ -113,6 +114,7 @@ CUTE_DEVICE void copy_queries(CUtensorMap const& map, typename Traits::SharedSto
   constexpr int B_r = Traits::B_r, Columns = Traits::ColumnsQK;
   JobReader<Traits> jobs{shared};
   RingPosition<Traits::StagesQ> q;
+  cute::prefetch_tma_descriptor(&map);
   for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
     if (job->tiles.size() > 0) {
       shared.q_empty[q.stage].wait_for(q.phase ^ 1);
@@ -135,6 +137,8 @@ CUTE_DEVICE void copy_keys_and_values(ForwardParams const& params, TensorMaps co
   bool const leader = threadIdx.x % 32 == 0;
   RingPosition<Traits::Stages> k, v;
   uint32_t tail_phase = 0;
+  cute::prefetch_tma_descriptor(&maps.k);
+  cute::prefetch_tma_descriptor(&maps.v);
   int const heads_per_kv = params.heads_q / params.heads_kv;
   auto load_k = [&](auto const& job, int tile) {
     shared.k_empty[k.stage].wait_for(k.phase ^ 1);
@@ -332,7 +336,7 @@ CUTE_DEVICE void store_empty(ForwardParams const& params, Job<Traits::Consumers>
 
 /// What a consumer warpgroup keeps at hand of a job.
 struct TilesOfRows {
-  Range tiles;  // of its own rows; empty if the job sees no key, or there is none
+  Range tiles;  // of its own rows; empty if there are none, if they see no key, or if there is no job
   int skipped;  // tiles of the job past these
   Range unmasked;
 };
@@ -391,6 +395,7 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
   // key or there is none, of whatever the buffers hold: WGMMAs in flight forbid a branch here.
   auto begin_job = [&](TilesOfRows const& mine) {
     if (mine.tiles.size() > 0) {
+      CUTE_NO_UNROLL
       for (int i = 0; i < mine.skipped; ++i) {
         shared.k_full[k.stage].wait_for(k.phase);
         release(shared.k_empty[k.stage]);
@@ -406,20 +411,31 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
     turns.pass();
   };
 
-  turns.begin();
-  auto const* next = jobs.next();
-  while (next->exists) {
-    TilesOfRows mine = tiles_of(*next);
-    if (mine.tiles.size() == 0) {
-      store_empty<Traits>(params, *next, staging, warp_row, lane);
-      __syncwarp();
-      if (lane == 0) jobs.release(next);
-      next = jobs.next();
-      continue;
+  // A job of which this warpgroup has no rows: lets go, in its turn, what the others use.
+  auto stand_by = [&](Range const& tiles) {
+    shared.q_full[q.stage].wait_for(q.phase);
+    release(shared.q_empty[q.stage]);
+    q.advance();
+    CUTE_NO_UNROLL
+    for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+      shared.k_full[k.stage].wait_for(k.phase);
+      release(shared.k_empty[k.stage]);
+      k.advance();
+      turns.wait();
+      turns.pass();
+      shared.v_full[v.stage].wait_for(v.phase);
+      release(shared.v_empty[v.stage]);
+      v.advance();
     }
+  };
+
+  turns.begin();
+  for (bool exists = true; exists;) {
+    auto const* next = jobs.next();
+    TilesOfRows mine = tiles_of(*next);
     begin_job(mine);
     warpgroup_wait<0>();
-    do {
+    while (mine.tiles.size() > 0) {
       auto const& job = *next;
       int const begin = mine.tiles.begin, end = mine.tiles.end;
       Range const unmasked = mine.unmasked;
@@ -447,6 +463,7 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
       take_scores(end - 1);
       softmax.template start<Element>(S, words, scale);
       clear(cO);
+      CUTE_NO_UNROLL
       for (int i = 0; i < mine.skipped; ++i) {
         shared.v_full[v.stage].wait_for(v.phase);
         release(shared.v_empty[v.stage]);
@@ -482,7 +499,17 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
       release_v();
       store<Traits>(params, results, O, staging, lane);
       warpgroup_wait<0>();
-    } while (mine.tiles.size() > 0);
+    }
+    exists = next->exists;
+    if (exists) {
+      if (next->tiles.size() > 0) {
+        stand_by(next->tiles);
+      } else {
+        store_empty<Traits>(params, *next, staging, warp_row, lane);
+      }
+      __syncwarp();
+      if (lane == 0) jobs.release(next);
+    }
   }
 }
 
@@ -540,7 +567,7 @@ struct FMHA {
     if (items > INT32_MAX) return cudaErrorInvalidConfiguration;
     TensorMaps maps;
     if (cudaError_t e = make_tensor_maps<Element>(&maps, params, B_r, B_c)) return e;
-    unsigned const grid = static_cast<unsigned>(items < params.multiprocessors ? items : params.multiprocessors);
+    unsigned const grid = static_cast<unsigned>(items < params.slots ? items : params.slots);
     kernel<<<grid, Traits::Threads, kSharedBytes, stream>>>(params, maps);
     return cudaGetLastError();
   }

@@ -29,7 +29,8 @@ struct Job {
   } rows[Consumers];
 };
 
-/// Deals work items to the CTAs of a launch, the next one to whoever is free. Called by a whole warp.
+/// Deals work items to the CTAs of a launch: the first of each goes by its index, since an atomic operation on cold
+/// memory takes a microsecond; then the next one goes to whoever is free. Called by a whole warp.
 class WorkQueue {
  public:
   CUTE_DEVICE WorkQueue(ForwardParams const& params, int block_r) : params_(params), block_r_(block_r) {}
@@ -37,7 +38,9 @@ class WorkQueue {
   /// The next work item of this CTA and its sequence; false once there is none.
   CUTE_DEVICE bool next(WorkItem* work, Sequence* sequence) {
     bool const leader = threadIdx.x % 32 == 0;
-    unsigned const index = __shfl_sync(0xffffffffu, leader ? atomicAdd(params_.work_counter, 1u) : 0, 0);
+    unsigned index = blockIdx.x;
+    if (dealt_first_) index = gridDim.x + __shfl_sync(0xffffffffu, leader ? atomicAdd(params_.work_counter, 1u) : 0, 0);
+    dealt_first_ = true;
     if (!(params_.packed() ? find_packed(index, work) : find(index, work))) {
       // The last CTA to be told so leaves the counters as it found them.
       if (leader && atomicInc(params_.work_counter + 1, gridDim.x - 1) == gridDim.x - 1) *params_.work_counter = 0;
@@ -87,6 +90,7 @@ class WorkQueue {
 
   ForwardParams const& params_;
   int block_r_;
+  bool dealt_first_ = false;
   int first_sequence_ = 0;
   unsigned first_index_ = 0;  // of its first work item
 };
