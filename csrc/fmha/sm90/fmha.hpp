@@ -52,8 +52,13 @@ CUTE_DEVICE void schedule(ForwardParams const& params, typename Traits::SharedSt
   constexpr int B_r = Traits::B_r, B_c = Traits::B_c;
   int const lane = threadIdx.x % 32;
   RingPosition<Traits::StagesJobs> slot;
+  RingPosition<1> asked;
   WorkQueue queue(params, B_r);
-  for (bool exists = true; exists; slot.advance()) {
+  for (bool first = true, exists = true; exists; slot.advance(), first = false) {
+    if (!first) {
+      shared.job_asked.wait_for(asked.phase);
+      asked.advance();
+    }
     shared.job_empty[slot.stage].wait_for(slot.phase ^ 1);
     WorkItem work{};
     Sequence sequence{};
@@ -129,6 +134,9 @@ CUTE_DEVICE void copy_queries(CUtensorMap const& map, typename Traits::SharedSto
   }
 }
 
+/// How many key tiles before the last of a job the next one is asked for.
+constexpr int kTilesAhead = 2;
+
 /// The warp that keeps the rings of K and V full.
 template <class Traits>
 CUTE_DEVICE void copy_keys_and_values(ForwardParams const& params, TensorMaps const& maps,
@@ -169,26 +177,31 @@ CUTE_DEVICE void copy_keys_and_values(ForwardParams const& params, TensorMaps co
   };
 
   // In the order of their use: K is a tile ahead of V, across jobs too. The next job is asked for as late as its
-  // arrival in time allows: who takes work early takes it from a CTA that will be idle. A job that sees no key (and
-  // what comes before the first) is a step in which nothing of its own is copied.
+  // arrival in time allows: who takes work early takes it from a CTA that will be idle.
   JobReader<Traits> jobs{shared};
-  Job<Traits::Consumers> const* before = nullptr;
-  Job<Traits::Consumers> const* job = nullptr;
-  do {
-    Job<Traits::Consumers> const* next = nullptr;
-    bool const copies = job && job->tiles.size() > 0;
-    int const begin = copies ? job->tiles.begin : 0, end = copies ? job->tiles.end : 1;
-    for (int tile = end - 1; tile >= begin; --tile) {
+  auto load_first_k = [&](auto const& job) {
+    if (job.tiles.size() > 0) load_k(job, job.tiles.end - 1);
+  };
+  auto ask_for_next = [&] {
+    if (leader) shared.job_asked.arrive();
+  };
+  auto const* job = jobs.next();
+  load_first_k(*job);
+  while (job->exists) {
+    Range const tiles = job->tiles;
+    if (tiles.size() <= kTilesAhead) ask_for_next();
+    for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
       __syncwarp();
-      if (before && leader && tile == (end - begin > 4 ? begin + 4 : end - 1)) jobs.release(before);
-      if (tile == begin) next = jobs.next();
-      auto const* const of_k = tile > begin ? job : next;
-      if (of_k->tiles.size() > 0) load_k(*of_k, tile > begin ? tile - 1 : next->tiles.end - 1);
-      if (copies) load_v(*job, tile);
+      if (tile == tiles.begin + kTilesAhead) ask_for_next();
+      if (tile > tiles.begin) load_k(*job, tile - 1);
+      load_v(*job, tile);
     }
-    before = job;
+    auto const* const next = jobs.next();
+    load_first_k(*next);
+    __syncwarp();
+    if (leader) jobs.release(job);
     job = next;
-  } while (job->exists);
+  }
 }
 
 /// Turns of the consumer warpgroups on the tensor cores, handed round by named barriers.
@@ -230,20 +243,26 @@ CUTE_DEVICE auto rows_and_columns(Accumulator& c) {
 CUTE_HOST_DEVICE constexpr int row_of(int i) { return i * 8; }
 CUTE_HOST_DEVICE constexpr int key_of(int j) { return j / 2 * 8 + j % 2; }
 
-/// Hides from the rows of a thread the keys of a tile that they do not see; keys are counted from the tile's first. One
-/// comparison an element where rows have no first key (windows have), since comparisons are dear beside WGMMA.
+/// How many of a thread's columns lie before `key`, counted from its first.
+CUTE_HOST_DEVICE constexpr int columns_before(int key) { return key <= 0 ? 0 : key / 8 * 2 + (key % 8 < 2 ? key % 8 : 2); }
+
+/// Hides from the rows of a thread the keys of a tile that they do not see; keys are counted from the tile's first. By
+/// bits, seven of which one instruction makes predicates of: comparisons are dear beside WGMMA.
 template <class ScoreTensor>
 CUTE_DEVICE void mask_tile(ScoreTensor& S, Visibility const& visibility, int row, int lane) {
-  Visibility const mine = visibility.counted_from(lane % 4 * 2);
-  if (visibility.window_left >= 0) {
-    return mask(S, mine, row, [](int i) { return row_of(i); }, [](int j) { return key_of(j); });
-  }
+  Visibility const mine = visibility.counted_from(lane % 4 * 2).without_cases();
+  auto low_bits = [](int n) { return n < 32 ? (1u << (n < 0 ? 0 : n)) - 1 : ~0u; };
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
-    int const end = mine.keys_of_row(row + row_of(i)).end;
+    Range const keys = mine.keys_of_row(row + row_of(i));
+    int const begin = columns_before(keys.begin), end = columns_before(keys.end);
     CUTE_UNROLL
-    for (int j = 0; j < size<1>(S); ++j) {
-      if (key_of(j) >= end) S(i, j) = -INFINITY;
+    for (int first = 0; first < size<1>(S); first += 32) {
+      uint32_t const visible = low_bits(end - first) & ~low_bits(begin - first);
+      CUTE_UNROLL
+      for (int j = 0; j < 32 && first + j < size<1>(S); ++j) {
+        if (!(visible & (1u << j))) S(i, first + j) = -INFINITY;
+      }
     }
   }
 }
@@ -301,24 +320,35 @@ CUTE_DEVICE void store(ForwardParams const& params, Results const& results, OutT
   }
   // Through 16 rows of shared memory that are the warp's own, so that global memory is written 16 bytes a lane.
   Element* const to = static_cast<Element*>(params.o) + results.to + lane / 8 * params.o_stride.row;
-  auto chunk_at = [&](int row, int chunk) { return staging + row * kPanel + swizzled_chunk<Element>(chunk, row); };
+  auto chunk_at = [&](int panel, int row, int chunk) {
+    return staging + (panel % Traits::StagedPanels * 16 + row) * kPanel + swizzled_chunk<Element>(chunk, row);
+  };
   CUTE_UNROLL
-  for (int panel = 0; panel < Traits::ColumnsV / kPanel; ++panel) {
+  for (int first = 0; first < Traits::PanelsV; first += Traits::StagedPanels) {
+    constexpr auto end_of = [](int first) {
+      return first + Traits::StagedPanels < Traits::PanelsV ? first + Traits::StagedPanels : Traits::PanelsV;
+    };
     CUTE_UNROLL
-    for (int n = 0; n < kPanel / 16 && panel * kPanel + n * 16 < Traits::HeadDimV; ++n) {
-      int const j = panel * kPanel / 4 + n * 4;
-      SM90_U32x4_STSM_N::copy(pack<Element>(O(0, j), O(0, j + 1)), pack<Element>(O(1, j), O(1, j + 1)),
-                              pack<Element>(O(0, j + 2), O(0, j + 3)), pack<Element>(O(1, j + 2), O(1, j + 3)),
-                              *reinterpret_cast<uint128_t*>(chunk_at(lane % 16, 2 * n + lane / 16)));
+    for (int panel = first; panel < end_of(first); ++panel) {
+      CUTE_UNROLL
+      for (int n = 0; n < kPanel / 16 && panel * kPanel + n * 16 < Traits::HeadDimV; ++n) {
+        int const j = panel * kPanel / 4 + n * 4;
+        SM90_U32x4_STSM_N::copy(pack<Element>(O(0, j), O(0, j + 1)), pack<Element>(O(1, j), O(1, j + 1)),
+                                pack<Element>(O(0, j + 2), O(0, j + 3)), pack<Element>(O(1, j + 2), O(1, j + 3)),
+                                *reinterpret_cast<uint128_t*>(chunk_at(panel, lane % 16, 2 * n + lane / 16)));
+      }
     }
     __syncwarp();
-    int const col = panel * kPanel + lane % 8 * 8;
     CUTE_UNROLL
-    for (int pass = 0; pass < 4; ++pass) {
-      int const row = pass * 4 + lane / 8;
-      if (row < rows && col < params.head_dim_v) {
-        *reinterpret_cast<uint4*>(to + pass * 4 * params.o_stride.row + col) =
-            *reinterpret_cast<uint4 const*>(chunk_at(row, lane % 8));
+    for (int panel = first; panel < end_of(first); ++panel) {
+      int const col = panel * kPanel + lane % 8 * 8;
+      CUTE_UNROLL
+      for (int pass = 0; pass < 4; ++pass) {
+        int const row = pass * 4 + lane / 8;
+        if (row < rows && col < params.head_dim_v) {
+          *reinterpret_cast<uint4*>(to + pass * 4 * params.o_stride.row + col) =
+              *reinterpret_cast<uint4 const*>(chunk_at(panel, row, lane % 8));
+        }
       }
     }
     __syncwarp();
@@ -347,7 +377,7 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
   using Element = typename Traits::Element;
   constexpr int B_c = Traits::B_c;
   int const lane = threadIdx.x % 32, warp_row = warpgroup * kAtomRows + threadIdx.x % kWarpgroup / 32 * 16;
-  Element* const staging = shared.o + warp_row * kPanel;
+  Element* const staging = shared.o + warp_row * Traits::StagedPanels * kPanel;
 
   typename Traits::MmaQK mma_qk;
   typename Traits::MmaPV mma_pv;
@@ -528,6 +558,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     init(shared.q_full, 1, shared.q_empty, kReaders);
     init(shared.k_full, 1, shared.k_empty, kReaders);
     init(shared.v_full, 1, shared.v_empty, kReaders);
+    shared.job_asked.init(1);
     shared.v_tail.init(1);
     cutlass::arch::fence_barrier_init();
   }

@@ -24,7 +24,7 @@ constexpr int kPanel = 64;       // 16-bit columns of one copy: 128 bytes, the w
 template <int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, int StagesQ_, bool ScoreMods_>
 struct Traits {
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDimV_;
-  static constexpr int Stages = Stages_, StagesQ = StagesQ_, StagesJobs = 2;
+  static constexpr int Stages = Stages_, StagesQ = StagesQ_, StagesJobs = 3;
   static constexpr bool ScoreMods = ScoreMods_;
   using Element = Element_;
   static constexpr int Consumers = B_r / kAtomRows;             // warpgroups
@@ -36,6 +36,7 @@ struct Traits {
   // Columns in shared memory: whole panels.
   static constexpr int ColumnsQK = (HeadDim + kPanel - 1) / kPanel * kPanel;
   static constexpr int ColumnsV = (HeadDimV + kPanel - 1) / kPanel * kPanel;
+  static constexpr int PanelsV = ColumnsV / kPanel, StagedPanels = PanelsV > 1 ? 2 : 1;  // of O, two at a time
 
   // Of the B_c / 4 columns of S that a thread has in a row, those exponentiated while P V still runs: as many as there
   // are registers for (of 32 at head_dim 128, 24 are 4 to 12% faster than 4; at 64 and 256, 8 are 1 to 6% slower).
@@ -69,9 +70,10 @@ struct Traits {
     alignas(1024) Element q[cosize_v<LayoutQ>];
     alignas(1024) Element k[cosize_v<LayoutK>];
     alignas(1024) Element v[cosize_v<LayoutV>];
-    alignas(128) Element o[B_r * kPanel];  // a panel of 16 rows for each consumer warp
+    alignas(128) Element o[B_r * StagedPanels * kPanel];  // 16 rows for each consumer warp
     Job<Consumers> jobs[StagesJobs];
     Barrier job_full[StagesJobs], job_empty[StagesJobs];
+    Barrier job_asked;  // the next job, by the warp that will copy for it
     Barrier q_full[StagesQ], q_empty[StagesQ];
     Barrier k_full[Stages], k_empty[Stages];
     Barrier v_full[Stages], v_empty[Stages];
