@@ -7,7 +7,7 @@
 
 #include <cutlass/numeric_types.h>
 
-#include "fmha/scheduler.hpp"
+#include "fmha/work_order.hpp"
 
 namespace cutlass_ext::bench {
 namespace {
@@ -182,9 +182,9 @@ void run_kernel(benchmark::State& state, Case const& c, Kernel const& kernel) {
   DeviceBuffer<unsigned> work_counter(2);
   cudaMemset(work_counter.get(), 0, 2 * sizeof(unsigned));
   run(state, c, 1, [&](ForwardParams params, cudaStream_t stream) {  // what run_forward fills in
-    params.slots = ctas * device.multiProcessorCount;
     params.work_counter = work_counter.get();
-    params.section = section_for(params, kernel.block_r, device.l2CacheSize, c.dtype == DType::Float32 ? 4 : 2);
+    order_work(&params, kernel.block_r, ctas * device.multiProcessorCount, device.l2CacheSize,
+               c.dtype == DType::Float32 ? 4 : 2);
     return kernel.launch(params, stream);
   });
 }

@@ -6,7 +6,6 @@
 #include <cuda_runtime.h>
 
 #include "params.hpp"
-#include "scheduler.hpp"
 
 namespace cutlass_ext {
 
@@ -14,7 +13,7 @@ namespace cutlass_ext {
 template <class Fmha>
 cudaError_t launch_work_items(ForwardParams const& params, cudaStream_t stream) {
   using Traits = typename Fmha::Traits;
-  int64_t const blocks = scheduler_of(params, Traits::B_r).size();
+  int64_t const blocks = params.scheduler.size();
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   Fmha::kernel<<<static_cast<unsigned>(blocks), Traits::Threads, Fmha::kSharedBytes, stream>>>(params);

@@ -6,6 +6,8 @@
 
 #include <cute/config.hpp>
 
+#include "scheduler.hpp"
+
 namespace cutlass_ext {
 
 /// Element strides of a [batch, row, head, head_dim] tensor; the last dimension is contiguous. Packed sequences
@@ -61,7 +63,8 @@ struct ForwardParams {
   // Filled by dispatch.cu
   int slots = 0;                     // CTAs that the device holds at once: those of a persistent launch
   unsigned* work_counter = nullptr;  // two, zero between launches: work items taken, CTAs that found none
-  int section = 1 << 30;             // (batch, head) pairs whose keys and values stay in L2 together
+  Scheduler scheduler;
+  cutlass::FastDivmod heads_per_kv;  // query heads of a key head
   int num_splits = 1;
   float* o_partial = nullptr;    // [num_splits, (shape of lse), d_v], each split normalised by itself
   float* lse_partial = nullptr;  // [num_splits, (shape of lse)]

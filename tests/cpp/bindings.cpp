@@ -8,7 +8,7 @@
 #include <pybind11/stl.h>
 
 #include "fmha/decode/walk.hpp"
-#include "fmha/scheduler.hpp"
+#include "fmha/work_order.hpp"
 #include "fmha/sequence.hpp"
 #include "simt_banks.hpp"
 
@@ -33,7 +33,7 @@ std::vector<std::tuple<int, int, int, int>> schedule(int batch, int heads_q, int
   Scheduler const scheduler(batch, heads_q, n_q, block_r, num_splits, section);
   std::vector<std::tuple<int, int, int, int>> items;
   for (unsigned i = 0; i < scheduler.size(); ++i) {
-    WorkItem const w = scheduler(i, block_r);
+    WorkItem const w = scheduler(i);
     items.emplace_back(w.batch, w.head, w.row0, w.split);
   }
   return items;

@@ -5,7 +5,7 @@
 #include <set>
 #include <tuple>
 
-#include "fmha/scheduler.hpp"
+#include "fmha/work_order.hpp"
 #include "fmha/sequence.hpp"
 
 namespace cutlass_ext {
@@ -176,7 +176,7 @@ TEST(Scheduler, CoversEveryItemLongestFirstInEachSection) {
     std::set<std::tuple<int, int, int, int>> seen;
     int last_section = 0, last_row = 1 << 30;
     for (unsigned i = 0; i < scheduler.size(); ++i) {
-      WorkItem const w = scheduler(i, 64);
+      WorkItem const w = scheduler(i);
       int const of = (w.batch * 3 + w.head) / section;
       EXPECT_GE(of, last_section);
       EXPECT_TRUE(of > last_section || w.row0 <= last_row);
@@ -214,11 +214,13 @@ TEST(Scheduler, SectionsAreWholeGroupsThatFillAPartOfL2) {
 }
 
 TEST(Splits, FillAnIdleGpuAndNoMore) {
-  EXPECT_EQ(choose_num_splits(256, 128, 264), 1);  // three quarters full already
-  EXPECT_EQ(choose_num_splits(4, 8, 396), 4);      // two key tiles a split
-  EXPECT_EQ(choose_num_splits(1, 3, 396), 1);
-  EXPECT_EQ(choose_num_splits(32, 1000, 396), 12);
-  EXPECT_EQ(choose_num_splits(0, 8, 396), 1);
+  EXPECT_EQ(choose_num_splits(256, 128, 264, 2), 1);  // three quarters full already
+  EXPECT_EQ(choose_num_splits(4, 8, 396, 2), 4);      // two key tiles a split
+  EXPECT_EQ(choose_num_splits(1, 3, 396, 2), 1);
+  EXPECT_EQ(choose_num_splits(32, 1000, 396, 2), 12);
+  EXPECT_EQ(choose_num_splits(0, 8, 396, 2), 1);
+  EXPECT_EQ(choose_num_splits(64, 9, 132, 5), 1);
+  EXPECT_EQ(choose_num_splits(32, 16, 132, 5), 3);
 }
 
 }  // namespace

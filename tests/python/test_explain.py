@@ -8,7 +8,7 @@ import cutlass_ext
 
 @pytest.mark.parametrize("num_splits", [0, 3])
 def test_says_what_runs(target, num_splits):
-    q, k, v = target.qkv(2, 70, 4, 64)
+    q, k, v = target.qkv(2, 170, 4, 64)
     explanation = cutlass_ext.explain(q, k, v, causal=True, num_splits=num_splits, backend=target.backend)
     assert explanation.backend == target.family
     assert len(explanation.reason) > 10
@@ -37,8 +37,18 @@ def test_refuses_what_fmha_refuses(target):
 
 
 def test_auto_on_cuda(gpu):
-    q, k, v = gpu.qkv(1, 70, 1, 16)
+    q, k, v = gpu.qkv(1, 170, 1, 16)
     assert cutlass_ext.explain(q, k, v).backend == gpu.family
+
+
+def test_tiny_calls_pass_hopper_by(gpu):
+    """Unless the number of splits is fixed: then the kernel must not depend on the batch."""
+    q, k, v = gpu.qkv(2, 70, 4, 64)
+    explanation = cutlass_ext.explain(q, k, v)
+    assert explanation.backend == ("sm80" if gpu.family == "sm90" else gpu.family)
+    assert ("sm90 does not run it: its pipeline" in explanation.reason) == (gpu.family == "sm90")
+    assert cutlass_ext.explain(q, k, v, num_splits=1).backend == gpu.family
+    assert cutlass_ext.explain(*gpu.qkv(400, 70, 4, 64)).backend == gpu.family
 
 
 def test_short_queries_decode(gpu):

@@ -8,7 +8,6 @@
 #include "../launch.hpp"
 #include "../online_softmax.hpp"
 #include "../params.hpp"
-#include "../scheduler.hpp"
 #include "../score_mod.hpp"
 #include "../sequence.hpp"
 #include "traits.hpp"
@@ -181,12 +180,12 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   extern __shared__ __align__(128) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
 
-  WorkItem const work = scheduler_of(params, B_r)(blockIdx.x, B_r);
+  WorkItem const work = params.scheduler(blockIdx.x);
   Sequence const sequence = device_sequence_of(params, work.batch);
   Visibility const& visibility = sequence.visibility;
   if (work.row0 >= visibility.n_q) return;  // packed: the launch counts the tiles of the longest sequence for each
   Range const tiles = split_range(visibility.tiles_of(work.row0, B_r, B_c), params.num_splits, work.split);
-  int const head_kv = work.head / (params.heads_q / params.heads_kv);
+  int const head_kv = params.heads_per_kv.div(work.head);
   LanePlace const place(threadIdx.x);
   int const first_row = work.row0 + place.panel * kPanel + place.row_chunk * kVector;
   // Rows and keys of the lane, counted from its first.

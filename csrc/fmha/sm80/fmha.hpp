@@ -12,7 +12,6 @@
 #include "../online_softmax.hpp"
 #include "../pack.hpp"
 #include "../params.hpp"
-#include "../scheduler.hpp"
 #include "../score_mod.hpp"
 #include "../sequence.hpp"
 #include "mma.hpp"
@@ -227,7 +226,7 @@ __global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__
   extern __shared__ __align__(128) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
 
-  WorkItem const work = scheduler_of(params, B_r)(blockIdx.x, B_r);
+  WorkItem const work = params.scheduler(blockIdx.x);
   int const lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 / Traits::Sharers * Traits::RowAtoms * kAtom;
   int const part = threadIdx.x / 32 % Traits::Sharers;  // of the keys of a tile, and of the columns of O
   bool const score_mods = params.softcap > 0.f || params.alibi_slopes;
@@ -243,7 +242,7 @@ __global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__
     if (work.row0 >= visibility.n_q) return;  // packed: the launch counts the tiles of the longest sequence for each
     tiles = split_range(visibility.tiles_of(work.row0, B_r, B_c), params.num_splits, work.split);
     unmasked = visibility.unmasked_tiles_of(work.row0, B_r, B_c);
-    int const head_kv = work.head / (params.heads_q / params.heads_kv), last_key = (tiles.end - 1) * B_c;
+    int const head_kv = params.heads_per_kv.div(work.head), last_key = (tiles.end - 1) * B_c;
     auto const q = global_tile<Element>(params.q, params.q_stride, sequence.batch, work.head,
                                         sequence.q_row0 + work.row0, visibility.n_q - work.row0, params.head_dim);
     auto const k = global_tile<Element>(params.k, params.k_stride, sequence.batch, head_kv, sequence.k_row0 + last_key,

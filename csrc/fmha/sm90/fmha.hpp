@@ -147,12 +147,11 @@ CUTE_DEVICE void copy_keys_and_values(ForwardParams const& params, TensorMaps co
   uint32_t tail_phase = 0;
   cute::prefetch_tma_descriptor(&maps.k);
   cute::prefetch_tma_descriptor(&maps.v);
-  int const heads_per_kv = params.heads_q / params.heads_kv;
   auto load_k = [&](auto const& job, int tile) {
     shared.k_empty[k.stage].wait_for(k.phase ^ 1);
     if (leader) {
       copy_panels<B_c, Traits::ColumnsQK>(maps.k, shared.k_full[k.stage], shared.k + k.stage * B_c * Traits::ColumnsQK,
-                                          job.k_row0 + tile * B_c, job.head / heads_per_kv, job.batch,
+                                          job.k_row0 + tile * B_c, params.heads_per_kv.div(job.head), job.batch,
                                           TMA::CacheHintSm90::EVICT_LAST);
     }
     k.advance();
@@ -164,7 +163,7 @@ CUTE_DEVICE void copy_keys_and_values(ForwardParams const& params, TensorMaps co
     bool const tail = keys < B_c && job.k_row0 + job.visibility.len_kv < params.stored_keys();
     if (leader) {
       copy_panels<B_c, Traits::ColumnsV>(maps.v, tail ? shared.v_tail : shared.v_full[v.stage], to,
-                                         job.k_row0 + tile * B_c, job.head / heads_per_kv, job.batch,
+                                         job.k_row0 + tile * B_c, params.heads_per_kv.div(job.head), job.batch,
                                          TMA::CacheHintSm90::EVICT_LAST);
     }
     if (tail) {
@@ -244,7 +243,9 @@ CUTE_HOST_DEVICE constexpr int row_of(int i) { return i * 8; }
 CUTE_HOST_DEVICE constexpr int key_of(int j) { return j / 2 * 8 + j % 2; }
 
 /// How many of a thread's columns lie before `key`, counted from its first.
-CUTE_HOST_DEVICE constexpr int columns_before(int key) { return key <= 0 ? 0 : key / 8 * 2 + (key % 8 < 2 ? key % 8 : 2); }
+CUTE_HOST_DEVICE constexpr int columns_before(int key) {
+  return key <= 0 ? 0 : key / 8 * 2 + (key % 8 < 2 ? key % 8 : 2);
+}
 
 /// Hides from the rows of a thread the keys of a tile that they do not see; keys are counted from the tile's first. By
 /// bits, seven of which one instruction makes predicates of: comparisons are dear beside WGMMA.
@@ -593,7 +594,7 @@ struct FMHA {
   }
 
   cudaError_t operator()(ForwardParams const& params, cudaStream_t stream) const {
-    int64_t const items = scheduler_of(params, B_r).size();
+    int64_t const items = params.scheduler.size();
     if (items == 0) return cudaSuccess;
     if (items > INT32_MAX) return cudaErrorInvalidConfiguration;
     TensorMaps maps;

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "../params.hpp"
-#include "../scheduler.hpp"
 #include "../score_mod.hpp"
 #include "../sequence.hpp"
 
@@ -52,9 +51,8 @@ class WorkQueue {
 
  private:
   CUTE_DEVICE bool find(unsigned index, WorkItem* work) const {
-    Scheduler const scheduler = scheduler_of(params_, block_r_);
-    if (index >= static_cast<unsigned>(scheduler.size())) return false;  // the launch holds it to 31 bits
-    *work = scheduler(index, block_r_);
+    if (index >= static_cast<unsigned>(params_.scheduler.size())) return false;  // the launch holds it to 31 bits
+    *work = params_.scheduler(index);
     return true;
   }
 

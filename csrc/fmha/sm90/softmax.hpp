@@ -95,13 +95,12 @@ struct LazySoftmax : OnlineSoftmax<2, 4, 1> {
   template <int Begin, int End, class ScoreTensor, class Take>
   CUTE_DEVICE void exponentiate(ScoreTensor const& S, float (&sum)[2], float scale, Take take) const {
     CUTE_UNROLL
-    for (int j = Begin; j < End; j += 2) {
+    for (int i = 0; i < 2; ++i) {
       CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
+      for (int j = Begin; j < End; j += 2) {
         float const p0 = exp2_approx(fmaf(S(i, j), scale, -m[i])), p1 = exp2_approx(fmaf(S(i, j + 1), scale, -m[i]));
         take(i, j, p0, p1);
-        sum[i] += p0;
-        sum[i] += p1;
+        sum[i] += p0 + p1;
       }
     }
   }
