@@ -46,7 +46,8 @@ CUTE_DEVICE void zero_rows(typename Traits::Element* v, int first) {
   __syncwarp();
 }
 
-/// The scheduling warp: works out the jobs of this CTA, each when the copying warps are ready for it.
+/// The scheduling warp: works out the jobs of this CTA, each when the copying warps are ready for it, and lets them
+/// know of it before the rest is worked out.
 template <class Traits>
 CUTE_DEVICE void schedule(ForwardParams const& params, typename Traits::SharedStorage& shared) {
   constexpr int B_r = Traits::B_r, B_c = Traits::B_c;
@@ -54,18 +55,33 @@ CUTE_DEVICE void schedule(ForwardParams const& params, typename Traits::SharedSt
   RingPosition<Traits::StagesJobs> slot;
   RingPosition<1> asked;
   WorkQueue queue(params, B_r);
-  for (bool first = true, exists = true; exists; slot.advance(), first = false) {
-    if (!first) {
+  for (bool first_job = true, exists = true; exists; slot.advance(), first_job = false) {
+    if (!first_job) {
       shared.job_asked.wait_for(asked.phase);
       asked.advance();
     }
-    shared.job_empty[slot.stage].wait_for(slot.phase ^ 1);
     WorkItem work{};
     Sequence sequence{};
     exists = queue.next(&work, &sequence);
+    if (first_job) {
+      __syncthreads();  // the barriers are set up
+    } else {
+      shared.job_empty[slot.stage].wait_for(slot.phase ^ 1);
+    }
     Visibility const& visibility = sequence.visibility;
     Range const tiles = split_range(visibility.tiles_of(work.row0, B_r, B_c), params.num_splits, work.split);
     auto& job = shared.jobs[slot.stage];
+    int const row = sequence.q_row0 + work.row0;
+    if (lane == 0) {
+      job.exists = exists;
+      job.tiles = tiles;
+      job.visibility = visibility;
+      job.q_row0 = row;
+      job.k_row0 = sequence.k_row0;
+      job.batch = sequence.batch;
+      job.head = work.head;
+      shared.job_placed[slot.stage].arrive();
+    }
     if (lane < Traits::Consumers) {
       int const row0 = work.row0 + lane * kAtomRows, end = visibility.tiles_of(row0, kAtomRows, B_c).end;
       // A warpgroup skips K ahead of V, so no more tiles than fit beside the one of V that it has not multiplied yet.
@@ -75,16 +91,8 @@ CUTE_DEVICE void schedule(ForwardParams const& params, typename Traits::SharedSt
       job.rows[lane].unmasked = visibility.unmasked_tiles_of(row0, kAtomRows, B_c);
     }
     if (lane == 0) {
-      job.exists = exists;
-      job.tiles = tiles;
-      job.visibility = visibility;
       job.row0 = work.row0;
-      job.k_row0 = sequence.k_row0;
-      job.batch = sequence.batch;
-      job.head = work.head;
       job.result_row0 = sequence.result_row0(params, work.head, work.split) + work.row0;
-      int const row = sequence.q_row0 + work.row0;
-      job.q_row0 = row;
       job.out_row0 =
           sequence.batch * params.o_stride.batch + row * params.o_stride.row + work.head * params.o_stride.head;
       if constexpr (Traits::ScoreMods) {
@@ -97,14 +105,15 @@ CUTE_DEVICE void schedule(ForwardParams const& params, typename Traits::SharedSt
   }
 }
 
-/// A reader of the jobs, one after the other.
+/// A reader of the jobs, one after the other, as soon as `full` says so.
 template <class Traits>
 struct JobReader {
   typename Traits::SharedStorage& shared;
+  Barrier (&full)[Traits::StagesJobs];
   RingPosition<Traits::StagesJobs> slot{};
 
   CUTE_DEVICE Job<Traits::Consumers> const* next() {
-    shared.job_full[slot.stage].wait_for(slot.phase);
+    full[slot.stage].wait_for(slot.phase);
     auto const* const job = &shared.jobs[slot.stage];
     slot.advance();
     return job;
@@ -117,9 +126,8 @@ struct JobReader {
 template <class Traits>
 CUTE_DEVICE void copy_queries(CUtensorMap const& map, typename Traits::SharedStorage& shared) {
   constexpr int B_r = Traits::B_r, Columns = Traits::ColumnsQK;
-  JobReader<Traits> jobs{shared};
+  JobReader<Traits> jobs{shared, shared.job_placed};
   RingPosition<Traits::StagesQ> q;
-  cute::prefetch_tma_descriptor(&map);
   for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
     if (job->tiles.size() > 0) {
       shared.q_empty[q.stage].wait_for(q.phase ^ 1);
@@ -145,8 +153,6 @@ CUTE_DEVICE void copy_keys_and_values(ForwardParams const& params, TensorMaps co
   bool const leader = threadIdx.x % 32 == 0;
   RingPosition<Traits::Stages> k, v;
   uint32_t tail_phase = 0;
-  cute::prefetch_tma_descriptor(&maps.k);
-  cute::prefetch_tma_descriptor(&maps.v);
   auto load_k = [&](auto const& job, int tile) {
     shared.k_empty[k.stage].wait_for(k.phase ^ 1);
     if (leader) {
@@ -177,7 +183,7 @@ CUTE_DEVICE void copy_keys_and_values(ForwardParams const& params, TensorMaps co
 
   // In the order of their use: K is a tile ahead of V, across jobs too. The next job is asked for as late as its
   // arrival in time allows: who takes work early takes it from a CTA that will be idle.
-  JobReader<Traits> jobs{shared};
+  JobReader<Traits> jobs{shared, shared.job_placed};
   auto load_first_k = [&](auto const& job) {
     if (job.tiles.size() > 0) load_k(job, job.tiles.end - 1);
   };
@@ -399,7 +405,7 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
   Tensor O = rows_and_columns(cO);
   Tensor words = recast<uint32_t>(fP);
 
-  JobReader<Traits> jobs{shared};
+  JobReader<Traits> jobs{shared, shared.job_full};
   RingPosition<Traits::StagesQ> q;
   RingPosition<Traits::Stages> k, v;
   Turns<Traits> const turns{warpgroup};
@@ -544,13 +550,12 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
   }
 }
 
+/// By one warp, before any other uses the barriers or the tensor maps.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::Threads, 1)
-    fmha_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ TensorMaps const maps) {
-  extern __shared__ __align__(1024) unsigned char smem[];
-  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
+CUTE_DEVICE void set_up_barriers(TensorMaps const& maps, typename Traits::SharedStorage& shared) {
   constexpr int kReaders = 4 * Traits::Consumers;  // every consumer warp says when it is done with a buffer
-  if (threadIdx.x == 0) {
+  for (CUtensorMap const* map : {&maps.q, &maps.k, &maps.v}) cute::prefetch_tma_descriptor(map);
+  if (threadIdx.x % 32 == 0) {
     auto init = [](auto& full, int writers, auto& empty, int readers) {
       for (auto& barrier : full) barrier.init(writers);
       for (auto& barrier : empty) barrier.init(readers);
@@ -559,19 +564,33 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     init(shared.q_full, 1, shared.q_empty, kReaders);
     init(shared.k_full, 1, shared.k_empty, kReaders);
     init(shared.v_full, 1, shared.v_empty, kReaders);
+    for (auto& barrier : shared.job_placed) barrier.init(1);
     shared.job_asked.init(1);
     shared.v_tail.init(1);
     cutlass::arch::fence_barrier_init();
   }
-  __syncthreads();
+  __syncwarp();
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::Threads, 1)
+    fmha_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ TensorMaps const maps) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::ProducerRegisters>();
     int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (warp == 0) schedule<Traits>(params, shared);
-    if (warp == 1) copy_queries<Traits>(maps.q, shared);
-    if (warp == 2) copy_keys_and_values<Traits>(params, maps, shared);
+    if (warp == 0) {
+      schedule<Traits>(params, shared);  // works out the first job before it waits for the barriers
+    } else {
+      if (warp == 3) set_up_barriers<Traits>(maps, shared);
+      __syncthreads();
+      if (warp == 1) copy_queries<Traits>(maps.q, shared);
+      if (warp == 2) copy_keys_and_values<Traits>(params, maps, shared);
+    }
   } else {
+    __syncthreads();
     cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
     consume<Traits>(params, shared, warpgroup - 1);
   }

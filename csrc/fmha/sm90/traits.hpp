@@ -72,7 +72,7 @@ struct Traits {
     alignas(1024) Element v[cosize_v<LayoutV>];
     alignas(128) Element o[B_r * StagedPanels * kPanel];  // 16 rows for each consumer warp
     Job<Consumers> jobs[StagesJobs];
-    Barrier job_full[StagesJobs], job_empty[StagesJobs];
+    Barrier job_placed[StagesJobs], job_full[StagesJobs], job_empty[StagesJobs];  // placed: known to who copies
     Barrier job_asked;  // the next job, by the warp that will copy for it
     Barrier q_full[StagesQ], q_empty[StagesQ];
     Barrier k_full[Stages], k_empty[Stages];
