@@ -27,16 +27,16 @@ inline int even_section(int pairs, int section, int heads_per_kv) {
 }
 
 /// The section of a launch on a GPU that holds `params.slots` CTAs at once and has `l2_bytes` of L2: what fits an
-/// eighth of L2, since b8 N2048 d128 is 5% slower with half of it (an H200's 60 MB). Under a causal mask, where the
-/// last tiles of the last section are to be short of the whole work, three waves of tiles, at most five eighths of L2.
-/// Causal rows of an H200 at head_dim 256: two heads of N 16384 at a time are 10% faster than one, four of N 8192 9%
-/// faster than two; at 128, two are as fast as four, four 3% faster than eight.
+/// eighth of L2, since b8 N2048 d128 is 5% slower with half of it (an H200's 60 MB). Under a causal mask the last tiles
+/// of the last section are to be short of the whole work, so from eight query tiles on (shorter ones differ too little)
+/// three waves of tiles, at most five eighths of L2. Causal rows of an H200 at head_dim 256: two heads of N 16384 at a
+/// time are 10% faster than one, four of N 8192 9% faster than two; at N 512, 32 are 2% faster than 64.
 inline int section_for(ForwardParams const& params, int block_r, int64_t l2_bytes, int element_bytes) {
   int64_t const bytes_a_head = int64_t(params.n_kv) * (params.head_dim + params.head_dim_v) * element_bytes;
-  int const heads_per_kv = params.heads_q / params.heads_kv;
+  int const heads_per_kv = params.heads_q / params.heads_kv, tiles = Scheduler::tiles_of(params.n_q, block_r);
   int section = section_of(l2_bytes / 8, bytes_a_head, heads_per_kv);
-  if (params.window_right >= 0) {
-    int64_t const tiles_a_group = int64_t(heads_per_kv) * Scheduler::tiles_of(params.n_q, block_r) * params.num_splits;
+  if (params.window_right >= 0 && tiles >= 8) {
+    int64_t const tiles_a_group = int64_t(heads_per_kv) * tiles * params.num_splits;
     section = std::min(section_of(l2_bytes / 8 * 5, bytes_a_head, heads_per_kv),
                        section_of(3 * params.slots, tiles_a_group, heads_per_kv));
   }

@@ -200,7 +200,7 @@ TEST(Scheduler, SectionsAreWholeGroupsThatFillAPartOfL2) {
   EXPECT_EQ(section_for(params, 128, l2, 4), 4 * 4);
   params.window_right = 0;  // three waves are 384 tiles: those of 48 heads
   EXPECT_EQ(section_for(params, 128, l2, 2), 4 * 12);
-  EXPECT_EQ(section_for(params, 256, l2, 2), 4 * 24);
+  EXPECT_EQ(section_for(params, 256, l2, 2), 4 * 8);  // four tiles a head
   params.num_splits = 2;
   EXPECT_EQ(section_for(params, 128, l2, 2), 4 * 6);
   params.n_kv = 1 << 14;  // five eighths of L2 hold the keys and values of two heads
