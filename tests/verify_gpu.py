@@ -37,31 +37,6 @@ def sanitizer() -> str:
     sys.exit(f"compute-sanitizer is missing. Type:\n    {sys.executable} -m pip install {wheel}")
 
 
-# A thread at one end of a hazard, the earlier one first, and the family of its kernel.
-END = r"=+ +(?:Read|Write) Thread \((\d+),0,0\) at .*?cutlass_ext::(\w+)::.*\n"
-HAZARD = re.compile(r"Potential (RAW|WAR) hazard detected at __shared__ .*\n" + END + END)
-
-
-def expected_hazards(output: str) -> int:
-    """Hazards that racecheck sees in the way jobs go from the scheduling warp of a Hopper kernel to their readers.
-
-    That warp, threads 0 to 31, writes job slots and no other shared memory. Its lanes write, `__syncwarp`, lane 0
-    arrives at an mbarrier, and the readers wait for that; their lanes read, `__syncwarp`, lane 0 arrives at another,
-    and the scheduling warp waits for that before it writes again. So they are ordered (PTX ISA, memory consistency
-    model, causality order), but racecheck takes an arrival to release what the arriving lane alone did: 2025.3.1 and
-    2026.4.0 report the same of sixty lines with cuda::barrier, and nothing there or in these kernels once each lane
-    arrives for itself. Expected is what another lane than 0 wrote (RAW) or read (WAR), so that a reader which does not
-    wait still shows.
-    """
-
-    def expected(kind, first, first_family, second, second_family):
-        writer, reader = (int(first), int(second)) if kind == "RAW" else (int(second), int(first))
-        not_arriving = (writer if kind == "RAW" else reader) % 32 != 0
-        return first_family == second_family == "sm90" and writer < 32 <= reader and not_arriving
-
-    return sum(expected(*hazard) for hazard in HAZARD.findall(output))
-
-
 def run_tests() -> dict[str, int]:
     """Every module in a process of its own, all at once: they wait for the host more than for the GPU."""
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +62,7 @@ def run_tests() -> dict[str, int]:
 def run_sanitizer(tool: str) -> dict[str, int]:
     """Checks our kernels alone; every tensor has an allocation of its own, so that a step over its end shows."""
     command = [sanitizer(), "--tool", tool, "--kernel-name", "kns=cutlass_ext", "--show-backtrace", "no"]
-    command += ["--racecheck-report", "hazard", "--print-limit", "0"] if tool == "racecheck" else []
+    command += ["--racecheck-report", "hazard"] if tool == "racecheck" else []
     command += [sys.executable, str(ROOT / "tests" / "sanitizer_sweep.py"), tool]
     done = subprocess.run(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -95,13 +70,10 @@ def run_sanitizer(tool: str) -> dict[str, int]:
     )  # fmt: skip
     calls = re.search(r"(\d+) calls agree", done.stdout)
     reported = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", done.stdout)
-    expected = expected_hazards(done.stdout)
-    if done.returncode or not calls or not reported or int(reported[1]) != expected:
+    if done.returncode or not calls or not reported or int(reported[1]):
         raise Failed(f"{done.stdout[-8000:]}\n{tool} failed")
-    what = f"clean but for {expected} hazards of job slots" if expected else "clean"
-    print(f"{tool}: {what} over {calls[1]} calls", flush=True)
-    found = {"calls": int(calls[1]), "errors": 0}
-    return found | {"hazards_of_job_slots": expected} if tool == "racecheck" else found
+    print(f"{tool}: clean over {calls[1]} calls", flush=True)
+    return {"calls": int(calls[1]), "errors": 0}
 
 
 def main() -> None:

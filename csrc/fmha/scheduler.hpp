@@ -20,8 +20,7 @@ struct WorkItem {
 /// Order of work. The (batch, head) pairs are taken in sections whose keys and values stay in L2 together. Within a
 /// section the last query tile of every pair comes first, since under a causal mask it sees the most keys and the tail
 /// is then made of short tiles; heads fastest, so that the query heads of one key head run together. Built on the host,
-/// which works out the reciprocals of what the kernels divide by: on cold memory their divisions took half a
-/// microsecond.
+/// so that kernels multiply by reciprocals instead of dividing.
 class Scheduler {
  public:
   Scheduler() = default;

@@ -75,7 +75,6 @@ struct Visibility {
 /// The part of `tiles` that split `split` of `num_splits` works on; the parts are contiguous and differ by one tile at
 /// most.
 CUTE_HOST_DEVICE Range split_range(Range tiles, int num_splits, int split) {
-  if (num_splits == 1) return tiles;  // divisions of 64 bits are long
   int64_t const n = tiles.size();
   return {tiles.begin + static_cast<int>(n * split / num_splits),
           tiles.begin + static_cast<int>(n * (split + 1) / num_splits)};

@@ -182,7 +182,10 @@ def test_split_ranges_partition(host, num_tiles, num_splits):
     assert max(sizes) - min(sizes) <= 1
 
 
-@given(work_tiles=st.integers(0, 3000), key_tiles=st.integers(0, 5000), slots=st.integers(1, 2000), least=st.integers(1, 9))
+@given(
+    work_tiles=st.integers(0, 3000), key_tiles=st.integers(0, 5000), slots=st.integers(1, 2000),
+    least=st.integers(1, 9),
+)  # fmt: skip
 def test_chosen_splits(host, work_tiles, key_tiles, slots, least):
     splits = host.choose_num_splits(work_tiles, key_tiles, slots, least)
     assert 1 <= splits <= max(1, key_tiles), "a split without keys"

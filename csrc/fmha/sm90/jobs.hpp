@@ -28,8 +28,8 @@ struct Job {
   } rows[Consumers];
 };
 
-/// Deals work items to the CTAs of a launch: the first of each goes by its index, since an atomic operation on cold
-/// memory takes a microsecond; then the next one goes to whoever is free. Called by a whole warp.
+/// Deals work items to the CTAs of a launch: the first of each by its index, since nothing else runs beside the atomic
+/// operation there; from then on the next one to whoever is free. Called by a whole warp.
 class WorkQueue {
  public:
   CUTE_DEVICE WorkQueue(ForwardParams const& params, int block_r) : params_(params), block_r_(block_r) {}

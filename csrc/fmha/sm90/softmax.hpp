@@ -91,7 +91,8 @@ struct LazySoftmax : OnlineSoftmax<2, 4, 1> {
     return [&](int i, int j, float p0, float p1) { words(j + i) = pack<Element>(p0, p1); };
   }
 
-  /// P = exp2(scale S - m) of some columns to `take(row, column, p, p of the next column)`, and their sums.
+  /// P = exp2(scale S - m) of some columns to `take(row, column, p, p of the next column)`, and their sums. Row by row
+  /// and by pairs: ptxas makes 2 to 3% faster code of it than of column after column, each added by itself.
   template <int Begin, int End, class ScoreTensor, class Take>
   CUTE_DEVICE void exponentiate(ScoreTensor const& S, float (&sum)[2], float scale, Take take) const {
     CUTE_UNROLL
