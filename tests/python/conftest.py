@@ -47,7 +47,7 @@ class Target:
 
     @property
     def family(self):
-        """The backend that should run: what "auto" comes to."""
+        """The backend that should run: what "auto" comes to, but for calls of few scores (see test_explain.py)."""
         if self.backend != "auto":
             return self.backend
         if not self.cuda:
@@ -108,7 +108,8 @@ def targets(*all_fields):
 F16, BF16 = torch.float16, torch.bfloat16
 FLOAT32 = ("cpu", "torch"), ("cuda", "auto"), ("cuda", "simt")
 TENSOR_CORES = [("cuda", backend, dtype) for backend in ("auto", "sm80") for dtype in (F16, BF16)]
-# "auto" gives Hopper's kernels no call of 16 query rows or fewer, unless it is packed: here they take those too.
+# "auto" gives Hopper's kernels no call of 16 query rows or fewer, unless it is packed, and none of few scores: here
+# they take those too.
 HOPPER_ALONE = [("cuda", "sm90", dtype) for dtype in (F16, BF16)]
 TORCH_16_BIT = [(device, "torch", dtype) for device in ("cpu", "cuda") for dtype in (F16, BF16)]
 
