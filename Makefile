@@ -29,7 +29,7 @@ sweep: $(VENV)/ready                         ## the same with every tile shape t
 	$(CMAKE) --build build/sweep --target fmha_bench $(JOBS)
 
 D ?= 128
-sweep-sm90: $(VENV)/ready                    ## every shape of Hopper's kernels at head_dim D, build/sweep_sm90_d$(D)/bench/fmha_bench
+sweep-sm90: $(VENV)/ready                    ## every shape of Hopper's kernels at head_dim D (192_128 for two), build/sweep_sm90_d$(D)/bench/fmha_bench
 	$(CMAKE) -S . -B build/sweep_sm90_d$(D) -G Ninja -DPython_EXECUTABLE="$(CURDIR)/$(PY)" -DFMHA_SWEEP=sm90 -DSWEEP_HEAD_DIM=$(D)
 	$(CMAKE) --build build/sweep_sm90_d$(D) --target fmha_bench $(JOBS)
 

@@ -1,6 +1,6 @@
 // Every tile shape of the Hopper FMHA that fits a multiprocessor, in bfloat16, for the head_dim that CMake sets as
-// SWEEP_HEAD_DIM; linked into fmha_bench by -DFMHA_SWEEP=sm90. Compiled once for each B_r, which is SWEEP_B_R. The
-// shapes that csrc/kernels/sm90_*.cu has are labelled so: CMake reads them there.
+// SWEEP_HEAD_DIM and SWEEP_HEAD_DIM_V; linked into fmha_bench by -DFMHA_SWEEP=sm90. Compiled once for each B_r, which
+// is SWEEP_B_R. The shapes that csrc/kernels/sm90_*.cu has are labelled so: CMake reads them there.
 #include <string>
 
 #include "fmha/sm90/fmha.hpp"
@@ -10,7 +10,7 @@
 namespace cutlass_ext::bench {
 namespace {
 
-constexpr int kHeadDim = SWEEP_HEAD_DIM, kB_r = SWEEP_B_R;
+constexpr int kHeadDim = SWEEP_HEAD_DIM, kHeadDimV = SWEEP_HEAD_DIM_V, kB_r = SWEEP_B_R;
 
 /// Registers of a consumer thread that a shape cannot do without: S, P and O. With fewer than 24 beside them it spills
 /// in the main loop, which is of no use and slow to compile.
@@ -20,15 +20,15 @@ constexpr bool fits_registers =
 
 template <int B_c, int Stages, int StagesQ>
 void register_tile() {
-  using Traits = sm90::Traits<kB_r, B_c, kHeadDim, kHeadDim, cute::bfloat16_t, Stages, StagesQ, false>;
+  using Traits = sm90::Traits<kB_r, B_c, kHeadDim, kHeadDimV, cute::bfloat16_t, Stages, StagesQ, false>;
   if constexpr (fits_registers<Traits> && sizeof(typename Traits::SharedStorage) <= 227 * 1024) {
     Kernel const kernel =
-        kernel_of<sm90::FMHA<kB_r, B_c, kHeadDim, kHeadDim, cute::bfloat16_t, Stages, StagesQ, false>>();
+        kernel_of<sm90::FMHA<kB_r, B_c, kHeadDim, kHeadDimV, cute::bfloat16_t, Stages, StagesQ, false>>();
     std::string const shape = "Br" + std::to_string(kB_r) + "/Bc" + std::to_string(B_c) + "/stages" +
                               std::to_string(Stages) + "/stagesQ" + std::to_string(StagesQ);
     bool const shipped = std::string(SWEEP_SHIPPED).find(shape + ",") != std::string::npos;
     for (bool causal : {false, true}) {
-      Case const c{2, 8192, 2048 / kHeadDim, kHeadDim, causal, DType::BFloat16};
+      Case const c{2, 8192, 2048 / kHeadDim, kHeadDim, causal, DType::BFloat16, kHeadDimV};
       auto const time = [=](benchmark::State& state) {
         if (shipped) state.SetLabel("shipped");
         run_kernel(state, c, kernel);

@@ -45,16 +45,16 @@ class DeviceBuffer {
 /// recomputed from their indices.
 template <class Element>
 double sampled_error(Case const& c, Element const* out, uint64_t const (&seeds)[3]) {
-  int64_t const row_stride = int64_t(c.heads) * c.head_dim;
   auto input = [&](int tensor, int b, int row, int head, int col) {
-    float const exact = value_at(seeds[tensor] + (int64_t(b) * c.n + row) * row_stride + head * c.head_dim + col);
-    return double(float(Element(exact)));
+    int64_t const row_index = (int64_t(b) * c.n + row) * c.heads + head;
+    return double(
+        float(Element(value_at(seeds[tensor] + row_index * (tensor == 2 ? c.head_dim_v : c.head_dim) + col))));
   };
   double error = 0, largest = 0;
   for (int sample = 0; sample < 4; ++sample) {
     int const b = sample % c.batch, head = sample * 5 % c.heads, row = int(int64_t(c.n - 1) * sample / 3);
     int const keys = c.causal ? row + 1 : c.n;
-    std::vector<double> s(keys), o(c.head_dim);
+    std::vector<double> s(keys), o(c.head_dim_v);
     double m = -INFINITY, l = 0;
     for (int j = 0; j < keys; ++j) {
       for (int x = 0; x < c.head_dim; ++x) s[j] += input(0, b, row, head, x) * input(1, b, j, head, x);
@@ -64,12 +64,12 @@ double sampled_error(Case const& c, Element const* out, uint64_t const (&seeds)[
     for (int j = 0; j < keys; ++j) {
       double const p = std::exp(s[j] - m);
       l += p;
-      for (int x = 0; x < c.head_dim; ++x) o[x] += p * input(2, b, j, head, x);
+      for (int x = 0; x < c.head_dim_v; ++x) o[x] += p * input(2, b, j, head, x);
     }
-    std::vector<Element> got(c.head_dim);
-    cudaMemcpy(got.data(), out + (int64_t(b) * c.n + row) * row_stride + head * c.head_dim,
-               c.head_dim * sizeof(Element), cudaMemcpyDeviceToHost);
-    for (int x = 0; x < c.head_dim; ++x) {
+    std::vector<Element> got(c.head_dim_v);
+    cudaMemcpy(got.data(), out + ((int64_t(b) * c.n + row) * c.heads + head) * c.head_dim_v,
+               c.head_dim_v * sizeof(Element), cudaMemcpyDeviceToHost);
+    for (int x = 0; x < c.head_dim_v; ++x) {
       double const difference = std::abs(float(got[x]) - o[x] / l);
       error = difference <= error ? error : difference;  // NaN counts as an error
       largest = std::max(largest, std::abs(o[x] / l));
@@ -81,15 +81,15 @@ double sampled_error(Case const& c, Element const* out, uint64_t const (&seeds)[
 template <class Element>
 void run_as(benchmark::State& state, Case const& c, int splits, double tolerance,
             std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch) {
-  int64_t const elements = int64_t(c.batch) * c.n * c.heads * c.head_dim, rows = int64_t(c.batch) * c.n * c.heads;
+  int64_t const rows = int64_t(c.batch) * c.n * c.heads, elements = rows * c.head_dim, elements_v = rows * c.head_dim_v;
   int64_t const partial_rows = splits > 1 ? splits * rows : 0;
-  DeviceBuffer<Element> q(elements), k(elements), v(elements), o(elements);
-  DeviceBuffer<float> lse(rows), o_partial(partial_rows * c.head_dim), lse_partial(partial_rows);
+  DeviceBuffer<Element> q(elements), k(elements), v(elements_v), o(elements_v);
+  DeviceBuffer<float> lse(rows), o_partial(partial_rows * c.head_dim_v), lse_partial(partial_rows);
   if (!q.get() || !k.get() || !v.get() || !o.get()) return state.SkipWithError("out of device memory");
   uint64_t const seeds[] = {1ull << 60, 2ull << 60, 3ull << 60};
   DeviceBuffer<Element> const* inputs[] = {&q, &k, &v};
-  for (int i = 0; i < 3; ++i) fill_random<<<1024, 256>>>(inputs[i]->get(), elements, seeds[i]);
-  cudaMemset(o.get(), 0xff, elements * sizeof(Element));  // NaN: an unwritten output shows
+  for (int i = 0; i < 3; ++i) fill_random<<<1024, 256>>>(inputs[i]->get(), i == 2 ? elements_v : elements, seeds[i]);
+  cudaMemset(o.get(), 0xff, elements_v * sizeof(Element));  // NaN: an unwritten output shows
 
   ForwardParams p;
   p.q = q.get();
@@ -97,12 +97,13 @@ void run_as(benchmark::State& state, Case const& c, int splits, double tolerance
   p.v = v.get();
   p.o = o.get();
   p.lse = lse.get();
-  p.q_stride = p.k_stride = p.v_stride =
-      p.o_stride = {int64_t(c.n) * c.heads * c.head_dim, int64_t(c.heads) * c.head_dim, c.head_dim};
+  p.q_stride = p.k_stride = {int64_t(c.n) * c.heads * c.head_dim, int64_t(c.heads) * c.head_dim, c.head_dim};
+  p.v_stride = p.o_stride = {int64_t(c.n) * c.heads * c.head_dim_v, int64_t(c.heads) * c.head_dim_v, c.head_dim_v};
   p.batch = c.batch;
   p.n_q = p.n_kv = c.n;
   p.heads_q = p.heads_kv = c.heads;
-  p.head_dim = p.head_dim_v = c.head_dim;
+  p.head_dim = c.head_dim;
+  p.head_dim_v = c.head_dim_v;
   p.softmax_scale = 1.f / std::sqrt(float(c.head_dim));
   p.window_right = c.causal ? 0 : -1;
   p.num_splits = splits;
@@ -135,8 +136,9 @@ void run_as(benchmark::State& state, Case const& c, int splits, double tolerance
   double const pairs = c.causal ? double(c.n) * (c.n + 1) / 2 : double(c.n) * c.n;
   using benchmark::Counter;
   state.counters["TFLOP/s"] =
-      Counter(4e-12 * c.batch * c.heads * c.head_dim * pairs, Counter::kIsIterationInvariantRate);
-  state.counters["GB/s"] = Counter(4e-9 * elements * sizeof(Element), Counter::kIsIterationInvariantRate);
+      Counter(2e-12 * c.batch * c.heads * (c.head_dim + c.head_dim_v) * pairs, Counter::kIsIterationInvariantRate);
+  state.counters["GB/s"] =
+      Counter(2e-9 * (elements + elements_v) * sizeof(Element), Counter::kIsIterationInvariantRate);
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
   cudaStreamDestroy(stream);
@@ -146,7 +148,8 @@ void run_as(benchmark::State& state, Case const& c, int splits, double tolerance
 
 std::string Case::name() const {
   return "b" + std::to_string(batch) + "/n" + std::to_string(n) + "/h" + std::to_string(heads) + "/d" +
-         std::to_string(head_dim) + (causal ? "/causal" : "/full");
+         std::to_string(head_dim) + (head_dim_v == head_dim ? "" : "_" + std::to_string(head_dim_v)) +
+         (causal ? "/causal" : "/full");
 }
 
 void run(benchmark::State& state, Case const& c, int splits,

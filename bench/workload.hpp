@@ -15,7 +15,8 @@ struct Case {
   int batch, n, heads, head_dim;
   bool causal;
   DType dtype = DType::Float32;
-  std::string name() const;  // "b2/n8192/h16/d64/causal"
+  int head_dim_v = head_dim;
+  std::string name() const;  // "b2/n8192/h16/d64/causal", "b2/n8192/h10/d192_128/full"
 };
 
 /// Runs `launch` on the case's tensors under `state`, in manual time; a wrong row or a failed launch ends it with an
