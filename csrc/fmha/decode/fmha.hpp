@@ -724,7 +724,7 @@ struct Decode {
     if constexpr (HasLean) {
       if (params.lean) {
         dim3 const grid(params.heads_kv, params.groups);
-        lean_kernel<Lean><<<grid, Lean::Threads, kLeanSharedBytes, stream>>>(params);
+        lean_kernel<Lean><<<grid, Lean::Threads, kLeanSharedBytes, stream>>>(LeanParams(params, Lean::TileKeys));
         return cudaGetLastError();
       }
     }

@@ -4,9 +4,12 @@
 // csrc/kernels/decode_*.cu; launched through decode_dispatch.cu.
 #pragma once
 
+#include <algorithm>
+
 #include <cuda_runtime.h>
 
 #include <cute/arch/copy_sm80.hpp>
+#include <cutlass/fast_math.h>
 
 #include "../online_softmax.hpp"
 #include "../sm80/mma.hpp"
@@ -16,6 +19,84 @@
 #include "traits.hpp"
 
 namespace cutlass_ext::decode {
+
+/// What the kernel is told of a call, in the order in which it asks: 64 bytes of parameters come from memory at a time,
+/// and each time a warp waits for them.
+struct LeanParams {
+  int const* seqused_k;        // null: every sequence has `keys`
+  int const* start_positions;  // null: `start_pos`, or the end
+  int n_q, keys, start_pos;
+  StartPos start_pos_kind;
+  int window_left, window_right, batch, groups;
+  // Where the host knows the lengths: the tiles of a group, those of a sequence. Else 0.
+  unsigned chunk = 0;
+  cutlass::FastDivmod tiles;
+
+  void const *k, *v;
+  Strides k_stride, v_stride;
+  int const* block_table;
+  int64_t block_table_stride;
+  int page_shift;
+
+  unsigned group_heads, group_magic;
+  float scale;  // from products to scores in the log2 domain
+  void const* q;
+  Strides q_stride;
+
+  int heads_q, heads_kv;
+  void* o;
+  Strides o_stride;
+  float *lse, *o_partial, *lse_partial;
+  unsigned* counters;
+
+  LeanParams(DecodeParams const& p, int tile_keys)
+      : seqused_k(p.seqused_k),
+        start_positions(p.start_positions),
+        n_q(p.n_q),
+        keys(p.seqused_k ? p.n_kv : std::min(p.cached, p.n_kv)),
+        start_pos(p.start_pos),
+        start_pos_kind(p.start_pos_kind),
+        window_left(p.window_left),
+        window_right(p.window_right),
+        batch(p.batch),
+        groups(p.groups),
+        k(p.k),
+        v(p.v),
+        k_stride(p.k_stride),
+        v_stride(p.v_stride),
+        block_table(p.block_table),
+        block_table_stride(p.block_table_stride),
+        page_shift(p.page_shift),
+        group_heads(p.group_heads),
+        group_magic(p.group_magic),
+        scale(p.softmax_scale * kLog2e),
+        q(p.q),
+        q_stride(p.q_stride),
+        heads_q(p.heads_q),
+        heads_kv(p.heads_kv),
+        o(p.o),
+        o_stride(p.o_stride),
+        lse(p.lse),
+        o_partial(p.o_partial),
+        lse_partial(p.lse_partial),
+        counters(p.counters) {
+    if (!all_alike(p)) return;
+    unsigned const of_each = visibility_of(0).tiles_of(0, n_q, tile_keys).size();
+    if (of_each == 0) return;
+    tiles = cutlass::FastDivmod(of_each);
+    chunk = Partition(batch * of_each, groups, kMinChunkKeys / tile_keys).chunk;
+  }
+
+  /// Reads the length of sequence `b`. Whatever the device holds stays in bounds.
+  CUTE_HOST_DEVICE Visibility visibility_of(int b) const {
+    auto clamp = [](int x, int low, int high) { return x < low ? low : x > high ? high : x; };
+    int const len = seqused_k ? clamp(seqused_k[b], 0, keys) : keys;
+    int const start = start_pos_kind == StartPos::Scalar     ? start_pos
+                      : start_pos_kind == StartPos::PerBatch ? clamp(start_positions[b], -kMaxPosition, kMaxPosition)
+                                                             : len - n_q;
+    return {n_q, len, start, window_left, window_right};
+  }
+};
 
 /// What a CTA knows of a sequence.
 struct Segment {
@@ -63,7 +144,7 @@ CUTE_DEVICE uint32_t word(uint4 const& x, int i) { return i == 0 ? x.x : i == 1 
 template <class Traits>
 struct LeanLoader {
   using Element = typename Traits::Element;
-  DecodeParams const& params;
+  LeanParams const& params;
   typename Traits::SharedStorage const& shared;
   int head, warp, lane;
   unsigned begin, end;  // the CTA's tiles
@@ -134,7 +215,7 @@ struct LeanLoader {
 template <class Traits>
 struct LeanRows {
   using Element = typename Traits::Element;
-  DecodeParams const& params;
+  LeanParams const& params;
   unsigned head;
 
   CUTE_DEVICE unsigned count() const { return params.n_q * params.group_heads; }
@@ -170,7 +251,7 @@ struct LeanRows {
 /// Where the parts of a sequence lie in the workspace.
 template <class Traits>
 struct LeanParts {
-  DecodeParams const& params;
+  LeanParams const& params;
   unsigned head;
   Sharing sharing;
 
@@ -229,8 +310,80 @@ struct LeanParts {
   }
 };
 
+/// Shares out the tiles of sequences whose lengths the host knows, by all threads.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::Threads, 2) lean_kernel(__grid_constant__ DecodeParams const params) {
+CUTE_DEVICE void share_alike(LeanParams const& params, typename Traits::SharedStorage& shared, unsigned group) {
+  unsigned const of_each = params.tiles.divisor, total = params.batch * of_each;
+  unsigned const at = min(group * params.chunk, total), stop = min((group + 1) * params.chunk, total);
+  Visibility const visibility = params.visibility_of(0);
+  int const begin = params.tiles.div(at), behind = params.tiles.div(stop + of_each - 1);
+  int const first_tile = visibility.tiles_of(0, params.n_q, Traits::TileKeys).begin;
+  for (int b = begin + threadIdx.x; b < behind; b += Traits::Threads) {
+    unsigned const first = b * of_each;
+    shared.segments[b] = {visibility.len_kv, visibility.start_pos, first, first + of_each,
+                          first_tile - static_cast<int>(first)};
+  }
+  if (threadIdx.x == 0) {
+    shared.chunk = params.chunk;
+    shared.batch = begin;
+    shared.batch_end = behind;
+  }
+}
+
+/// The same of others, by one warp, which reads their lengths: lane i has sequence b0 + i, and the batch's tiles are
+/// counted from the first sequence on.
+template <class Traits>
+CUTE_DEVICE void share_by_lengths(LeanParams const& params, typename Traits::SharedStorage& shared, unsigned group) {
+  constexpr unsigned kAll = 0xffffffffu;
+  int const lane = threadIdx.x % 32;
+  unsigned total = 0, first, end;
+  int b0 = 0;
+  while (true) {
+    Visibility visibility{};
+    Range tiles{0, 0};
+    if (b0 + lane < params.batch) {
+      visibility = params.visibility_of(b0 + lane);
+      tiles = visibility.tiles_of(0, params.n_q, Traits::TileKeys);
+    }
+    end = tiles.size();
+    if (params.batch > 1) {
+      CUTE_UNROLL
+      for (int step = 1; step < 32; step *= 2) {
+        unsigned const lower = __shfl_up_sync(kAll, end, step);
+        if (lane >= step) end += lower;
+      }
+    }
+    end += total;
+    first = end - tiles.size();
+    shared.segments[b0 + lane] = {visibility.len_kv, visibility.start_pos, first, end,
+                                  tiles.begin - static_cast<int>(first)};
+    total = __shfl_sync(kAll, end, min(params.batch - 1 - b0, 31));
+    if (b0 + 32 >= params.batch) break;
+    b0 += 32;
+  }
+  Partition const partition(total, params.groups, kMinChunkKeys / Traits::TileKeys);
+  unsigned const at = partition.begin_of(group), stop = partition.end_of(group);
+  // The CTA's sequences are searched for from the last 32 down, which the lanes still have.
+  int begin = params.batch, behind = params.batch;
+  while (at < stop) {
+    unsigned const here = __ballot_sync(kAll, b0 + lane < params.batch && end > at),
+                   later = __ballot_sync(kAll, b0 + lane < params.batch && first >= stop);
+    if (later) behind = b0 + __ffs(later) - 1;
+    if (here) begin = b0 + __ffs(here) - 1;
+    if (b0 == 0 || (here & 1) == 0) break;
+    b0 -= 32;
+    first = shared.segments[b0 + lane].first;
+    end = shared.segments[b0 + lane].end;
+  }
+  if (lane == 0) {
+    shared.chunk = partition.chunk;
+    shared.batch = begin;
+    shared.batch_end = behind;
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::Threads, 2) lean_kernel(__grid_constant__ LeanParams const params) {
   using Element = typename Traits::Element;
   constexpr int HeadDim = Traits::HeadDim, Chunks = Traits::Chunks, Units = Traits::Units, Warps = Traits::Warps,
                 Stages = Traits::Stages, TileKeys = Traits::TileKeys;
@@ -241,52 +394,10 @@ __global__ void __launch_bounds__(Traits::Threads, 2) lean_kernel(__grid_constan
   int const g = lane / 4, t = lane % 4;  // the lane's place in the fragments of a product
   unsigned const head = blockIdx.x, group = blockIdx.y;
 
-  if (warp == 0) {
-    // Lane i has sequence b0 + i; the batch's tiles are counted from the first sequence on.
-    unsigned total = 0, first, end;
-    int b0 = 0;
-    while (true) {
-      Sequence sequence{};
-      Range tiles{0, 0};
-      if (b0 + lane < params.batch) {
-        sequence = sequence_of(params, b0 + lane);
-        tiles = tiles_of(sequence, {0, params.n_q - 1, true}, TileKeys);
-      }
-      end = tiles.size();
-      if (params.batch > 1) {
-        CUTE_UNROLL
-        for (int step = 1; step < 32; step *= 2) {
-          unsigned const lower = __shfl_up_sync(kAll, end, step);
-          if (lane >= step) end += lower;
-        }
-      }
-      end += total;
-      first = end - tiles.size();
-      shared.segments[b0 + lane] = {sequence.visibility.len_kv, sequence.visibility.start_pos, first, end,
-                                    tiles.begin - static_cast<int>(first)};
-      total = __shfl_sync(kAll, end, min(params.batch - 1 - b0, 31));
-      if (b0 + 32 >= params.batch) break;
-      b0 += 32;
-    }
-    Partition const partition(total, params.groups, kMinChunkKeys / TileKeys);
-    unsigned const at = partition.begin_of(group), stop = partition.end_of(group);
-    // The CTA's sequences are searched for from the last 32 down, which the lanes still have.
-    int begin = params.batch, behind = params.batch;
-    while (at < stop) {
-      unsigned const here = __ballot_sync(kAll, b0 + lane < params.batch && end > at),
-                     later = __ballot_sync(kAll, b0 + lane < params.batch && first >= stop);
-      if (later) behind = b0 + __ffs(later) - 1;
-      if (here) begin = b0 + __ffs(here) - 1;
-      if (b0 == 0 || (here & 1) == 0) break;
-      b0 -= 32;
-      first = shared.segments[b0 + lane].first;
-      end = shared.segments[b0 + lane].end;
-    }
-    if (lane == 0) {
-      shared.chunk = partition.chunk;
-      shared.batch = begin;
-      shared.batch_end = behind;
-    }
+  if (params.chunk > 0) {
+    share_alike<Traits>(params, shared, group);
+  } else if (warp == 0) {
+    share_by_lengths<Traits>(params, shared, group);
   }
   __syncthreads();
 
@@ -296,7 +407,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) lean_kernel(__grid_constan
   LeanLoader<Traits> loader{params, shared,        int(head),           warp,
                             lane,   group * chunk, (group + 1) * chunk, shared.batch - 1};
   auto& ring = shared.ring[warp];
-  float const scale = params.softmax_scale * kLog2e;
+  float const scale = params.scale;
 
   int const before_all = shared.batch - 1;
   int batch = before_all;  // the sequence in work
@@ -314,6 +425,8 @@ __global__ void __launch_bounds__(Traits::Threads, 2) lean_kernel(__grid_constan
     stage = stage + 1 == Stages ? 0 : stage + 1;  // that of tile i - 2, free for tile i + 1 after it
     if (turn == 0) {
       if (shared.batch < batch_end) query = rows.query(shared.batch);
+      // Has the parameters of the end come from memory now, beside the keys.
+      asm volatile("" ::"l"(params.o), "l"(params.o_partial), "l"(params.counters));
       continue;
     }
     if (turn > 1) {
@@ -461,7 +574,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) lean_kernel(__grid_constan
   cute::cp_async_wait<0>();
 
   // Sequences of which no query row sees a key are nobody's work.
-  for (int b = group; b < params.batch; b += params.groups) {
+  for (int b = params.chunk > 0 ? params.batch : group; b < params.batch; b += params.groups) {
     if (shared.segments[b].first < shared.segments[b].end) continue;
     for (unsigned index = threadIdx.x; index < rows.count() * Units; index += Traits::Threads)
       rows.write(b, index / Units, index % Units, make_float4(0.f, 0.f, 0.f, 0.f), 0.f, 0.f);
