@@ -11,6 +11,7 @@
 
 #include "counters.hpp"
 #include "fmha/merge.hpp"
+#include "fmha/visibility.hpp"
 #include "fmha/work_order.hpp"
 
 namespace cutlass_ext {
@@ -28,28 +29,32 @@ extern Kernel const sm90_f16_d64_large, sm90_f16_d64_small, sm90_f16_d64_mods, s
     sm90_bf16_d64_mods, sm90_f16_d96, sm90_f16_d96_mods, sm90_bf16_d96, sm90_bf16_d96_mods, sm90_f16_d128,
     sm90_f16_d128_mods, sm90_bf16_d128, sm90_bf16_d128_mods, sm90_f16_d192, sm90_f16_d192_mods, sm90_bf16_d192,
     sm90_bf16_d192_mods, sm90_f16_d192_128, sm90_f16_d192_128_mods, sm90_bf16_d192_128, sm90_bf16_d192_128_mods,
-    sm90_f16_d256, sm90_f16_d256_mods, sm90_bf16_d256, sm90_bf16_d256_mods;
+    sm90_f16_d256, sm90_f16_d256_mods, sm90_bf16_d256, sm90_bf16_d256_mods, sm90_f16_d64_short_1, sm90_f16_d64_short_2,
+    sm90_bf16_d64_short_1, sm90_bf16_d64_short_2, sm90_f16_d128_short_1, sm90_f16_d128_short_2, sm90_bf16_d128_short_1,
+    sm90_bf16_d128_short_2;
 
 namespace {
 
 /// Every kernel there is. The families come in the order of preference; of one family, dtype and head_dim the larger
 /// tile comes first: it is taken where its query tiles fill the GPU.
 Kernel const* const kKernels[] = {
-    &sm90_f16_d64_large,   &sm90_f16_d64_small,      &sm90_f16_d64_mods,    &sm90_bf16_d64_large,
-    &sm90_bf16_d64_small,  &sm90_bf16_d64_mods,      &sm90_f16_d96,         &sm90_f16_d96_mods,
-    &sm90_bf16_d96,        &sm90_bf16_d96_mods,      &sm90_f16_d128,        &sm90_f16_d128_mods,
-    &sm90_bf16_d128,       &sm90_bf16_d128_mods,     &sm90_f16_d192,        &sm90_f16_d192_mods,
-    &sm90_bf16_d192,       &sm90_bf16_d192_mods,     &sm90_f16_d192_128,    &sm90_f16_d192_128_mods,
-    &sm90_bf16_d192_128,   &sm90_bf16_d192_128_mods, &sm90_f16_d256,        &sm90_f16_d256_mods,
-    &sm90_bf16_d256,       &sm90_bf16_d256_mods,     &simt_f32_d32_large,   &simt_f32_d32_small,
-    &simt_f32_d64_large,   &simt_f32_d64_medium,     &simt_f32_d64_small,   &simt_f32_d96_large,
-    &simt_f32_d96_small,   &simt_f32_d128_large,     &simt_f32_d128_medium, &simt_f32_d128_small,
-    &simt_f32_d192_large,  &simt_f32_d192_small,     &simt_f32_d224_small,  &simt_f32_d256_large,
-    &simt_f32_d256_small,  &sm80_f16_d64_large,      &sm80_f16_d64_small,   &sm80_bf16_d64_large,
-    &sm80_bf16_d64_small,  &sm80_f16_d128_large,     &sm80_f16_d128_small,  &sm80_bf16_d128_large,
-    &sm80_bf16_d128_small, &sm80_f16_d192_large,     &sm80_f16_d192_small,  &sm80_bf16_d192_large,
-    &sm80_bf16_d192_small, &sm80_f16_d256_large,     &sm80_f16_d256_small,  &sm80_bf16_d256_large,
-    &sm80_bf16_d256_small,
+    &sm90_f16_d64_large,     &sm90_f16_d64_small,      &sm90_f16_d64_mods,     &sm90_bf16_d64_large,
+    &sm90_bf16_d64_small,    &sm90_bf16_d64_mods,      &sm90_f16_d96,          &sm90_f16_d96_mods,
+    &sm90_bf16_d96,          &sm90_bf16_d96_mods,      &sm90_f16_d128,         &sm90_f16_d128_mods,
+    &sm90_bf16_d128,         &sm90_bf16_d128_mods,     &sm90_f16_d192,         &sm90_f16_d192_mods,
+    &sm90_bf16_d192,         &sm90_bf16_d192_mods,     &sm90_f16_d192_128,     &sm90_f16_d192_128_mods,
+    &sm90_bf16_d192_128,     &sm90_bf16_d192_128_mods, &sm90_f16_d256,         &sm90_f16_d256_mods,
+    &sm90_bf16_d256,         &sm90_bf16_d256_mods,     &simt_f32_d32_large,    &simt_f32_d32_small,
+    &simt_f32_d64_large,     &simt_f32_d64_medium,     &simt_f32_d64_small,    &simt_f32_d96_large,
+    &simt_f32_d96_small,     &simt_f32_d128_large,     &simt_f32_d128_medium,  &simt_f32_d128_small,
+    &simt_f32_d192_large,    &simt_f32_d192_small,     &simt_f32_d224_small,   &simt_f32_d256_large,
+    &simt_f32_d256_small,    &sm80_f16_d64_large,      &sm80_f16_d64_small,    &sm80_bf16_d64_large,
+    &sm80_bf16_d64_small,    &sm80_f16_d128_large,     &sm80_f16_d128_small,   &sm80_bf16_d128_large,
+    &sm80_bf16_d128_small,   &sm80_f16_d192_large,     &sm80_f16_d192_small,   &sm80_bf16_d192_large,
+    &sm80_bf16_d192_small,   &sm80_f16_d256_large,     &sm80_f16_d256_small,   &sm80_bf16_d256_large,
+    &sm80_bf16_d256_small,   &sm90_f16_d64_short_1,    &sm90_f16_d64_short_2,  &sm90_bf16_d64_short_1,
+    &sm90_bf16_d64_short_2,  &sm90_f16_d128_short_1,   &sm90_f16_d128_short_2, &sm90_bf16_d128_short_1,
+    &sm90_bf16_d128_short_2,
 };
 constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
 constexpr int kMaxDevices = 64;
@@ -134,6 +139,42 @@ bool is_tiny(ForwardParams const& p, Device const& device) {
          int64_t(p.batch) * p.heads_q * blocks(p.n_q) * blocks(p.n_kv) <= 4 * device.multiprocessors;
 }
 
+/// Whether all that tells the sequences of a call apart is known to the host, and nothing changes the scores.
+bool is_plain(ForwardParams const& p) {
+  return !p.packed() && !p.seqused_k && !p.leftpad_k && p.start_pos_kind != StartPos::PerBatch && p.softcap == 0.f &&
+         !p.alibi_slopes;
+}
+
+/// How many warpgroups a query tile gets in the short kernels of Hopper; 0 where the persistent ones are faster.
+/// Measured with 32 heads on 8 where no others are named, in blocks of 64 rows and keys a multiprocessor (us there, us
+/// persistent):
+/// - Two where every query tile has a multiprocessor of its own: causal (1, 256, 128) 8.9 for 11.2, (1, 2048, 4 heads
+/// on
+///   4, 128) 23.0 for 26.5; but from 16 blocks a tile on splits are faster where they find idle multiprocessors:
+///   (1, 2048, 1 on 1, 128) 22.1 for 20.8.
+/// - One, on two CTAs a multiprocessor, up to 12 blocks at head_dim 64: causal (12, 128) 12.5 for 15.1 with 11.6 of
+/// them,
+///   (4, 256) in full 14.5 for 14.2 with 15.5. At 128 up to 6, or 9 where a causal mask makes tiles unequal, which two
+///   CTAs level out: (1, 512) 14.2 for 14.5 with 8.7, but (1, 384) in full 13.5 for 12.4 with as many.
+int short_warpgroups(ForwardParams const& p, Device const& device) {
+  constexpr int kBlock = 64, kMaxTiles = 64;
+  int const head_dim = std::max(p.head_dim, p.head_dim_v), query_tiles = Scheduler::tiles_of(p.n_q, kBlock);
+  if (device.capability != 90 || !is_plain(p) || head_dim > 128 || query_tiles > kMaxTiles) return 0;
+  int const start_pos = p.start_pos_kind == StartPos::End ? p.n_kv - p.n_q : p.start_pos;
+  Visibility const visibility{p.n_q, p.n_kv, start_pos, p.window_left, p.window_right};
+  int64_t blocks_of_head = 0, longest = 0;
+  for (int tile = 0; tile < query_tiles; ++tile) {
+    int64_t const blocks = visibility.tiles_of(tile * kBlock, kBlock, kBlock).size();
+    blocks_of_head += blocks;
+    longest = std::max(longest, blocks);
+  }
+  int64_t const heads = int64_t(p.batch) * p.heads_q, tiles = heads * query_tiles, slots = device.multiprocessors;
+  if (1 < longest && longest <= (2 * tiles > slots ? 32 : 16) && tiles <= slots) return 2;
+  bool const unequal = 4 * blocks_of_head < 3 * longest * query_tiles;
+  int64_t const most = head_dim <= 64 ? 12 : unequal ? 9 : 6;
+  return heads * blocks_of_head <= most * slots ? 1 : 0;
+}
+
 /// Key tiles that a split has at least, since the merge costs about as much: on Hopper (1, 1024, 8, 128) takes 19.4 us
 /// in one split and 22.4 in two, (1, 2048, 4, 128) 28.6 and 27.1.
 int least_key_tiles(Kernel const& kernel) { return is_hopper(kernel) ? 640 / kernel.block_c : 2; }
@@ -157,25 +198,32 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
   bool const score_mods = params.softcap > 0.f || params.alibi_slopes;
   // With the number of splits fixed nothing may depend on the batch.
   bool const tiny = backend == "auto" && num_splits == 0 && is_tiny(params, device);
+  int const warpgroups = num_splits == 0 ? short_warpgroups(params, device) : 0;
   std::string passed_over;  // families that would have come first, and why they do not run this call
   Kernel const* best = nullptr;
   bool family_known = backend == "auto";
-  for (Kernel const* k : kKernels) {
-    bool const asked_for = backend == "auto" || !std::strcmp(backend.c_str(), k->family);
-    family_known |= asked_for;
-    if (!asked_for || k->dtype != dtype || k->head_dim < params.head_dim || k->head_dim_v < params.head_dim_v ||
-        k->shared_bytes > device.shared_bytes || (score_mods && !k->score_mods) || !runs_on(*k, device) ||
-        (best && (std::strcmp(best->family, k->family) || cost_of(*best) <= cost_of(*k)))) {
-      continue;
+  auto const choose = [&](int short_warpgroups) {
+    for (Kernel const* k : kKernels) {
+      bool const asked_for = backend == "auto" || !std::strcmp(backend.c_str(), k->family);
+      family_known |= asked_for;
+      if (!asked_for || k->dtype != dtype || k->short_warpgroups != short_warpgroups || k->head_dim < params.head_dim ||
+          k->head_dim_v < params.head_dim_v || k->shared_bytes > device.shared_bytes ||
+          (score_mods && !k->score_mods) || !runs_on(*k, device) ||
+          (best && (std::strcmp(best->family, k->family) || cost_of(*best) <= cost_of(*k)))) {
+        continue;
+      }
+      char const* why = k->refuses ? k->refuses(params) : nullptr;
+      if (!why && tiny && is_hopper(*k) && short_warpgroups == 0)
+        why = "its pipeline would not be full before so few scores are done";
+      if (why) {
+        if (want_reason) passed_over = std::string(k->family) + " does not run it: " + why;
+        continue;
+      }
+      best = k;
     }
-    char const* why = k->refuses ? k->refuses(params) : nullptr;
-    if (!why && tiny && is_hopper(*k)) why = "its pipeline would not be full before so few scores are done";
-    if (why) {
-      if (want_reason) passed_over = std::string(k->family) + " does not run it: " + why;
-      continue;
-    }
-    best = k;
-  }
+  };
+  choose(warpgroups);
+  if (!best && warpgroups > 0) choose(0);
   int const wanted = std::max(params.head_dim, params.head_dim_v);
   if (!best) {
     plan->reason = !family_known ? "backend: \"" + backend +
@@ -195,7 +243,7 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
     Kernel const& kernel = *kKernels[k];
     if (std::strcmp(kernel.family, best->family) || kernel.dtype != dtype || cost_of(kernel) != cost_of(*best) ||
         kernel.head_dim != best->head_dim || kernel.score_mods != best->score_mods ||
-        kernel.shared_bytes > device.shared_bytes) {
+        kernel.short_warpgroups != best->short_warpgroups || kernel.shared_bytes > device.shared_bytes) {
       continue;
     }
     if (cudaError_t e = prepare(k, index, &ctas)) return e;
@@ -212,14 +260,17 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
   Kernel const& kernel = *plan->kernel;
   int const slots = ctas * device.multiprocessors;
   plan->slots = slots;
-  plan->num_splits =
-      num_splits > 0 ? num_splits : choose_num_splits(tiles, key_tiles(params, kernel), slots, least_key_tiles(kernel));
+  plan->num_splits = num_splits > 0 ? num_splits
+                     : kernel.short_warpgroups > 0
+                         ? 1
+                         : choose_num_splits(tiles, key_tiles(params, kernel), slots, least_key_tiles(kernel));
   if (want_reason) {
     std::ostringstream text;
-    text << kernel.family << ": " << name_of(dtype) << ", head_dim " << wanted << " in tiles of B_r " << kernel.block_r
-         << ", B_c " << kernel.block_c << ", head_dim " << kernel.head_dim << "; " << tiles << " query tiles for "
-         << slots << " CTAs at once, " << plan->num_splits << (plan->num_splits == 1 ? " split" : " splits")
-         << " of the keys" << (num_splits > 0 ? " as asked" : "");
+    text << kernel.family << ": " << (kernel.short_warpgroups > 0 ? "short launch, " : "") << name_of(dtype)
+         << ", head_dim " << wanted << " in tiles of B_r " << kernel.block_r << ", B_c " << kernel.block_c
+         << ", head_dim " << kernel.head_dim << "; " << tiles << " query tiles for " << slots << " CTAs at once, "
+         << plan->num_splits << (plan->num_splits == 1 ? " split" : " splits") << " of the keys"
+         << (num_splits > 0 ? " as asked" : "");
     if (!passed_over.empty()) text << "; " << passed_over;
     plan->reason = text.str();
   }
@@ -231,6 +282,7 @@ cudaError_t run_forward(Plan const& plan, ForwardParams params, cudaStream_t str
   Device device;
   if (cudaError_t e = cudaGetDevice(&index)) return e;
   if (cudaError_t e = device_of(index, &device)) return e;
+  if (plan.kernel->short_warpgroups > 0) return plan.kernel->launch(params, stream);
   order_work(&params, plan.kernel->block_r, plan.slots, device.l2_bytes, size_of(plan.kernel->dtype));
   if (is_hopper(*plan.kernel)) {
     if (cudaError_t e = counters().take(index, stream, 2, &params.work_counter)) return e;

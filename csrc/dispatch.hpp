@@ -25,6 +25,7 @@ struct Kernel {
   void const* entry;  // for occupancy and the shared-memory limit
   cudaError_t (*launch)(ForwardParams const&, cudaStream_t);
   char const* (*refuses)(ForwardParams const&);  // why tensors like these are not for it, or null
+  int short_warpgroups;  // for launches that are over before a pipeline is full: warpgroups of a query tile; else 0
 };
 
 struct Plan {

@@ -31,7 +31,7 @@ TOLERANCES = {
 
 
 def cases():
-    """(dtype, N_q, N_kv, d, d_v, features, elements by which rows are longer than the head dim)."""
+    """(dtype, N_q, N_kv, d, d_v, features, elements by which rows are longer than the head dim, query heads or 4)."""
     plain, causal, splits = FEATURES[:3]
     for sizes in itertools.product((1, 33), (31, 130), (32, 64), (64,), FEATURES):
         yield torch.float32, *sizes, 0
@@ -46,21 +46,25 @@ def cases():
             yield dtype, 130, 33, d, d_v, causal, 0
         for padding, d in itertools.product((1, 4), (64, 128)):  # rows that begin on 2 bytes, and on 8
             yield dtype, 33, 130, d, d, causal, padding
+        for d, (n_q, n_kv, heads) in itertools.product((64, 128), ((100, 640, 4), (40, 250, 80), (20, 60, 4))):
+            yield dtype, n_q, n_kv, d, d, causal | {"start_pos": "end"}, 0, heads  # Hopper's short kernels, both
         for features in FEATURES:
             yield dtype, 1, 130, 64, 64, features, 0
         yield dtype, 0, 5, 64, 64, plain, 0
         yield dtype, 5, 0, 64, 64, plain, 0
 
 
-def compare(dtype: torch.dtype, n_q: int, n_kv: int, d: int, d_v: int, features: dict, padding: int) -> None:
-    shapes = (2, n_q, 4, d), (2, n_kv, 2, d), (2, n_kv, 2, d_v)
+def compare(
+    dtype: torch.dtype, n_q: int, n_kv: int, d: int, d_v: int, features: dict, padding: int, heads: int = 4
+) -> None:
+    shapes = (2, n_q, heads, d), (2, n_kv, 2, d), (2, n_kv, 2, d_v)
     q, k, v = (torch.randn(*rows, n + padding).to(dtype) for *rows, n in shapes)
     on_gpu = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in features.items()}
     on_cpu = {name: x for name, x in features.items() if name != "num_splits"}
     expected = cutlass_ext.fmha(q[..., :d], k[..., :d], v[..., :d_v], return_lse=True, **on_cpu)
     q, k, v = q.cuda(), k.cuda(), v.cuda()
     got = cutlass_ext.fmha(q[..., :d], k[..., :d], v[..., :d_v], return_lse=True, **on_gpu)
-    what = (dtype, n_q, n_kv, d, d_v, features, padding)
+    what = (dtype, n_q, n_kv, d, d_v, features, padding, heads)
     for a, b, tolerance in zip(got, expected, (TOLERANCES[dtype], TOLERANCES[torch.float32]), strict=True):
         torch.testing.assert_close(a.cpu(), b, **tolerance, msg=lambda text: f"{what}: {text}")
 

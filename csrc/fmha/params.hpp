@@ -25,26 +25,34 @@ enum class StartPos : int {
   End,       ///< len_kv_b - len_q_b: the last query row sees the last key
 };
 
+/// What a CTA asks for first stands first: 64 bytes of parameters come from memory at a time, and each time it waits.
 struct ForwardParams {
-  void const* q = nullptr;  // [B, N_q,  H_q,  d];   packed: [total_q, H_q, d]
-  void const* k = nullptr;  // [B, N_kv, H_kv, d];   packed: [total_k, H_kv, d]
-  void const* v = nullptr;  // [B, N_kv, H_kv, d_v]; packed: [total_k, H_kv, d_v]
-  void* o = nullptr;        // [B, N_q,  H_q,  d_v]; packed: [total_q, H_q, d_v]
-  float* lse = nullptr;     // [B, H_q, N_q], natural log; packed: [H_q, total_q]
-  Strides q_stride, k_stride, v_stride, o_stride;
-
   int batch = 0;  // sequences
   int n_q = 0;    // query rows of a sequence; packed: of the longest, and no row past it is computed
   int n_kv = 0;   // keys of a sequence; packed: of the longest, for the choice of splits alone
+  int start_pos = 0;
+  StartPos start_pos_kind = StartPos::Scalar;
+  int window_left = -1;                  // -1: unbounded
+  int window_right = -1;                 // causal is window_right = 0
+  int num_splits = 1;                    // filled by dispatch.cu, like the next two
+  Scheduler scheduler;                   // the order of the work
+  cutlass::FastDivmod heads_per_kv;      // query heads of a key head
+  int const* cu_seqlens_q = nullptr;     // [B + 1]: sequence b has the packed rows cu[b] to cu[b + 1]; null: not packed
+  int const* cu_seqlens_k = nullptr;     // [B + 1], both or none
+  int const* seqused_k = nullptr;        // [B]: len_kv of each sequence, at most what it has; null: all of that
+  int const* leftpad_k = nullptr;        // [B]; null: 0
+  int const* start_positions = nullptr;  // [B]
   int heads_q = 0;
   int heads_kv = 0;
   int head_dim = 0;    // d
   int head_dim_v = 0;  // d_v
+  int total_q = 0;     // rows of packed q and o
+  int total_k = 0;     // rows of packed k and v
 
-  int const* cu_seqlens_q = nullptr;  // [B + 1]: sequence b has the packed rows cu[b] to cu[b + 1]; null: not packed
-  int const* cu_seqlens_k = nullptr;  // [B + 1], both or none
-  int total_q = 0;                    // rows of packed q and o
-  int total_k = 0;                    // rows of packed k and v
+  void const* q = nullptr;  // [B, N_q,  H_q,  d];   packed: [total_q, H_q, d]
+  void const* k = nullptr;  // [B, N_kv, H_kv, d];   packed: [total_k, H_kv, d]
+  void const* v = nullptr;  // [B, N_kv, H_kv, d_v]; packed: [total_k, H_kv, d_v]
+  Strides q_stride, k_stride, v_stride;
 
   float softmax_scale = 1.f;
   float softcap = 0.f;                  // 0: off
@@ -52,22 +60,14 @@ struct ForwardParams {
   int64_t alibi_batch_stride = 0;
   float const* sink = nullptr;  // [H_q], natural-log units
 
-  StartPos start_pos_kind = StartPos::Scalar;
-  int start_pos = 0;
-  int const* start_positions = nullptr;  // [B]
-  int const* seqused_k = nullptr;        // [B]: len_kv of each sequence, at most what it has; null: all of that
-  int const* leftpad_k = nullptr;        // [B]; null: 0
-  int window_left = -1;                  // -1: unbounded
-  int window_right = -1;                 // causal is window_right = 0
-
+  void* o = nullptr;     // [B, N_q,  H_q,  d_v]; packed: [total_q, H_q, d_v]
+  float* lse = nullptr;  // [B, H_q, N_q], natural log; packed: [H_q, total_q]
+  Strides o_stride;
   // Filled by dispatch.cu
   int slots = 0;                     // CTAs that the device holds at once: those of a persistent launch
   unsigned* work_counter = nullptr;  // two, zero between launches: work items taken, CTAs that found none
-  Scheduler scheduler;
-  cutlass::FastDivmod heads_per_kv;  // query heads of a key head
-  int num_splits = 1;
-  float* o_partial = nullptr;    // [num_splits, (shape of lse), d_v], each split normalised by itself
-  float* lse_partial = nullptr;  // [num_splits, (shape of lse)]
+  float* o_partial = nullptr;        // [num_splits, (shape of lse), d_v], each split normalised by itself
+  float* lse_partial = nullptr;      // [num_splits, (shape of lse)]
 
   CUTE_HOST_DEVICE bool packed() const { return cu_seqlens_q != nullptr; }
   /// The batch dimension and the query rows of the tensors themselves.

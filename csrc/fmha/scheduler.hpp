@@ -41,6 +41,8 @@ class Scheduler {
 
   CUTE_HOST_DEVICE int64_t size() const { return size_; }
 
+  CUTE_HOST_DEVICE cutlass::FastDivmod const& splits() const { return splits_; }
+
   /// `index` below `size()`, which launches hold to 31 bits.
   CUTE_HOST_DEVICE WorkItem operator()(int index) const {
     int of_section, pair, tile, split, batch, head;

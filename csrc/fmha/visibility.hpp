@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include <cute/tensor.hpp>
+#include <cutlass/fast_math.h>
 
 namespace cutlass_ext {
 
@@ -72,12 +73,13 @@ struct Visibility {
   CUTE_HOST_DEVICE int clamp_to_keys(int key) const { return key < 0 ? 0 : key > len_kv ? len_kv : key; }
 };
 
-/// The part of `tiles` that split `split` of `num_splits` works on; the parts are contiguous and differ by one tile at
-/// most.
-CUTE_HOST_DEVICE Range split_range(Range tiles, int num_splits, int split) {
-  int64_t const n = tiles.size();
-  return {tiles.begin + static_cast<int>(n * split / num_splits),
-          tiles.begin + static_cast<int>(n * (split + 1) / num_splits)};
+/// The part of `tiles` that split `split` of `splits.divisor` works on; the parts are contiguous and differ by one tile
+/// at most.
+CUTE_HOST_DEVICE Range split_range(Range tiles, cutlass::FastDivmod const& splits, int split) {
+  int of_each, rest;
+  splits(of_each, rest, tiles.size());
+  int const begin = tiles.begin + split * of_each + (split < rest ? split : rest);
+  return {begin, begin + of_each + (split < rest)};
 }
 
 /// Positions and windows are held to 32 bits without overflow: lengths and |start_pos| stay below 2^29 (checked on the

@@ -15,8 +15,9 @@ constexpr DType dtype_of = std::is_same_v<Element, float>             ? DType::F
                            : std::is_same_v<Element, cutlass::half_t> ? DType::Float16
                                                                       : DType::BFloat16;
 
+/// `short_warpgroups`: see Kernel.
 template <class Fmha>
-Kernel kernel_of() {
+Kernel kernel_of(int short_warpgroups = 0) {
   using Traits = typename Fmha::Traits;
   return {Fmha::kFamily,
           dtype_of<typename Traits::Element>,
@@ -29,7 +30,8 @@ Kernel kernel_of() {
           Fmha::kSharedBytes,
           reinterpret_cast<void const*>(Fmha::kernel),
           [](ForwardParams const& params, cudaStream_t stream) { return Fmha{}(params, stream); },
-          Fmha::refuses};
+          Fmha::refuses,
+          short_warpgroups};
 }
 
 }  // namespace cutlass_ext

@@ -108,7 +108,7 @@ PYBIND11_MODULE(cutlass_ext_host, module) {
   module.def("decode_work", &decode_work);
   module.def("choose_num_splits", &choose_num_splits);
   module.def("split_range", [](int num_tiles, int num_splits, int split) {
-    Range const range = split_range({0, num_tiles}, num_splits, split);
+    Range const range = split_range({0, num_tiles}, cutlass::FastDivmod(num_splits), split);
     return std::pair(range.begin, range.end);
   });
   module.def("kernel_configs", [reports] {

@@ -90,6 +90,8 @@ class Target:
     def fmha(self, q, k, v, **kwargs):
         if self.cuda:
             poison_like_results(q, v)
+        if self.backend == "sm90":
+            kwargs.setdefault("num_splits", 1)
         return cutlass_ext.fmha(q, k, v, backend=self.backend, return_lse=True, **kwargs)
 
 
@@ -108,8 +110,8 @@ def targets(*all_fields):
 F16, BF16 = torch.float16, torch.bfloat16
 FLOAT32 = ("cpu", "torch"), ("cuda", "auto"), ("cuda", "simt")
 TENSOR_CORES = [("cuda", backend, dtype) for backend in ("auto", "sm80") for dtype in (F16, BF16)]
-# "auto" gives Hopper's kernels no call of 16 query rows or fewer, unless it is packed, and none of few scores: here
-# they take those too.
+# "auto" gives Hopper's persistent kernels no call of 16 query rows or fewer, unless it is packed, and none of few
+# scores: here, with the splits fixed, they take those too.
 HOPPER_ALONE = [("cuda", "sm90", dtype) for dtype in (F16, BF16)]
 TORCH_16_BIT = [(device, "torch", dtype) for device in ("cpu", "cuda") for dtype in (F16, BF16)]
 
@@ -141,6 +143,14 @@ def target_16_bit(request):
 @pytest.fixture(scope="session", params=targets(("cuda", "auto"), ("cuda", "auto", BF16)))
 def gpu(request):
     """What only a GPU can show (streams, graphs, allocations), on either kind of kernel."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=targets(("cuda", "auto", F16), ("cuda", "auto", BF16)))
+def hopper(request):
+    """What "auto" comes to on Hopper, in 16 bits."""
+    if not HOPPER:
+        pytest.skip("of compute capability 9.0")
     return request.param
 
 

@@ -41,14 +41,17 @@ def test_auto_on_cuda(gpu):
     assert cutlass_ext.explain(q, k, v).backend == gpu.family
 
 
-def test_tiny_calls_pass_hopper_by(gpu):
-    """Unless the number of splits is fixed: then the kernel must not depend on the batch."""
+def test_calls_of_few_scores(gpu):
+    """Hopper has kernels for them, if plain, or leaves them to another family; unless the number of splits is fixed:
+    then the kernel must not depend on the batch."""
+    hopper = gpu.family == "sm90"
     q, k, v = gpu.qkv(2, 70, 4, 64)
-    explanation = cutlass_ext.explain(q, k, v)
-    assert explanation.backend == ("sm80" if gpu.family == "sm90" else gpu.family)
-    assert ("sm90 does not run it: its pipeline" in explanation.reason) == (gpu.family == "sm90")
-    assert cutlass_ext.explain(q, k, v, num_splits=1).backend == gpu.family
-    assert cutlass_ext.explain(*gpu.qkv(400, 70, 4, 64)).backend == gpu.family
+    plain, capped = cutlass_ext.explain(q, k, v), cutlass_ext.explain(q, k, v, softcap=2.0)
+    assert plain.backend == gpu.family and ("short launch" in plain.reason) == hopper
+    assert capped.backend == ("sm80" if hopper else gpu.family)
+    assert ("sm90 does not run it: its pipeline" in capped.reason) == hopper
+    for many in (cutlass_ext.explain(q, k, v, num_splits=1), cutlass_ext.explain(*gpu.qkv(400, 70, 4, 64))):
+        assert many.backend == gpu.family and "short launch" not in many.reason
 
 
 def test_short_queries_decode(gpu):

@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   Sequence const sequence = device_sequence_of(params, work.batch);
   Visibility const& visibility = sequence.visibility;
   if (work.row0 >= visibility.n_q) return;  // packed: the launch counts the tiles of the longest sequence for each
-  Range const tiles = split_range(visibility.tiles_of(work.row0, B_r, B_c), params.num_splits, work.split);
+  Range const tiles = split_range(visibility.tiles_of(work.row0, B_r, B_c), params.scheduler.splits(), work.split);
   int const head_kv = params.heads_per_kv.div(work.head);
   LanePlace const place(threadIdx.x);
   int const first_row = work.row0 + place.panel * kPanel + place.row_chunk * kVector;

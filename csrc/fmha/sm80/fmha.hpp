@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__
     Sequence const sequence = sequence_of(params, work.batch);
     Visibility const& visibility = sequence.visibility;
     if (work.row0 >= visibility.n_q) return;  // packed: the launch counts the tiles of the longest sequence for each
-    tiles = split_range(visibility.tiles_of(work.row0, B_r, B_c), params.num_splits, work.split);
+    tiles = split_range(visibility.tiles_of(work.row0, B_r, B_c), params.scheduler.splits(), work.split);
     unmasked = visibility.unmasked_tiles_of(work.row0, B_r, B_c);
     int const head_kv = params.heads_per_kv.div(work.head), last_key = (tiles.end - 1) * B_c;
     auto const q = global_tile<Element>(params.q, params.q_stride, sequence.batch, work.head,

@@ -5,34 +5,19 @@
 // Instantiated by csrc/kernels/sm90_*.cu; launched through dispatch.cu.
 #pragma once
 
-#include <cute/arch/copy_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "../pack.hpp"
 #include "../params.hpp"
 #include "../score_mod.hpp"
-#include "../swizzle.hpp"
 #include "../visibility.hpp"
 #include "jobs.hpp"
 #include "tensor_map.hpp"
 #include "traits.hpp"
+#include "warpgroup.hpp"
 
 namespace cutlass_ext::sm90 {
-
-/// Copies `Rows` rows of one head, in panels; `barrier` counts the bytes as they land.
-template <int Rows, int Cols, class Element>
-CUTE_DEVICE void copy_panels(CUtensorMap const& map, Barrier& barrier, Element* smem, int row, int head, int batch,
-                             TMA::CacheHintSm90 hint) {
-  barrier.arrive_and_expect_tx(Rows * Cols * sizeof(Element));
-  CUTE_UNROLL
-  for (int panel = 0; panel < Cols / kPanel; ++panel) {
-    SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&barrier), static_cast<uint64_t>(hint),
-                           smem + panel * Rows * kPanel, panel * kPanel, row, head, batch);
-  }
-}
 
 /// Zeroes the rows of a tile of V from `first` on: P is 0 there, but 0 times NaN is not. By a whole warp.
 template <class Traits>
@@ -69,8 +54,7 @@ CUTE_DEVICE void schedule(ForwardParams const& params, typename Traits::SharedSt
       shared.job_empty[slot.stage].wait_for(slot.phase ^ 1);
     }
     Visibility const& visibility = sequence.visibility;
-    Range tiles = visibility.tiles_of(work.row0, B_r, B_c);
-    if (params.num_splits > 1) tiles = split_range(tiles, params.num_splits, work.split);  // divisions of 64 bits
+    Range const tiles = split_range(visibility.tiles_of(work.row0, B_r, B_c), params.scheduler.splits(), work.split);
     auto& job = shared.jobs[slot.stage];
     int const row = sequence.q_row0 + work.row0;
     if (lane == 0) {
@@ -223,58 +207,6 @@ struct Turns {
   }
 };
 
-/// C += A B (C = A B where `Zero`) over `Steps` times 16, issued and not waited for.
-template <bool Zero, int Steps, class Mma, class A, class B, class C>
-CUTE_DEVICE void gemm_async(Mma mma, A const& a, B const& b, C& c) {
-  warpgroup_fence_operand(c);
-  warpgroup_arrive();
-  mma.accumulate_ = Zero ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-  CUTE_UNROLL
-  for (int i = 0; i < Steps; ++i) {
-    cute::gemm(mma, a(_, _, i), b(_, _, i), c);
-    mma.accumulate_ = GMMA::ScaleOut::One;
-  }
-  warpgroup_commit_batch();
-  warpgroup_fence_operand(c);
-}
-
-/// The rows and columns that a thread holds of an accumulator of 64 x N.
-template <class Accumulator>
-CUTE_DEVICE auto rows_and_columns(Accumulator& c) {
-  constexpr int N = decltype(size(c))::value / 4;
-  return make_tensor(c.data(), Layout<Shape<_2, Shape<_2, Int<N>>>, Stride<_2, Stride<_1, _4>>>{});
-}
-
-/// Where element (i, j) of a thread's scores lies, counted from its first row and key.
-CUTE_HOST_DEVICE constexpr int row_of(int i) { return i * 8; }
-CUTE_HOST_DEVICE constexpr int key_of(int j) { return j / 2 * 8 + j % 2; }
-
-/// How many of a thread's columns lie before `key`, counted from its first.
-CUTE_HOST_DEVICE constexpr int columns_before(int key) {
-  return key <= 0 ? 0 : key / 8 * 2 + (key % 8 < 2 ? key % 8 : 2);
-}
-
-/// Hides from the rows of a thread the keys of a tile that they do not see; keys are counted from the tile's first. By
-/// bits, seven of which one instruction makes predicates of: comparisons are dear beside WGMMA.
-template <class ScoreTensor>
-CUTE_DEVICE void mask_tile(ScoreTensor& S, Visibility const& visibility, int row, int lane) {
-  Visibility const mine = visibility.counted_from(lane % 4 * 2).without_cases();
-  auto low_bits = [](int n) { return n < 32 ? (1u << (n < 0 ? 0 : n)) - 1 : ~0u; };
-  CUTE_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    Range const keys = mine.keys_of_row(row + row_of(i));
-    int const begin = columns_before(keys.begin), end = columns_before(keys.end);
-    CUTE_UNROLL
-    for (int first = 0; first < size<1>(S); first += 32) {
-      uint32_t const visible = low_bits(end - first) & ~low_bits(begin - first);
-      CUTE_UNROLL
-      for (int j = 0; j < 32 && first + j < size<1>(S); ++j) {
-        if (!(visible & (1u << j))) S(i, first + j) = -INFINITY;
-      }
-    }
-  }
-}
-
 /// Where a warp's part of a job's results goes, and what brings O there.
 struct Results {
   int rows;         // that exist, of the warp's 16
@@ -305,61 +237,26 @@ CUTE_DEVICE Results finish(ForwardParams const& params, Job<Traits::Consumers> c
 template <class Traits, class OutTensor>
 CUTE_DEVICE void store(ForwardParams const& params, Results const& results, OutTensor& O,
                        typename Traits::Element* staging, int lane) {
-  using Element = typename Traits::Element;
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
     CUTE_UNROLL
     for (int j = 0; j < size<1>(O); ++j) O(i, j) *= results.factor[i];
   }
   int const rows = results.rows;
-  if (params.num_splits > 1) {
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      int const row = lane / 4 + i * 8;
-      float* const to = params.o_partial + results.to + row * params.head_dim_v;
-      CUTE_UNROLL
-      for (int j = 0; j < size<1>(O); j += 2) {
-        int const col = j / 2 * 8 + lane % 4 * 2;
-        if (row < rows && col < params.head_dim_v)
-          *reinterpret_cast<float2*>(to + col) = make_float2(O(i, j), O(i, j + 1));
-      }
-    }
-    return;
+  if (params.num_splits == 1) {
+    auto* const to = static_cast<typename Traits::Element*>(params.o) + results.to;
+    return store_rows<Traits>(to, params.o_stride.row, rows, params.head_dim_v, O, staging, lane);
   }
-  // Through 16 rows of shared memory that are the warp's own, so that global memory is written 16 bytes a lane.
-  Element* const to = static_cast<Element*>(params.o) + results.to + lane / 8 * params.o_stride.row;
-  auto chunk_at = [&](int panel, int row, int chunk) {
-    return staging + (panel % Traits::StagedPanels * 16 + row) * kPanel + swizzled_chunk<Element>(chunk, row);
-  };
   CUTE_UNROLL
-  for (int first = 0; first < Traits::PanelsV; first += Traits::StagedPanels) {
-    constexpr auto end_of = [](int first) {
-      return first + Traits::StagedPanels < Traits::PanelsV ? first + Traits::StagedPanels : Traits::PanelsV;
-    };
+  for (int i = 0; i < 2; ++i) {
+    int const row = lane / 4 + i * 8;
+    float* const to = params.o_partial + results.to + row * params.head_dim_v;
     CUTE_UNROLL
-    for (int panel = first; panel < end_of(first); ++panel) {
-      CUTE_UNROLL
-      for (int n = 0; n < kPanel / 16 && panel * kPanel + n * 16 < Traits::HeadDimV; ++n) {
-        int const j = panel * kPanel / 4 + n * 4;
-        SM90_U32x4_STSM_N::copy(pack<Element>(O(0, j), O(0, j + 1)), pack<Element>(O(1, j), O(1, j + 1)),
-                                pack<Element>(O(0, j + 2), O(0, j + 3)), pack<Element>(O(1, j + 2), O(1, j + 3)),
-                                *reinterpret_cast<uint128_t*>(chunk_at(panel, lane % 16, 2 * n + lane / 16)));
-      }
+    for (int j = 0; j < size<1>(O); j += 2) {
+      int const col = j / 2 * 8 + lane % 4 * 2;
+      if (row < rows && col < params.head_dim_v)
+        *reinterpret_cast<float2*>(to + col) = make_float2(O(i, j), O(i, j + 1));
     }
-    __syncwarp();
-    CUTE_UNROLL
-    for (int panel = first; panel < end_of(first); ++panel) {
-      int const col = panel * kPanel + lane % 8 * 8;
-      CUTE_UNROLL
-      for (int pass = 0; pass < 4; ++pass) {
-        int const row = pass * 4 + lane / 8;
-        if (row < rows && col < params.head_dim_v) {
-          *reinterpret_cast<uint4*>(to + pass * 4 * params.o_stride.row + col) =
-              *reinterpret_cast<uint4 const*>(chunk_at(panel, row, lane % 8));
-        }
-      }
-    }
-    __syncwarp();
   }
 }
 
@@ -416,11 +313,24 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
     if (lane == 0) barrier.arrive();
   };
   auto issue_qk = [&] {
-    gemm_async<true, Traits::HeadDim / 16>(mma_qk, fQ(_, _, _, q.stage), fK(_, _, _, k.stage), cS);
+    gemm_async<Traits::HeadDim / 16>(mma_qk, fQ(_, _, _, q.stage), fK(_, _, _, k.stage), cS, true);
   };
-  auto issue_pv = [&] { gemm_async<false, B_c / 16>(mma_pv, fP, fV(_, _, _, v.stage), cO); };
+  auto issue_pv = [&] { gemm_async<B_c / 16>(mma_pv, fP, fV(_, _, _, v.stage), cO, false); };
   auto release_v = [&] {
     warpgroup_fence_operand(cO);
+    release(shared.v_empty[v.stage]);
+    v.advance();
+  };
+  // Let a tile of K or V go that this warpgroup does not use, K in its turn.
+  auto skip_k = [&] {
+    shared.k_full[k.stage].wait_for(k.phase);
+    release(shared.k_empty[k.stage]);
+    k.advance();
+    turns.wait();
+    turns.pass();
+  };
+  auto skip_v = [&] {
+    shared.v_full[v.stage].wait_for(v.phase);
     release(shared.v_empty[v.stage]);
     v.advance();
   };
@@ -434,13 +344,7 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
   auto begin_job = [&](TilesOfRows const& mine) {
     if (mine.tiles.size() > 0) {
       CUTE_NO_UNROLL
-      for (int i = 0; i < mine.skipped; ++i) {
-        shared.k_full[k.stage].wait_for(k.phase);
-        release(shared.k_empty[k.stage]);
-        k.advance();
-        turns.wait();
-        turns.pass();
-      }
+      for (int i = 0; i < mine.skipped; ++i) skip_k();
       shared.q_full[q.stage].wait_for(q.phase);
       shared.k_full[k.stage].wait_for(k.phase);
     }
@@ -455,15 +359,9 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
     release(shared.q_empty[q.stage]);
     q.advance();
     CUTE_NO_UNROLL
-    for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-      shared.k_full[k.stage].wait_for(k.phase);
-      release(shared.k_empty[k.stage]);
-      k.advance();
-      turns.wait();
-      turns.pass();
-      shared.v_full[v.stage].wait_for(v.phase);
-      release(shared.v_empty[v.stage]);
-      v.advance();
+    for (int i = 0; i < tiles.size(); ++i) {
+      skip_k();
+      skip_v();
     }
   };
 
@@ -495,18 +393,16 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
           job.score_mod.template apply<true>(S, job.visibility.start_pos + job.row0 + warp_row + lane / 4 - first_key,
                                              [&](int i, int j) { return row_of(i) - key_of(j); });
         }
-        if (!unmasked.contains(tile))
-          mask_tile(S, job.visibility.counted_from(tile * B_c), job.row0 + warp_row + lane / 4, lane);
+        if (!unmasked.contains(tile)) {
+          TileMask<B_c / 4> const mask(job.visibility.counted_from(tile * B_c), job.row0 + warp_row + lane / 4, lane);
+          mask.apply(S);
+        }
       };
       take_scores(end - 1);
       softmax.template start<Element>(S, words, scale);
       clear(cO);
       CUTE_NO_UNROLL
-      for (int i = 0; i < mine.skipped; ++i) {
-        shared.v_full[v.stage].wait_for(v.phase);
-        release(shared.v_empty[v.stage]);
-        v.advance();
-      }
+      for (int i = 0; i < mine.skipped; ++i) skip_v();
       for (int tile = end - 2; tile >= begin; --tile) {
         shared.k_full[k.stage].wait_for(k.phase);
         turns.wait();
@@ -605,13 +501,8 @@ struct FMHA {
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr bool kScoreMods = ScoreMods;
+  static constexpr auto refuses = &why_no_tensor_maps;
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
-
-  static char const* refuses(ForwardParams const& params) {
-    return tensor_maps_possible(params)
-               ? nullptr
-               : "the copy engine wants q, k, v and out to begin at, and to have strides of, multiples of 16 bytes";
-  }
 
   cudaError_t operator()(ForwardParams const& params, cudaStream_t stream) const {
     int64_t const items = params.scheduler.size();

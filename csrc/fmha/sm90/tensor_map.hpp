@@ -47,6 +47,13 @@ inline bool tensor_maps_possible(ForwardParams const& p) {
          possible(p.v, p.v_stride, keys, p.heads_kv) && p.head_dim % 8 == 0 && p.head_dim_v % 8 == 0;
 }
 
+/// Why the Hopper kernels cannot have the tensors, or null.
+inline char const* why_no_tensor_maps(ForwardParams const& params) {
+  return tensor_maps_possible(params)
+             ? nullptr
+             : "the copy engine wants q, k, v and out to begin at, and to have strides of, multiples of 16 bytes";
+}
+
 /// A map whose copies are `box_rows` rows by 64 columns of one head, swizzled over 128 bytes; what lies outside the
 /// tensor (rows past its end, columns past `cols`) arrives as zeros.
 inline cudaError_t make_tensor_map(CUtensorMap* map, CUtensorMapDataType dtype, void const* data, Strides const& stride,

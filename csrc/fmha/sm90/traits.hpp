@@ -44,7 +44,7 @@ struct Traits {
   using Softmax = LazySoftmax<B_c / 4, EarlyColumns>;
 
   static_assert(std::is_same_v<Element, half_t> || std::is_same_v<Element, bfloat16_t>, "WGMMA takes 16-bit operands");
-  static_assert(B_r % kAtomRows == 0 && (Consumers == 2 || Consumers == 3), "two or three consumer warpgroups");
+  static_assert(B_r % kAtomRows == 0 && Consumers >= 1 && Consumers <= 3, "up to three consumer warpgroups");
   static_assert(B_c % 16 == 0 && B_c <= 256, "P V runs through the keys 16 at a time");
   static_assert(HeadDim % 16 == 0 && HeadDimV % 16 == 0, "Q K^T runs through head_dim 16 at a time");
 

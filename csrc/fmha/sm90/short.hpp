@@ -1,0 +1,287 @@
+// FMHA on Hopper for launches that are over before a pipeline would be full: a CTA for each 64 query rows, with one
+// warp that copies and one or two warpgroups that multiply. What counts there is the way to the first product and back
+// from the last, so a CTA knows its work from its block index, its parameters lie together, and there is nothing in the
+// code that plain calls do not need. Instantiated by csrc/kernels/sm90_*.cu; launched through dispatch.cu.
+#pragma once
+
+#include <type_traits>
+
+#include <cute/tensor.hpp>
+#include <cutlass/arch/barrier.h>
+
+#include "../online_softmax.hpp"
+#include "../params.hpp"
+#include "../score_mod.hpp"
+#include "../visibility.hpp"
+#include "tensor_map.hpp"
+#include "traits.hpp"
+#include "warpgroup.hpp"
+
+namespace cutlass_ext::sm90 {
+
+/// What the kernel is told, in the order in which it asks. 64 bytes of parameters come from memory at a time, and each
+/// time a warp waits: with ForwardParams as they are, whose first copy wants six such lines, causal (1, 512, 32 heads
+/// on 8, 128) took 14.8 us for 14.4.
+struct ShortParams {
+  int n_q, n_kv, start_pos, window_left, window_right;
+  int query_tiles, head_dim_v;
+  float scale;  // from products to scores in the log2 domain
+  cutlass::FastDivmod heads_per_kv;
+  int heads_q;
+  void* o;
+  Strides o_stride;
+  float* lse;
+  float const* sink;
+
+  explicit ShortParams(ForwardParams const& p)
+      : n_q(p.n_q),
+        n_kv(p.n_kv),
+        start_pos(p.start_pos_kind == StartPos::End ? p.n_kv - p.n_q : p.start_pos),
+        window_left(p.window_left),
+        window_right(p.window_right),
+        query_tiles(Scheduler::tiles_of(p.n_q, kAtomRows)),
+        head_dim_v(p.head_dim_v),
+        scale(p.softmax_scale * kLog2e),
+        heads_per_kv(p.heads_q / p.heads_kv),
+        heads_q(p.heads_q),
+        o(p.o),
+        o_stride(p.o_stride),
+        lse(p.lse),
+        sink(p.sink) {}
+};
+
+/// `Warpgroups` take the key tiles of the same 64 query rows in turn; `Stages` tiles of K and of V are in flight.
+template <int B_c_, int HeadDim_, class Element_, int Stages_, int Warpgroups_>
+struct ShortTraits : Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stages_, 1, false> {
+  using Base = Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stages_, 1, false>;
+  static constexpr int Warpgroups = Warpgroups_, Threads = Warpgroups * kWarpgroup + 32;
+  static constexpr int CtasAtOnce = Warpgroups == 1 ? 2 : 1;  // of a multiprocessor
+  static_assert(Warpgroups == 1 || Warpgroups == 2);
+  static_assert(Stages_ % Warpgroups == 0, "a stage is always the same warpgroup's");
+
+  /// What a warpgroup hands over, a float4 a thread.
+  struct Sums {
+    float4 ml[kWarpgroup];  // m of the thread's two rows, l of both
+    float4 o[HeadDim_ / 8][kWarpgroup];
+  };
+  struct SharedStorage {
+    alignas(1024) Element_ q[cosize_v<typename Base::LayoutQ>];  // in the end, the output
+    alignas(1024) Element_ k[cosize_v<typename Base::LayoutK>];
+    alignas(1024) Element_ v[cosize_v<typename Base::LayoutV>];
+    Sums of_second[Warpgroups - 1];
+    Barrier q_full, k_full[Stages_], k_empty[Stages_], v_full[Stages_], v_empty[Stages_];
+  };
+};
+
+/// The warp that copies: sets up the barriers, asks for Q and the first keys, and keeps the rings of K and V full.
+template <class Traits>
+CUTE_DEVICE void copy_short(ShortParams const& params, TensorMaps const& maps, typename Traits::SharedStorage& shared,
+                            Range const& tiles, int row0, int head, int batch) {
+  constexpr int B_c = Traits::B_c, Stages = Traits::Stages;
+  bool const leader = threadIdx.x % 32 == 0;
+  int const head_kv = params.heads_per_kv.div(head);
+  RingPosition<Stages> at;
+  auto const load_k = [&](int tile) {
+    copy_panels<B_c, Traits::ColumnsQK>(maps.k, shared.k_full[at.stage], shared.k + at.stage * B_c * Traits::ColumnsQK,
+                                        tile * B_c, head_kv, batch, TMA::CacheHintSm90::EVICT_LAST);
+  };
+  if (leader) {
+    auto const init = [](Barrier(&full)[Stages], Barrier(&empty)[Stages]) {
+      for (auto& barrier : full) barrier.init(1);
+      for (auto& barrier : empty) barrier.init(kWarpgroup / 32);
+    };
+    shared.q_full.init(1);
+    init(shared.k_full, shared.k_empty);
+    init(shared.v_full, shared.v_empty);
+    cutlass::arch::fence_barrier_init();
+    if (tiles.size() > 0) {
+      copy_panels<kAtomRows, Traits::ColumnsQK>(maps.q, shared.q_full, shared.q, row0, head, batch,
+                                                TMA::CacheHintSm90::EVICT_FIRST);
+      load_k(tiles.end - 1);
+    }
+  }
+  __syncthreads();
+  if (!leader) return;
+  CUTE_NO_UNROLL
+  for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+    if (tile < tiles.end - 1) {
+      shared.k_empty[at.stage].wait_for(at.phase ^ 1);
+      load_k(tile);
+    }
+    shared.v_empty[at.stage].wait_for(at.phase ^ 1);
+    copy_panels<B_c, Traits::ColumnsV>(maps.v, shared.v_full[at.stage], shared.v + at.stage * B_c * Traits::ColumnsV,
+                                       tile * B_c, head_kv, batch, TMA::CacheHintSm90::EVICT_LAST);
+    at.advance();
+  }
+}
+
+/// Has the compiler work `x` out here and not where it is used.
+template <class T>
+CUTE_DEVICE void settle(T& x) {
+  if constexpr (std::is_same_v<T, float>) {
+    asm volatile("" : "+f"(x));
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("" : "+l"(x));
+  } else {
+    asm volatile("" : "+r"(x));
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
+    short_kernel(__grid_constant__ ShortParams const params, __grid_constant__ TensorMaps const maps) {
+  using Element = typename Traits::Element;
+  constexpr int B_c = Traits::B_c, Warpgroups = Traits::Warpgroups;
+  extern __shared__ __align__(1024) unsigned char smem[];
+  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
+  // The longest tiles of a causal mask come first and the shortest next, so that two that share a multiprocessor make
+  // about the same work everywhere: causal (1, 512, 32 heads on 8, 128), in tiles of 128 keys, took 15.6 us from the
+  // longest to the shortest and 15.0 so.
+  int const order = blockIdx.y, long_tiles = params.query_tiles - params.query_tiles / 2;
+  int const row0 = kAtomRows * (order < long_tiles ? params.query_tiles - 1 - order : order - long_tiles);
+  int const head = blockIdx.x, batch = blockIdx.z;
+  Visibility const visibility{params.n_q, params.n_kv, params.start_pos, params.window_left, params.window_right};
+  Range const tiles = visibility.tiles_of(row0, kAtomRows, B_c);
+  int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == Warpgroups) return copy_short<Traits>(params, maps, shared, tiles, row0, head, batch);
+
+  int const lane = threadIdx.x % 32, warp_row = threadIdx.x % kWarpgroup / 32 * 16;
+  typename Traits::MmaQK mma_qk;
+  typename Traits::MmaPV mma_pv;
+  auto thread_qk = mma_qk.get_slice(0);  // descriptors are the warpgroup's: no thread index in them
+  auto thread_pv = typename Traits::MmaOfV{}.get_slice(0);
+  Tensor fQ = thread_qk.partition_fragment_A(make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{}));
+  Tensor fK = thread_qk.partition_fragment_B(make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{}));
+  Tensor fV = thread_pv.partition_fragment_B(make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutV{}));
+  Tensor cS = partition_fragment_C(mma_qk, Shape<Int<kAtomRows>, Int<B_c>>{});
+  Tensor cO = partition_fragment_C(mma_pv, Shape<Int<kAtomRows>, Int<Traits::HeadDimV>>{});
+  Tensor fP = make_tensor<Element>(partition_shape_A(mma_pv, Shape<Int<kAtomRows>, Int<B_c>>{}));
+  // The thread's rows, 8 apart, and columns, counted from its first.
+  Tensor S = rows_and_columns(cS);
+  Tensor O = rows_and_columns(cO);
+  Tensor words = recast<uint32_t>(fP);
+  auto release = [&](Barrier& barrier) {
+    if (lane == 0) barrier.arrive();
+  };
+
+  // What the end wants of the parameters comes while the first tiles are on their way.
+  Range const unmasked = visibility.unmasked_tiles_of(row0, kAtomRows, B_c);
+  float scale = params.scale, sink_log2 = params.sink ? params.sink[head] * kLog2e : -INFINITY;
+  int rows = params.n_q - row0 - warp_row, head_dim_v = params.head_dim_v;  // rows of the warp's 16 that exist
+  int64_t row_stride = params.o_stride.row;
+  Element* out = static_cast<Element*>(params.o) + batch * params.o_stride.batch + (row0 + warp_row) * row_stride +
+                 head * params.o_stride.head;
+  float* lse_out = params.lse + (int64_t(batch) * params.heads_q + head) * params.n_q + row0 + warp_row;
+  settle(scale), settle(sink_log2), settle(rows), settle(head_dim_v), settle(row_stride), settle(out), settle(lse_out);
+
+  OnlineSoftmax<2, 4, 1> softmax;
+  clear(cO);
+  int const first = tiles.end - 1 - warpgroup;
+  int stage = warpgroup;
+  uint32_t phase = 0;
+  __syncthreads();  // the barriers are set up
+  if (first >= tiles.begin) shared.q_full.wait_for(0);
+  CUTE_NO_UNROLL
+  for (int tile = first; tile >= tiles.begin; tile -= Warpgroups) {
+    bool const masked = !unmasked.contains(tile);
+    TileMask<B_c / 4> mask;
+    if (masked) {
+      mask = {visibility.counted_from(tile * B_c), row0 + warp_row + lane / 4, lane};
+      for (auto& words : mask.visible) settle(words[0]);
+    }
+    shared.k_full[stage].wait_for(phase);
+    gemm_async<Traits::HeadDim / 16>(mma_qk, fQ(_, _, _, 0), fK(_, _, _, stage), cS, true);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(cS);
+    release(shared.k_empty[stage]);
+    if (masked) mask.apply(S);
+    float rescale[2];
+    auto const rescale_of = [&](int i) -> float& { return rescale[i]; };
+    softmax.update(S, rescale_of, scale);
+    CUTE_UNROLL
+    for (int j = 0; j < size<1>(S); j += 2) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) words(j + i) = pack<Element>(S(i, j), S(i, j + 1));
+    }
+    if (tile < first) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        CUTE_UNROLL
+        for (int j = 0; j < size<1>(O); ++j) O(i, j) *= rescale[i];
+      }
+    }
+    shared.v_full[stage].wait_for(phase);
+    gemm_async<B_c / 16>(mma_pv, fP, fV(_, _, _, stage), cO, false);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(cO);
+    release(shared.v_empty[stage]);
+    stage += Warpgroups;
+    if (stage >= Traits::Stages) stage = warpgroup, phase ^= 1;
+  }
+
+  if constexpr (Warpgroups == 2) {
+    auto& handed = shared.of_second[0];
+    int const thread = threadIdx.x % kWarpgroup;
+    if (warpgroup == 1 && tiles.size() > 1) {
+      handed.ml[thread] = make_float4(softmax.m[0], softmax.m[1], softmax.l[0], softmax.l[1]);
+      CUTE_UNROLL
+      for (int j = 0; j < size<1>(O); j += 2)
+        handed.o[j / 2][thread] = make_float4(O(0, j), O(1, j), O(0, j + 1), O(1, j + 1));
+    }
+    if (tiles.size() > 1) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, 1);
+    if (warpgroup == 1) return;
+    if (tiles.size() > 1) {
+      float4 const ml = handed.ml[thread];
+      float const other_m[] = {ml.x, ml.y}, other_l[] = {ml.z, ml.w};
+      float own[2], other[2];  // what each one's sums are multiplied by
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        float const m = fmaxf(softmax.m[i], other_m[i]), base = m == -INFINITY ? 0.f : m;
+        own[i] = exp2_approx(softmax.m[i] - base);
+        other[i] = exp2_approx(other_m[i] - base);
+        softmax.m[i] = m;
+        softmax.l[i] = softmax.l[i] * own[i] + other_l[i] * other[i];
+      }
+      CUTE_UNROLL
+      for (int j = 0; j < size<1>(O); j += 2) {
+        float4 const x = handed.o[j / 2][thread];
+        O(0, j) = O(0, j) * own[0] + x.x * other[0];
+        O(1, j) = O(1, j) * own[1] + x.y * other[1];
+        O(0, j + 1) = O(0, j + 1) * own[0] + x.z * other[0];
+        O(1, j + 1) = O(1, j + 1) * own[1] + x.w * other[1];
+      }
+    }
+  }
+
+  CUTE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    int const row = lane / 4 + i * 8;
+    float const lse = softmax.template finish<true>(i, O, sink_log2);
+    if (row < rows && lane % 4 == 0) lse_out[row] = lse;
+  }
+  cutlass::arch::NamedBarrier::sync(kWarpgroup, 2);  // nobody reads Q any more
+  store_rows<Traits>(out, row_stride, rows, head_dim_v, O, shared.q + warp_row * Traits::StagedPanels * kPanel, lane);
+}
+
+/// The kernel of one tile shape: `ShortFMHA<...>{}(params, stream)` launches it for every query tile.
+template <int B_c, int HeadDim, class Element, int Stages, int Warpgroups>
+struct ShortFMHA {
+  using Traits = ShortTraits<B_c, HeadDim, Element, Stages, Warpgroups>;
+  static constexpr char const* kFamily = "sm90";
+  static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
+  static constexpr auto kernel = &short_kernel<Traits>;
+  static constexpr bool kScoreMods = false;
+  static constexpr auto refuses = &why_no_tensor_maps;
+  static_assert(kSharedBytes <= (Traits::CtasAtOnce == 1 ? 227 : 113) * 1024, "what a multiprocessor of Hopper has");
+
+  cudaError_t operator()(ForwardParams const& params, cudaStream_t stream) const {
+    if (params.batch == 0 || params.n_q == 0 || params.heads_q == 0) return cudaSuccess;
+    TensorMaps maps;
+    if (cudaError_t e = make_tensor_maps<Element>(&maps, params, kAtomRows, B_c)) return e;
+    dim3 const grid(params.heads_q, Scheduler::tiles_of(params.n_q, kAtomRows), params.batch);
+    kernel<<<grid, Traits::Threads, kSharedBytes, stream>>>(ShortParams(params), maps);
+    return cudaGetLastError();
+  }
+};
+
+}  // namespace cutlass_ext::sm90
