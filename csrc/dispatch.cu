@@ -131,8 +131,9 @@ bool is_hopper(Kernel const& kernel) { return !std::strcmp(kernel.family, "sm90"
 /// The Hopper family's instructions run on compute capability 9.0 and nowhere else.
 bool runs_on(Kernel const& kernel, Device const& device) { return !is_hopper(kernel) || device.capability == 90; }
 
-/// Whether a call is done before the pipeline of the Hopper kernels is full. Microseconds there and in sm80, 32 heads
-/// on 8: 11.2 and 9.3 at (8, 64, 64), 10.4 and 10.0 at (1, 128, 128), 15.4 and 19.4 at (8, 128, 128).
+/// Whether a call that the short kernels do not take is done before the pipeline of Hopper's others is full.
+/// Microseconds there and in sm80, 32 heads on 8: 11.2 and 9.3 at (8, 64, 64), 10.4 and 10.0 at (1, 128, 128), 15.4
+/// and 19.4 at (8, 128, 128).
 bool is_tiny(ForwardParams const& p, Device const& device) {
   auto blocks = [](int n) { return (n + 63) / 64; };
   return std::max(p.n_q, p.n_kv) <= 128 && std::max(p.head_dim, p.head_dim_v) <= 128 &&
@@ -145,17 +146,16 @@ bool is_plain(ForwardParams const& p) {
          !p.alibi_slopes;
 }
 
-/// How many warpgroups a query tile gets in the short kernels of Hopper; 0 where the persistent ones are faster.
-/// Measured with 32 heads on 8 where no others are named, in blocks of 64 rows and keys a multiprocessor (us there, us
-/// persistent):
-/// - Two where every query tile has a multiprocessor of its own: causal (1, 256, 128) 8.9 for 11.2, (1, 2048, 4 heads
-/// on
-///   4, 128) 23.0 for 26.5; but from 16 blocks a tile on splits are faster where they find idle multiprocessors:
-///   (1, 2048, 1 on 1, 128) 22.1 for 20.8.
-/// - One, on two CTAs a multiprocessor, up to 12 blocks at head_dim 64: causal (12, 128) 12.5 for 15.1 with 11.6 of
-/// them,
-///   (4, 256) in full 14.5 for 14.2 with 15.5. At 128 up to 6, or 9 where a causal mask makes tiles unequal, which two
-///   CTAs level out: (1, 512) 14.2 for 14.5 with 8.7, but (1, 384) in full 13.5 for 12.4 with as many.
+/// How many warpgroups a query tile gets in the short kernels of Hopper; 0 where the persistent ones are faster. Blocks
+/// are of 64 rows and keys, figures (batch, N) in us there and in the persistent kernels, 32 heads on 8 where no others
+/// are named.
+/// Two where every query tile has a multiprocessor of its own: causal (1, 256) at head_dim 128 8.9 for 11.2, (1, 2048,
+/// 4 heads) 23.0 for 26.5. From 16 blocks a tile on splits are faster where they find multiprocessors idle: (1, 2048, 1
+/// head) 22.1 for 20.8. One, on several CTAs a multiprocessor, while this has few blocks. At head_dim 128 up to 6, or 9
+/// where a causal mask makes the tiles unequal, which several CTAs level out: (1, 512) causal, 8.7 blocks, 14.2
+/// for 14.5, (1, 384) in full, as many, 13.5 for 12.4. At 64 up to 80 of query tiles that see no more than four, up to
+/// 18 of others: (32, 197) causal, 77 blocks, 43 for 53, (2, 512) causal, 17.5, 14.3 for 16.0, (1, 1024) causal,
+/// 33, 21.2 for 20.2.
 int short_warpgroups(ForwardParams const& p, Device const& device) {
   constexpr int kBlock = 64, kMaxTiles = 64;
   int const head_dim = std::max(p.head_dim, p.head_dim_v), query_tiles = Scheduler::tiles_of(p.n_q, kBlock);
@@ -171,7 +171,7 @@ int short_warpgroups(ForwardParams const& p, Device const& device) {
   int64_t const heads = int64_t(p.batch) * p.heads_q, tiles = heads * query_tiles, slots = device.multiprocessors;
   if (1 < longest && longest <= (2 * tiles > slots ? 32 : 16) && tiles <= slots) return 2;
   bool const unequal = 4 * blocks_of_head < 3 * longest * query_tiles;
-  int64_t const most = head_dim <= 64 ? 12 : unequal ? 9 : 6;
+  int64_t const most = head_dim <= 64 ? (longest <= 4 ? 80 : 18) : unequal ? 9 : 6;
   return heads * blocks_of_head <= most * slots ? 1 : 0;
 }
 
