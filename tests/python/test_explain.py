@@ -50,7 +50,7 @@ def test_calls_of_few_scores(gpu):
     assert plain.backend == gpu.family and ("short launch" in plain.reason) == hopper
     assert capped.backend == ("sm80" if hopper else gpu.family)
     assert ("sm90 does not run it: its pipeline" in capped.reason) == hopper
-    for many in (cutlass_ext.explain(q, k, v, num_splits=1), cutlass_ext.explain(*gpu.qkv(400, 70, 4, 64))):
+    for many in (cutlass_ext.explain(q, k, v, num_splits=1), cutlass_ext.explain(*gpu.qkv(400, 70, 4, 128))):
         assert many.backend == gpu.family and "short launch" not in many.reason
 
 
