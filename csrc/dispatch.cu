@@ -164,7 +164,7 @@ int short_warpgroups(ForwardParams const& p, Device const& device) {
   Visibility const visibility{p.n_q, p.n_kv, start_pos, p.window_left, p.window_right};
   int64_t blocks_of_head = 0, longest = 0;
   for (int tile = 0; tile < query_tiles; ++tile) {
-    int64_t const blocks = visibility.tiles_of(tile * kBlock, kBlock, kBlock).size();
+    int64_t const blocks = std::max(1, visibility.tiles_of(tile * kBlock, kBlock, kBlock).size());  // a CTA at least
     blocks_of_head += blocks;
     longest = std::max(longest, blocks);
   }

@@ -60,3 +60,11 @@ def test_keys_without_end(hopper):
     assert out[1].isnan().all() and lse[1].isnan().all()
     for b in (0, 2):
         expect(q[b : b + 1], k[b : b + 1], v[b : b + 1]).check(out[b : b + 1], lse[b : b + 1], small=True)
+
+
+def test_no_keys_in_many_sequences(hopper):
+    """More of them than a grid has in its third dimension, and nothing to do: not theirs."""
+    q, k, v = hopper.qkv(70_000, 20, 1, 64, n_kv=0)
+    assert "short launch" not in cutlass_ext.explain(q, k, v).reason
+    out, lse = hopper.fmha(q, k, v)
+    assert not out.any() and lse.isneginf().all()
