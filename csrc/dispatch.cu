@@ -11,7 +11,7 @@
 
 #include "counters.hpp"
 #include "fmha/merge.hpp"
-#include "fmha/visibility.hpp"
+#include "fmha/sequence.hpp"
 #include "fmha/work_order.hpp"
 
 namespace cutlass_ext {
@@ -141,10 +141,7 @@ bool is_tiny(ForwardParams const& p, Device const& device) {
 }
 
 /// Whether all that tells the sequences of a call apart is known to the host, and nothing changes the scores.
-bool is_plain(ForwardParams const& p) {
-  return !p.packed() && !p.seqused_k && !p.leftpad_k && p.start_pos_kind != StartPos::PerBatch && p.softcap == 0.f &&
-         !p.alibi_slopes;
-}
+bool is_plain(ForwardParams const& p) { return !p.packed() && all_alike(p) && p.softcap == 0.f && !p.alibi_slopes; }
 
 /// How many warpgroups a query tile gets in the short kernels of Hopper; 0 where the persistent ones are faster. Blocks
 /// are of 64 rows and keys, figures (batch, N) in us there and in the persistent kernels, 32 heads on 8 where no others
@@ -155,13 +152,12 @@ bool is_plain(ForwardParams const& p) {
 /// where a causal mask makes the tiles unequal, which several CTAs level out: (1, 512) causal, 8.7 blocks, 14.2
 /// for 14.5, (1, 384) in full, as many, 13.5 for 12.4. At 64 up to 80 of query tiles that see no more than four, up to
 /// 18 of others: (32, 197) causal, 77 blocks, 43 for 53, (2, 512) causal, 17.5, 14.3 for 16.0, (1, 1024) causal,
-/// 33, 21.2 for 20.2.
-int short_warpgroups(ForwardParams const& p, Device const& device) {
+/// 33, 21.2 for 20.2. The figures of one at 128 are of two CTAs with three stages.
+int warpgroups_of_short(ForwardParams const& p, Device const& device) {
   constexpr int kBlock = 64, kMaxTiles = 64;
   int const head_dim = std::max(p.head_dim, p.head_dim_v), query_tiles = Scheduler::tiles_of(p.n_q, kBlock);
   if (device.capability != 90 || !is_plain(p) || head_dim > 128 || query_tiles > kMaxTiles) return 0;
-  int const start_pos = p.start_pos_kind == StartPos::End ? p.n_kv - p.n_q : p.start_pos;
-  Visibility const visibility{p.n_q, p.n_kv, start_pos, p.window_left, p.window_right};
+  Visibility const visibility = sequence_of(p, 0).visibility;
   int64_t blocks_of_head = 0, longest = 0;
   for (int tile = 0; tile < query_tiles; ++tile) {
     int64_t const blocks = std::max(1, visibility.tiles_of(tile * kBlock, kBlock, kBlock).size());  // a CTA at least
@@ -198,7 +194,7 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
   bool const score_mods = params.softcap > 0.f || params.alibi_slopes;
   // With the number of splits fixed nothing may depend on the batch.
   bool const tiny = backend == "auto" && num_splits == 0 && is_tiny(params, device);
-  int const warpgroups = num_splits == 0 ? short_warpgroups(params, device) : 0;
+  int const warpgroups = num_splits == 0 && dtype != DType::Float32 ? warpgroups_of_short(params, device) : 0;
   std::string passed_over;  // families that would have come first, and why they do not run this call
   Kernel const* best = nullptr;
   bool family_known = backend == "auto";
@@ -260,10 +256,11 @@ cudaError_t plan_forward(ForwardParams const& params, DType dtype, std::string c
   Kernel const& kernel = *plan->kernel;
   int const slots = ctas * device.multiprocessors;
   plan->slots = slots;
-  plan->num_splits = num_splits > 0 ? num_splits
-                     : kernel.short_warpgroups > 0
-                         ? 1
-                         : choose_num_splits(tiles, key_tiles(params, kernel), slots, least_key_tiles(kernel));
+  if (num_splits > 0) {
+    plan->num_splits = num_splits;
+  } else if (kernel.short_warpgroups == 0) {
+    plan->num_splits = choose_num_splits(tiles, key_tiles(params, kernel), slots, least_key_tiles(kernel));
+  }
   if (want_reason) {
     std::ostringstream text;
     text << kernel.family << ": " << (kernel.short_warpgroups > 0 ? "short launch, " : "") << name_of(dtype)

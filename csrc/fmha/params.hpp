@@ -78,4 +78,9 @@ struct ForwardParams {
   CUTE_HOST_DEVICE int64_t result_rows() const { return int64_t(stored_batch()) * heads_q * stored_rows(); }
 };
 
+/// Whether the host knows that all sequences, if they are not packed, have the same keys in the same place.
+CUTE_HOST_DEVICE bool all_alike(ForwardParams const& params) {
+  return !params.seqused_k && !params.leftpad_k && params.start_pos_kind != StartPos::PerBatch;
+}
+
 }  // namespace cutlass_ext

@@ -1,5 +1,5 @@
-"""The kernels of Hopper for short launches: tiles of 64 rows and keys, in rings of three and four, by one warpgroup and
-by two. Against the oracle; everything else that "auto" runs in other modules is often theirs, too."""
+"""The kernels of Hopper for short launches: tiles of 64 rows and keys, by one warpgroup with one stage and by two with
+two each. Against the oracle; everything else that "auto" runs in other modules is often theirs, too."""
 
 import pytest
 import torch

@@ -43,9 +43,4 @@ CUTE_HOST_DEVICE Range tiles_of(Sequence const& s, Tokens const& tokens, int til
   return {tiles.begin < fresh.begin ? tiles.begin : fresh.begin, tiles.end > fresh.end ? tiles.end : fresh.end};
 }
 
-/// Whether the host knows that all sequences have the same tiles.
-CUTE_HOST_DEVICE bool all_alike(DecodeParams const& params) {
-  return !params.seqused_k && !params.leftpad_k && params.start_pos_kind != StartPos::PerBatch;
-}
-
 }  // namespace cutlass_ext::decode

@@ -284,20 +284,12 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
   int const lane = threadIdx.x % 32, warp_row = warpgroup * kAtomRows + threadIdx.x % kWarpgroup / 32 * 16;
   Element* const staging = shared.o + warp_row * Traits::StagedPanels * kPanel;
 
-  typename Traits::MmaQK mma_qk;
-  typename Traits::MmaPV mma_pv;
-  auto thread_qk = mma_qk.get_slice(0);  // descriptors are the warpgroup's: no thread index in them
-  auto thread_pv = typename Traits::MmaOfV{}.get_slice(0);
-  Tensor sQ = make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{});
-  Tensor sK = make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{});
-  Tensor sV = make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutV{});
-  Tensor fQ = thread_qk.partition_fragment_A(
-      local_tile(sQ, Shape<Int<kAtomRows>, Int<Traits::ColumnsQK>>{}, make_coord(warpgroup, _0{})));
-  Tensor fK = thread_qk.partition_fragment_B(sK);
-  Tensor fV = thread_pv.partition_fragment_B(sV);
-  Tensor cS = partition_fragment_C(mma_qk, Shape<Int<kAtomRows>, Int<B_c>>{});
-  Tensor cO = partition_fragment_C(mma_pv, Shape<Int<kAtomRows>, Int<Traits::HeadDimV>>{});
-  Tensor fP = make_tensor<Element>(partition_shape_A(mma_pv, Shape<Int<kAtomRows>, Int<B_c>>{}));
+  Tensor fQ = operand_q<Traits>(shared.q, warpgroup);
+  Tensor fK = operand_k<Traits>(shared.k);
+  Tensor fV = operand_v<Traits>(shared.v);
+  Tensor fP = operand_p<Traits>();
+  Tensor cS = accumulator_s<Traits>();
+  Tensor cO = accumulator_o<Traits>();
   // The thread's rows, 8 apart, and columns, counted from its first.
   Tensor S = rows_and_columns(cS);
   Tensor O = rows_and_columns(cO);
@@ -313,9 +305,9 @@ CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedSto
     if (lane == 0) barrier.arrive();
   };
   auto issue_qk = [&] {
-    gemm_async<Traits::HeadDim / 16>(mma_qk, fQ(_, _, _, q.stage), fK(_, _, _, k.stage), cS, true);
+    gemm_async<Traits::HeadDim / 16>(typename Traits::MmaQK{}, fQ(_, _, _, q.stage), fK(_, _, _, k.stage), cS, true);
   };
-  auto issue_pv = [&] { gemm_async<B_c / 16>(mma_pv, fP, fV(_, _, _, v.stage), cO, false); };
+  auto issue_pv = [&] { gemm_async<B_c / 16>(typename Traits::MmaPV{}, fP, fV(_, _, _, v.stage), cO, false); };
   auto release_v = [&] {
     warpgroup_fence_operand(cO);
     release(shared.v_empty[v.stage]);
@@ -503,6 +495,7 @@ struct FMHA {
   static constexpr bool kScoreMods = ScoreMods;
   static constexpr auto refuses = &why_no_tensor_maps;
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
+  static_assert(Traits::Consumers > 1, "warpgroups take turns with each other");
 
   cudaError_t operator()(ForwardParams const& params, cudaStream_t stream) const {
     int64_t const items = params.scheduler.size();

@@ -12,6 +12,7 @@
 #include "../online_softmax.hpp"
 #include "../params.hpp"
 #include "../score_mod.hpp"
+#include "../sequence.hpp"
 #include "../visibility.hpp"
 #include "tensor_map.hpp"
 #include "traits.hpp"
@@ -36,7 +37,7 @@ struct ShortParams {
   explicit ShortParams(ForwardParams const& p)
       : n_q(p.n_q),
         n_kv(p.n_kv),
-        start_pos(p.start_pos_kind == StartPos::End ? p.n_kv - p.n_q : p.start_pos),
+        start_pos(sequence_of(p, 0).visibility.start_pos),
         window_left(p.window_left),
         window_right(p.window_right),
         query_tiles(Scheduler::tiles_of(p.n_q, kAtomRows)),
@@ -148,16 +149,12 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
   if (warpgroup == Warpgroups) return copy_short<Traits>(params, maps, shared, tiles, row0, head, batch);
 
   int const lane = threadIdx.x % 32, warp_row = threadIdx.x % kWarpgroup / 32 * 16;
-  typename Traits::MmaQK mma_qk;
-  typename Traits::MmaPV mma_pv;
-  auto thread_qk = mma_qk.get_slice(0);  // descriptors are the warpgroup's: no thread index in them
-  auto thread_pv = typename Traits::MmaOfV{}.get_slice(0);
-  Tensor fQ = thread_qk.partition_fragment_A(make_tensor(make_smem_ptr(shared.q), typename Traits::LayoutQ{}));
-  Tensor fK = thread_qk.partition_fragment_B(make_tensor(make_smem_ptr(shared.k), typename Traits::LayoutK{}));
-  Tensor fV = thread_pv.partition_fragment_B(make_tensor(make_smem_ptr(shared.v), typename Traits::LayoutV{}));
-  Tensor cS = partition_fragment_C(mma_qk, Shape<Int<kAtomRows>, Int<B_c>>{});
-  Tensor cO = partition_fragment_C(mma_pv, Shape<Int<kAtomRows>, Int<Traits::HeadDimV>>{});
-  Tensor fP = make_tensor<Element>(partition_shape_A(mma_pv, Shape<Int<kAtomRows>, Int<B_c>>{}));
+  Tensor fQ = operand_q<Traits>(shared.q, 0);
+  Tensor fK = operand_k<Traits>(shared.k);
+  Tensor fV = operand_v<Traits>(shared.v);
+  Tensor fP = operand_p<Traits>();
+  Tensor cS = accumulator_s<Traits>();
+  Tensor cO = accumulator_o<Traits>();
   // The thread's rows, 8 apart, and columns, counted from its first.
   Tensor S = rows_and_columns(cS);
   Tensor O = rows_and_columns(cO);
@@ -192,7 +189,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
       for (auto& words : mask.visible) settle(words[0]);
     }
     shared.k_full[stage].wait_for(phase);
-    gemm_async<Traits::HeadDim / 16>(mma_qk, fQ(_, _, _, 0), fK(_, _, _, stage), cS, true);
+    gemm_async<Traits::HeadDim / 16>(typename Traits::MmaQK{}, fQ(_, _, _, 0), fK(_, _, _, stage), cS, true);
     warpgroup_wait<0>();
     warpgroup_fence_operand(cS);
     release(shared.k_empty[stage]);
@@ -213,7 +210,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
       }
     }
     shared.v_full[stage].wait_for(phase);
-    gemm_async<B_c / 16>(mma_pv, fP, fV(_, _, _, stage), cO, false);
+    gemm_async<B_c / 16>(typename Traits::MmaPV{}, fP, fV(_, _, _, stage), cO, false);
     warpgroup_wait<0>();
     warpgroup_fence_operand(cO);
     release(shared.v_empty[stage]);

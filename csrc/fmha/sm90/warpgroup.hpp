@@ -40,6 +40,41 @@ CUTE_DEVICE void gemm_async(Mma mma, A const& a, B const& b, C& c, bool zero) {
   warpgroup_fence_operand(c);
 }
 
+/// The operands of a warpgroup's products: 64 rows of Q, K and V in all their stages, P in registers.
+template <class Traits>
+CUTE_DEVICE auto operand_q(typename Traits::Element* q, int row_block) {
+  Tensor rows = local_tile(make_tensor(make_smem_ptr(q), typename Traits::LayoutQ{}),
+                           Shape<Int<kAtomRows>, Int<Traits::ColumnsQK>>{}, make_coord(row_block, _0{}));
+  return typename Traits::MmaQK{}.get_slice(0).partition_fragment_A(rows);  // no thread index in a descriptor
+}
+template <class Traits>
+CUTE_DEVICE auto operand_k(typename Traits::Element* k) {
+  return typename Traits::MmaQK{}.get_slice(0).partition_fragment_B(
+      make_tensor(make_smem_ptr(k), typename Traits::LayoutK{}));
+}
+template <class Traits>
+CUTE_DEVICE auto operand_v(typename Traits::Element* v) {
+  return typename Traits::MmaOfV{}.get_slice(0).partition_fragment_B(
+      make_tensor(make_smem_ptr(v), typename Traits::LayoutV{}));
+}
+template <class Traits>
+CUTE_DEVICE auto operand_p() {
+  typename Traits::MmaPV mma;
+  return make_tensor<typename Traits::Element>(partition_shape_A(mma, Shape<Int<kAtomRows>, Int<Traits::B_c>>{}));
+}
+
+/// Their accumulators.
+template <class Traits>
+CUTE_DEVICE auto accumulator_s() {
+  typename Traits::MmaQK mma;
+  return partition_fragment_C(mma, Shape<Int<kAtomRows>, Int<Traits::B_c>>{});
+}
+template <class Traits>
+CUTE_DEVICE auto accumulator_o() {
+  typename Traits::MmaPV mma;
+  return partition_fragment_C(mma, Shape<Int<kAtomRows>, Int<Traits::HeadDimV>>{});
+}
+
 /// The rows and columns that a thread holds of an accumulator of 64 x N.
 template <class Accumulator>
 CUTE_DEVICE auto rows_and_columns(Accumulator& c) {
