@@ -26,13 +26,23 @@ struct Kernel {
   cudaError_t (*launch)(DecodeParams const&, cudaStream_t);
 };
 
+/// One compiled kernel of cluster.hpp. Defined in csrc/kernels/sm90_decode.cu.
+struct ClusterKernel {
+  DType dtype;
+  int head_dim;
+  int threads;
+  int shared_bytes;
+  void const* entry;
+  cudaError_t (*launch)(DecodeParams const&, cudaStream_t);
+};
+
 struct Plan {
-  Kernel const* kernel = nullptr;
+  cudaError_t (*launch)(DecodeParams const&, cudaStream_t) = nullptr;  // null: the backend has no kernel for the call
   int64_t partial_rows = 0;  // rows of o_partial (d_v floats each) and lse_partial (2 floats each): 0 without splits
   std::string reason;        // why this kernel; filled when asked for
 };
 
-/// The backend whose instructions these kernels use.
+/// The backend of the kernels that run on every GPU, and take every call.
 char const* family_of(DType dtype);
 
 /// A call of `fmha` as the decode kernels see it: a contiguous cache of n_kv keys.
@@ -41,13 +51,14 @@ DecodeParams params_of(ForwardParams const& params);
 /// Whether q, k and v lie as the decode kernels read them: rows that start on 16 bytes.
 bool aligned(DecodeParams const& params, DType dtype);
 
-/// Whether a call of `fmha` is for the decode kernels: few query rows, whose keys are then read once for all heads that
-/// share them, and their splits merged in the same launch. Packed sequences are not, nor is another family's backend.
-bool takes(DecodeParams const& params, DType dtype, std::string const& backend);
+/// Whether a call of `fmha` is for the decode kernels, if its backend has them: few query rows, whose keys are then
+/// read once for all heads that share them, and their splits merged in the same launch. Packed sequences are not.
+bool takes(DecodeParams const& params, DType dtype);
 
 /// Chooses for the current device and completes `params` by tiles and grid. `num_splits` 0 shares the keys of the batch
 /// out evenly. Follows from host-known shapes alone, never from device memory.
-cudaError_t plan(DecodeParams* params, DType dtype, int num_splits, bool want_reason, Plan* plan);
+cudaError_t plan(DecodeParams* params, DType dtype, std::string const& backend, int num_splits, bool want_reason,
+                 Plan* plan);
 
 /// Completes `params` by counters and launches.
 cudaError_t run(Plan const& plan, DecodeParams* params, cudaStream_t stream);

@@ -10,9 +10,18 @@
 
 namespace cutlass_ext {
 
+/// The kernel for `params`, which it completes. The tensors' device is current.
+inline decode::Plan plan_decode(decode::DecodeParams& params, View const& q, int64_t num_splits,
+                                std::string const& backend, bool want_reason) {
+  decode::Plan plan;
+  check_cuda(decode::plan(&params, *dtype_of(q), backend, static_cast<int>(num_splits), want_reason, &plan),
+             "choosing a kernel");
+  return plan;
+}
+
 /// Completes `params` by results, `out` [B, N_q, H_q, d_v] and `lse` [B, H_q, N_q], and launches. The tensors' device
 /// is current.
-inline std::tuple<Tensor, Tensor> launch_decode(decode::DecodeParams& params, View const& q, int num_splits) {
+inline std::tuple<Tensor, Tensor> launch_decode(decode::Plan const& plan, decode::DecodeParams& params, View const& q) {
   int const device = q.device_index;
   int32_t const fp32 = aoti_torch_dtype_float32();
   Tensor out = empty({params.batch, params.n_q, params.heads_q, params.head_dim_v}, aoti_dtype(q.dtype), device);
@@ -23,8 +32,6 @@ inline std::tuple<Tensor, Tensor> launch_decode(decode::DecodeParams& params, Vi
   params.lse = static_cast<float*>(lse.mutable_data_ptr());
   if (params.batch == 0 || params.n_q == 0) return {out, lse};
 
-  decode::Plan plan;
-  check_cuda(decode::plan(&params, *dtype_of(q), num_splits, false, &plan), "choosing a kernel");
   OptionalTensor partial;  // freed on return: the caching allocator reuses it in stream order
   if (plan.partial_rows > 0) {
     partial = empty({plan.partial_rows * (params.head_dim_v + 2)}, fp32, device);
@@ -33,13 +40,6 @@ inline std::tuple<Tensor, Tensor> launch_decode(decode::DecodeParams& params, Vi
   }
   check_cuda(decode::run(plan, &params, current_stream(device)), "launching the kernel");
   return {out, lse};
-}
-
-/// What `launch_decode` would run, and why.
-inline std::string explain_decode(decode::DecodeParams& params, View const& q, int num_splits) {
-  decode::Plan plan;
-  check_cuda(decode::plan(&params, *dtype_of(q), num_splits, true, &plan), "choosing a kernel");
-  return plan.reason;
 }
 
 }  // namespace cutlass_ext

@@ -233,26 +233,22 @@ decode::DecodeParams params_of(Arguments const& a) {
 }
 
 // ---------------------------------------------------------------------------------------------- operators
-decode::DecodeParams checked_params(Arguments const& a) {
+std::tuple<Tensor, Tensor> fmha_kvcache(Arguments const& a) {
   check(a);
   decode::DecodeParams params = params_of(a);
   DType const dtype = *dtype_of(a.q);
-  if (a.backend != "auto" && a.backend != decode::family_of(dtype)) {
-    fail("NotImplementedError", "backend: \"", a.backend, "\" has no kernel for a cache in ", a.q.dtype_name(),
-         "; use \"auto\", \"", decode::family_of(dtype), "\" or \"torch\"");
-  }
   if (!decode::aligned(params, dtype)) {
     fail("NotImplementedError",
          "q, k_cache, v_cache, k, v: have rows that do not start at multiples of 16 bytes; copy them to contiguous "
          "tensors, or use backend=\"torch\"");
   }
-  return params;
-}
-
-std::tuple<Tensor, Tensor> fmha_kvcache(Arguments const& a) {
-  decode::DecodeParams params = checked_params(a);
   DeviceGuard const guard(a.q.device_index);
-  return launch_decode(params, a.q, static_cast<int>(a.num_splits));
+  decode::Plan const plan = plan_decode(params, a.q, a.num_splits, a.backend, false);
+  if (!plan.launch) {
+    fail("NotImplementedError", "backend: \"", a.backend, "\" has no kernel for this call on a cache in ",
+         a.q.dtype_name(), "; use \"auto\", \"", decode::family_of(dtype), "\" or \"torch\"");
+  }
+  return launch_decode(plan, params, a.q);
 }
 
 void fmha_kvcache_check(Arguments const& a) { check(a); }

@@ -190,8 +190,10 @@ std::tuple<Tensor, Tensor> fmha_forward(Arguments const& a) {
   int const device = a.q.device_index;
   DeviceGuard const guard(device);
   decode::DecodeParams decoding = decode::params_of(params);
-  if (decode::takes(decoding, *dtype_of(a.q), a.backend))
-    return launch_decode(decoding, a.q, static_cast<int>(a.num_splits));
+  if (decode::takes(decoding, *dtype_of(a.q))) {
+    decode::Plan const plan = plan_decode(decoding, a.q, a.num_splits, a.backend, false);
+    if (plan.launch) return launch_decode(plan, decoding, a.q);
+  }
   Plan plan = plan_of(a, params, false);
   if (!plan.kernel) fail("NotImplementedError", plan_of(a, params, true).reason);
 
@@ -226,8 +228,10 @@ std::string fmha_explain(Arguments const& a) {
   DeviceGuard const guard(a.q.device_index);
   ForwardParams const params = params_of(a);
   decode::DecodeParams decoding = decode::params_of(params);
-  if (decode::takes(decoding, *dtype_of(a.q), a.backend))
-    return explain_decode(decoding, a.q, static_cast<int>(a.num_splits));
+  if (decode::takes(decoding, *dtype_of(a.q))) {
+    decode::Plan const plan = plan_decode(decoding, a.q, a.num_splits, a.backend, true);
+    if (plan.launch) return plan.reason;
+  }
   Plan const plan = plan_of(a, params, true);
   if (!plan.kernel) fail("NotImplementedError", plan.reason);
   return plan.reason;

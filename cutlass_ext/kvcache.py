@@ -69,8 +69,8 @@ def flash_attn_with_kvcache(
         cache_batch_idx: int32 `[B]`, the row of a contiguous cache that each sequence has; by default its own.
         cache_leftpad: int32 `[B]`, the first key of each sequence; by default 0.
         block_table: int32 `[B, pages of a sequence]`: the page that holds keys `j * page_size` and on of sequence `b`
-            is `block_table[b, j]`. Pages may lie in any order and be shared; entries of pages past `len_b` are not
-            read.
+            is `block_table[b, j]`. Pages may lie in any order and be shared; entries of pages past `len_b` may hold
+            anything.
         softmax_scale: factor of the scores; `1 / sqrt(d)` by default.
         causal: hide the keys after the row's position.
         window_size: `(left, right)` in tokens, -1 unbounded.
@@ -83,7 +83,8 @@ def flash_attn_with_kvcache(
         return_softmax_lse: return `(out, softmax_lse)`.
         sink: float32 `[H_q]`, one more logit in each row's softmax, which has no value.
         start_pos: position of the first query row, as in `fmha`: an int, int32 `[B]`, or `"end"`.
-        backend: `"auto"`, `"sm80"` (float16, bfloat16), `"simt"` (float32), or `"torch"`.
+        backend: `"auto"`, `"sm80"` (float16, bfloat16), `"simt"` (float32), `"torch"`, or, for the calls that Hopper's
+            clusters take (`explain` says which, of `fmha`), `"sm90"`.
 
     Returns:
         `out` `[B, N_q, H_q, d_v]`, dtype of q. `softmax_lse` is float32 `[B, H_q, N_q]`, natural logarithm.

@@ -14,7 +14,7 @@ PAGE_SIZES = [None, 1, 2, 16, 64, 256]
 
 @pytest.fixture(scope="session", params=targets(*FLOAT32, *TENSOR_CORES))
 def target(request):
-    """Every way of reading a cache: Hopper's kernels do not, `test_no_kernel_of_hopper` says so."""
+    """Every way of reading a cache; on Hopper "auto" runs clusters where it can, and "sm80" what other GPUs run."""
     return request.param
 
 
@@ -121,12 +121,71 @@ def test_ragged(target, batch):
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("n_q,heads_q", [(1, 1), (1, 8), (2, 4), (8, 1), (1, 7), (3, 3)])
 def test_at_most_eight_packed_rows(target, n_q, heads_q, d, masked, page_size):
-    """The lean kernel's calls and, with nine rows or pages of 8, their neighbours; sequences that end on tile edges,
-    next to them, and without a key, several to a CTA and several CTAs to one."""
+    """The calls of the lean and cluster kernels and, with nine rows or pages of 8, their neighbours; sequences that end
+    on tile edges, next to them, and without a key, several to a CTA and several CTAs to one."""
     mask = {"causal": True, "window": (100, -1)} if masked else {}
     lengths = [0, 700, 0, 0, 1, 15, 16, 17, 64, 65, 512, 3, 0]
     check_case(target, lengths, n_q, 2 * heads_q, 2, d, capacity=704, page_size=page_size, **mask)
     check_case(target, [700], n_q, 2 * heads_q, 2, d, capacity=704, page_size=page_size, **mask)
+
+
+CLUSTERS = {8: (1, 2), 4: (8, 2), 2: (8, 5)}  # CTAs of a cluster: sequences and key heads that an H200 has so many for
+
+
+def reason_of(target, q, k, v, **options):
+    return cutlass_ext.explain(q, k, v, backend=target.backend, **options).reason
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("d,turns", [(64, 8), (128, 5)])
+@pytest.mark.parametrize("size", CLUSTERS)
+def test_clusters(hopper, size, d, turns, page_size):
+    """Lengths around tiles, around one tile for every warp of a cluster, and around as many as a ring holds."""
+    batch, heads_kv = CLUSTERS[size]
+    step = size * 8 * 16
+    lengths = [0, 1, 15, 16, 17, 100, *(i * step + more for i in range(1, turns) for more in (-1, 0, 1, 17))]
+    capacity = turns * step
+    options = {"capacity": capacity, "page_size": page_size}
+    reason = reason_of(hopper, *hopper.qkv(batch, 1, heads_kv, d, n_kv=capacity))
+    assert f"among {size} CTAs" in reason, reason
+    for first in range(0, len(lengths), batch):
+        some = (lengths[first:] + lengths)[:batch]
+        check_case(hopper, some, 1, 4 * heads_kv, heads_kv, d, **options)
+        check_case(hopper, some, 2, 4 * heads_kv, heads_kv, d, window=(300, -1), causal=True, **options)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_the_longest_calls_of_clusters(hopper, page_size):
+    for n, options in ((4096, {}), (40_000, {"window": (4000, 0)}), (40_000, {"window": (90, 3), "causal": True})):
+        case = {"n_kv": n, "heads_kv": 32}
+        assert "among 2 CTAs" in reason_of(hopper, *hopper.qkv(1, 1, 64, 64, **case), start_pos="end", **options)
+        check_case(hopper, [n - 7], 1, 64, 32, 64, capacity=n, page_size=page_size, **options)
+
+
+def test_clusters_where_they_pay(hopper):
+    def kernel(batch, heads_kv, n_kv, **options):
+        q, k, v = hopper.qkv(batch, 1, heads_kv, 64, n_kv=n_kv)
+        return reason_of(hopper, q, k, v, **options).split("decode")[0].strip()
+
+    assert kernel(1, 8, 0) == kernel(1, 8, 16_384) == "cluster" and kernel(1, 8, 16_385) == "lean"
+    assert kernel(1, 2, 8192) == "cluster" and kernel(1, 2, 8193) == "lean"  # few CTAs
+    assert kernel(8, 2, 8192) == "cluster" and kernel(8, 2, 8193) == "lean"  # alike
+    used = hopper.int32([1] * 8)
+    assert kernel(8, 2, 4096, seqused_k=used) == "cluster" and kernel(8, 2, 4097, seqused_k=used) == "lean"
+    assert kernel(8, 2, 9000, seqused_k=used, window=(100, 0)) == "cluster"
+    assert kernel(200, 2, 100) == "lean" and kernel(1, 8, 100, num_splits=2) == ""
+    q, k, v = hopper.qkv(1, 1, 8, 64, n_kv=100)
+    assert cutlass_ext.explain(q, k, v).backend == cutlass_ext.explain(q, k, v, backend="sm90").backend == "sm90"
+    portable = cutlass_ext.explain(q, k, v, backend="sm80")
+    assert portable.backend == "sm80" and "lean" in portable.reason
+
+
+def test_a_cluster_gives_the_same_bits_each_time(hopper):
+    q, k, v = hopper.qkv(3, 1, 32, 128, n_kv=1500, heads_kv=8)
+    lens = hopper.int32([1500, 700, 3])
+    want = call(hopper, q, k, v, cache_seqlens=lens)
+    for _ in range(200):
+        assert all(torch.equal(a, b) for a, b in zip(call(hopper, q, k, v, cache_seqlens=lens), want, strict=True))
 
 
 @pytest.mark.parametrize("n_q", [65, 300])
@@ -552,11 +611,12 @@ def test_grad_is_refused():
         cutlass_ext.flash_attn_with_kvcache(**valid() | {"q": torch.zeros(2, 1, 4, 64, requires_grad=True)})
 
 
-@pytest.mark.gpu
-def test_no_kernel_of_hopper():
+def test_hopper_reads_what_clusters_can(hopper):
     arguments = {n: x.half().cuda() for n, x in valid().items()}
-    with pytest.raises(NotImplementedError, match='backend: "sm90" has no kernel for a cache'):
-        cutlass_ext.flash_attn_with_kvcache(**arguments, backend="sm90")
+    with pytest.raises(NotImplementedError, match='backend: "sm90" has no kernel for this call on a cache'):
+        cutlass_ext.flash_attn_with_kvcache(**arguments, backend="sm90", num_splits=2)
+    out = cutlass_ext.flash_attn_with_kvcache(**arguments, backend="sm90")
+    assert torch.equal(out, cutlass_ext.flash_attn_with_kvcache(**arguments))
 
 
 @pytest.mark.gpu

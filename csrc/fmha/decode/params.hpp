@@ -36,6 +36,7 @@ struct DecodeParams : ForwardParams {
   unsigned group_magic = 0;      // 2^32 / G rounded up, to divide by G; 0 where G is 1
   int row_tiles = 1;             // tiles of the packed query rows, N_q * H_q / H_kv of them
   bool lean = false;             // for the kernel of lean.hpp
+  int cluster = 0;               // for that of cluster.hpp: CTAs that share a sequence; else 0
   int groups = 1;                // of CTAs; each group has one for every key head and row tile
   bool fixed_splits = false;     // num_splits parts of every sequence; otherwise the batch's keys in equal parts
   unsigned* counters = nullptr;  // [B, row_tiles, H_kv], zero before and after
@@ -54,8 +55,12 @@ inline bool is_plain(DecodeParams const& p) {
          !p.leftpad_k && !p.fixed_splits;
 }
 
-/// What the kernel of lean.hpp takes beyond a plain call: packed query rows, sequences, and pages that hold a tile of
-/// its 16 keys.
+/// What the kernels of lean.hpp and cluster.hpp take beyond a plain call: packed query rows, sequences, and pages that
+/// hold a tile of their 16 keys.
 constexpr int kLeanRows = 8, kLeanBatch = 256, kLeanPageShift = 4;
+
+/// Of the kernel of cluster.hpp: the largest cluster, the warps of a CTA, and about how many tiles each is given at
+/// most.
+constexpr int kMaxCluster = 8, kClusterWarps = 8, kClusterTurns = 16;
 
 }  // namespace cutlass_ext::decode

@@ -1,0 +1,310 @@
+// What the decode kernels of at most eight packed query rows share: their parameters, a tile of 16 keys, which one warp
+// copies and multiplies by itself, and the rows of Q and O. Used by lean.hpp and cluster.hpp.
+#pragma once
+
+#include <algorithm>
+
+#include <cuda_runtime.h>
+
+#include <cute/arch/copy_sm80.hpp>
+#include <cutlass/fast_math.h>
+
+#include "../online_softmax.hpp"
+#include "../sm80/mma.hpp"
+#include "merge.hpp"
+#include "partition.hpp"
+#include "sequence.hpp"
+#include "traits.hpp"
+
+namespace cutlass_ext::decode {
+
+/// What the kernels are told of a call, in the order in which they ask: 64 bytes of parameters come from memory at a
+/// time, and each time a warp waits for them.
+struct LeanParams {
+  int const* seqused_k;        // null: every sequence has `keys`
+  int const* start_positions;  // null: `start_pos`, or the end
+  int n_q, keys, start_pos;
+  StartPos start_pos_kind;
+  int window_left, window_right, batch, groups;
+  // For lean.hpp, where the host knows the lengths: the tiles of a group, those of a sequence. Else 0.
+  unsigned chunk = 0;
+  cutlass::FastDivmod tiles;
+
+  void const *k, *v;
+  Strides k_stride, v_stride;
+  int const* block_table;
+  int64_t block_table_stride;
+  int page_shift;
+
+  unsigned group_heads, group_magic;
+  float scale;  // from products to scores in the log2 domain
+  void const* q;
+  Strides q_stride;
+
+  int heads_q, heads_kv;
+  void* o;
+  Strides o_stride;
+  float *lse, *o_partial, *lse_partial;
+  unsigned* counters;
+
+  LeanParams(DecodeParams const& p, int tile_keys)
+      : seqused_k(p.seqused_k),
+        start_positions(p.start_positions),
+        n_q(p.n_q),
+        keys(p.seqused_k ? p.n_kv : std::min(p.cached, p.n_kv)),
+        start_pos(p.start_pos),
+        start_pos_kind(p.start_pos_kind),
+        window_left(p.window_left),
+        window_right(p.window_right),
+        batch(p.batch),
+        groups(p.groups),
+        k(p.k),
+        v(p.v),
+        k_stride(p.k_stride),
+        v_stride(p.v_stride),
+        block_table(p.block_table),
+        block_table_stride(p.block_table_stride),
+        page_shift(p.page_shift),
+        group_heads(p.group_heads),
+        group_magic(p.group_magic),
+        scale(p.softmax_scale * kLog2e),
+        q(p.q),
+        q_stride(p.q_stride),
+        heads_q(p.heads_q),
+        heads_kv(p.heads_kv),
+        o(p.o),
+        o_stride(p.o_stride),
+        lse(p.lse),
+        o_partial(p.o_partial),
+        lse_partial(p.lse_partial),
+        counters(p.counters) {
+    if (!all_alike(p)) return;
+    unsigned const of_each = visibility_of(0).tiles_of(0, n_q, tile_keys).size();
+    if (of_each == 0) return;
+    tiles = cutlass::FastDivmod(of_each);
+    chunk = Partition(batch * of_each, groups, kMinChunkKeys / tile_keys).chunk;
+  }
+
+  /// Reads the length of sequence `b`. Whatever the device holds stays in bounds.
+  CUTE_HOST_DEVICE Visibility visibility_of(int b) const {
+    auto clamp = [](int x, int low, int high) { return x < low ? low : x > high ? high : x; };
+    int const len = seqused_k ? clamp(seqused_k[b], 0, keys) : keys;
+    int const start = start_pos_kind == StartPos::Scalar     ? start_pos
+                      : start_pos_kind == StartPos::PerBatch ? clamp(start_positions[b], -kMaxPosition, kMaxPosition)
+                                                             : len - n_q;
+    return {n_q, len, start, window_left, window_right};
+  }
+};
+
+/// Sizes, and the shared memory of a tile.
+template <int HeadDim_, class Element_>
+struct LeanTile {
+  using Element = Element_;
+  static constexpr int HeadDim = HeadDim_, TileKeys = 16;
+  static constexpr int Rows = kLeanRows;      // packed query rows: the narrow side of an mma.m16n8k16
+  static constexpr int Chunks = HeadDim / 8;  // of 16 bytes in a row
+  static constexpr int Units = HeadDim / 4;   // float4 in a row of O
+  static_assert(HeadDim == 64 || HeadDim == 128);
+  static_assert(TileKeys == 1 << kLeanPageShift);
+
+  struct Stage {
+    alignas(128) uint4 k[TileKeys][Chunks], v[TileKeys][Chunks];
+  };
+};
+
+/// Starts a warp's copy of a tile: `keys` rows of `page`, or sequence, from row `row` on; the others become zeros.
+template <class Tile>
+CUTE_DEVICE void copy_tile(typename Tile::Stage& stage, LeanParams const& params, int head, int page, int row,
+                           int keys) {
+  using Element = typename Tile::Element;
+  // Eight lanes copy 128 bytes of a row.
+  int const lane = threadIdx.x % 32, key = lane / 8, chunk = lane % 8;
+  auto const copy = [&](auto& to, auto place, void const* cache, Strides const& stride) {
+    Element const* from = static_cast<Element const*>(cache) + page * stride.batch + (row + key) * stride.row +
+                          head * stride.head + chunk * 8;
+    CUTE_UNROLL
+    for (int i = 0; i < Tile::TileKeys; i += 4) {
+      CUTE_UNROLL
+      for (int panel = 0; panel < Tile::Chunks / 8; ++panel) {
+        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
+            *reinterpret_cast<cute::uint128_t const*>(from + i * stride.row + panel * 64),
+            reinterpret_cast<cute::uint128_t&>(to[key + i][panel * 8 + place(key + i, chunk)]), key + i < keys);
+      }
+    }
+  };
+  copy(stage.k, [](int row, int chunk) { return key_place(row, chunk); }, params.k, params.k_stride);
+  copy(stage.v, [](int row, int chunk) { return value_place(row, chunk); }, params.v, params.v_stride);
+}
+
+CUTE_DEVICE uint32_t word(uint4 const& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+
+/// Four columns of a row of O, not normalised: sums relative to the row's maximum, and the row's sum.
+struct LeanPart {
+  float4 o{};
+  float m = -INFINITY, l = 0.f;
+};
+
+/// What of Q, O and lse belongs to key head `head`: packed row r is query row r / G of query head `head` * G + r % G.
+template <class Tile>
+struct LeanRows {
+  using Element = typename Tile::Element;
+  LeanParams const& params;
+  unsigned head;
+
+  CUTE_DEVICE unsigned count() const { return params.n_q * params.group_heads; }
+  CUTE_DEVICE unsigned token(unsigned row) const {
+    return params.group_magic == 0 ? row : __umulhi(row, params.group_magic);
+  }
+  CUTE_DEVICE unsigned query_head(unsigned row) const { return (head - token(row)) * params.group_heads + row; }
+
+  /// Chunk `chunk` of row `row` of Q, zeros past the last row; words 1 and 2 change places, as LeanSums wants them.
+  CUTE_DEVICE uint4 query(int batch, unsigned row, unsigned chunk) const {
+    if (row >= count()) return make_uint4(0, 0, 0, 0);
+    Element const* const from = static_cast<Element const*>(params.q) + batch * params.q_stride.batch +
+                                token(row) * params.q_stride.row + query_head(row) * params.q_stride.head;
+    uint4 const x = __ldg(reinterpret_cast<uint4 const*>(from) + chunk);
+    return make_uint4(x.x, x.z, x.y, x.w);
+  }
+
+  /// Normalises float4 `unit` of a row and writes it, and with unit 0 the row's lse.
+  CUTE_DEVICE void write(int batch, unsigned row, unsigned unit, LeanPart const& x) const {
+    float const factor = x.l == 0.f ? 0.f : reciprocal(x.l);
+    Element* const to = static_cast<Element*>(params.o) + batch * params.o_stride.batch +
+                        token(row) * params.o_stride.row + query_head(row) * params.o_stride.head;
+    reinterpret_cast<uint2*>(to)[unit] =
+        make_uint2(pack<Element>(x.o.x * factor, x.o.y * factor), pack<Element>(x.o.z * factor, x.o.w * factor));
+    if (unit == 0) {
+      params.lse[(int64_t(batch) * params.heads_q + query_head(row)) * params.n_q + token(row)] =
+          x.l == 0.f ? -INFINITY : (x.m + log2_approx(x.l)) * kLn2;
+    }
+  }
+};
+
+/// The keys that every row sees.
+CUTE_DEVICE Range keys_of_all_rows(Visibility const& visibility) {
+  return {visibility.keys_of_row(visibility.n_q - 1).begin, visibility.keys_of_row(0).end};
+}
+
+/// What a warp has of all rows: of its lane 4g + t, maximum and sum of row g, and O of rows 2t and 2t + 1.
+template <class Tile>
+struct LeanSums {
+  using Element = typename Tile::Element;
+  static constexpr int HeadDim = Tile::HeadDim, Chunks = Tile::Chunks, Units = Tile::Units, TileKeys = Tile::TileKeys;
+  float O[HeadDim / 16][4], m, l;
+
+  CUTE_DEVICE void clear() {
+    m = -INFINITY, l = 0.f;
+    CUTE_UNROLL
+    for (int j = 0; j < HeadDim / 16; ++j) O[j][0] = O[j][1] = O[j][2] = O[j][3] = 0.f;
+  }
+
+  /// Adds the keys from `first_key` on, in `tile`. `query(c)` is LeanRows::query of row g and chunk c + t; keys outside
+  /// `seen_by_all` are masked.
+  template <class Query>
+  CUTE_DEVICE void add(typename Tile::Stage const& tile, Query const& query, LeanRows<Tile> const& rows,
+                       Visibility const& visibility, Range const& seen_by_all, int first_key, float scale) {
+    constexpr unsigned kAll = 0xffffffffu;
+    int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    // S = Q K^T: of row g a lane has keys 2t, 2t + 1, and both + 8. Columns are counted in the order in which they lie
+    // in the lanes' chunks of K. Words 0 and 1 of a chunk meet those of Q as rows g of a product of 16, words 2 and 3
+    // as rows g + 8, so that each operand is read as it lies; the product's other halves mean nothing.
+    float S[4];
+    {
+      float low[2][4] = {}, high[2][4] = {};
+      CUTE_UNROLL
+      for (int c = 0; c < Chunks; c += 4) {
+        uint4 const x = query(c);
+        uint32_t const q[4] = {x.x, x.y, x.z, x.w};
+        CUTE_UNROLL
+        for (int n = 0; n < 2; ++n) {
+          uint4 const k = tile.k[n * 8 + g][key_place(g, c + t)];
+          sm80::mma<Element>(low[n], q, k.x, k.y);
+          sm80::mma<Element>(high[n], q, k.z, k.w);
+        }
+      }
+      CUTE_UNROLL
+      for (int e = 0; e < 4; ++e) S[e] = low[e / 2][e % 2] + high[e / 2][2 + e % 2];
+    }
+    if (first_key < seen_by_all.begin || first_key + TileKeys > seen_by_all.end) {
+      Range const seen = visibility.keys_of_row(rows.token(g));
+      CUTE_UNROLL
+      for (int e = 0; e < 4; ++e) {
+        if (!seen.contains(first_key + 2 * t + e % 2 + e / 2 * 8)) S[e] = -INFINITY;
+      }
+    }
+    float const tile_max = scale * warp_max<4, 1>(fmaxf(fmaxf(S[0], S[1]), fmaxf(S[2], S[3])));
+    float const m_new = fmaxf(m, tile_max), base = m_new == -INFINITY ? 0.f : m_new;
+    float const rescale = exp2_approx(m - base);
+    m = m_new;
+    CUTE_UNROLL
+    for (int e = 0; e < 4; ++e) S[e] = exp2_approx(fmaf(S[e], scale, -base));
+    l = fmaf(l, rescale, (S[0] + S[1]) + (S[2] + S[3]));
+    uint32_t const P[2] = {pack<Element>(S[0], S[1]), pack<Element>(S[2], S[3])};
+    if (__any_sync(kAll, rescale != 1.f)) {  // the maxima settle after a few tiles
+      float const rescales[2] = {__shfl_sync(kAll, rescale, 8 * t), __shfl_sync(kAll, rescale, 8 * t + 4)};
+      CUTE_UNROLL
+      for (int j = 0; j < HeadDim / 16; ++j) {
+        CUTE_UNROLL
+        for (int e = 0; e < 4; ++e) O[j][e] *= rescales[e % 2];
+      }
+    }
+    // O^T += V^T P^T: a lane has the columns of chunk g of V, and of those 8 on; columns 2j and 2j + 1 of a chunk are
+    // rows g and g + 8 of a product.
+    CUTE_UNROLL
+    for (int c = 0; c < Chunks / 8; ++c) {
+      uint4 v[4];
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) v[i] = tile.v[2 * t + i % 2 + i / 2 * 8][value_place(2 * t, c * 8 + g)];
+      CUTE_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        uint32_t const pairs[4] = {
+            __byte_perm(word(v[0], j), word(v[1], j), 0x5410), __byte_perm(word(v[0], j), word(v[1], j), 0x7632),
+            __byte_perm(word(v[2], j), word(v[3], j), 0x5410), __byte_perm(word(v[2], j), word(v[3], j), 0x7632)};
+        sm80::mma<Element>(O[c * 4 + j], pairs, P[0], P[1]);
+      }
+    }
+  }
+
+  /// Writes O of the first `count` rows to `scratch`, where unit `unit` of row `row` lies at `scratch_place`, and each
+  /// row's maximum and sum to `ml`.
+  CUTE_DEVICE void put(float4* scratch, float2 (&ml)[Tile::Rows], unsigned count) const {
+    int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float const whole = warp_sum<4, 1>(l);
+    if (t == 0) ml[g] = make_float2(m, whole);
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      unsigned const row = 2 * t + i;
+      if (row < count) {
+        CUTE_UNROLL
+        for (int j = 0; j < HeadDim / 32; ++j) {
+          scratch[scratch_place(row, j / 2 * 16 + g * 2 + j % 2)] =
+              make_float4(O[2 * j][i], O[2 * j][2 + i], O[2 * j + 1][i], O[2 * j + 1][2 + i]);
+        }
+      }
+    }
+  }
+  CUTE_DEVICE static int scratch_place(int row, int unit) { return row * Units + output_place(row, unit); }
+};
+
+/// The sum of the first `parts` of at most `Most`, in their order: `ml(i)` and `o(i)` of part i.
+template <int Most, class Ml, class O>
+CUTE_DEVICE LeanPart sum_of_parts(int parts, Ml const& ml, O const& o) {
+  LeanPart sum;
+  CUTE_UNROLL
+  for (int i = 0; i < Most; ++i) {
+    if (i < parts) sum.m = fmaxf(sum.m, ml(i).x);
+  }
+  float const base = sum.m == -INFINITY ? 0.f : sum.m;
+  CUTE_UNROLL
+  for (int i = 0; i < Most; ++i) {
+    if (i < parts) {
+      float2 const part = ml(i);
+      float const weight = exp2_approx(part.x - base);
+      sum.l = fmaf(part.y, weight, sum.l);
+      sum.o = fma(o(i), weight, sum.o);
+    }
+  }
+  return sum;
+}
+
+}  // namespace cutlass_ext::decode
