@@ -3,7 +3,7 @@
 #pragma once
 
 #include <string>
-#include <tuple>
+#include <vector>
 
 #include "decode_dispatch.hpp"
 #include "torch_support.hpp"
@@ -19,18 +19,22 @@ inline decode::Plan plan_decode(decode::DecodeParams& params, View const& q, int
   return plan;
 }
 
-/// Completes `params` by results, `out` [B, N_q, H_q, d_v] and `lse` [B, H_q, N_q], and launches. The tensors' device
-/// is current.
-inline std::tuple<Tensor, Tensor> launch_decode(decode::Plan const& plan, decode::DecodeParams& params, View const& q) {
+/// Completes `params` by results, `out` [B, N_q, H_q, d_v] and if asked for `lse` [B, H_q, N_q], and launches. The
+/// tensors' device is current.
+inline std::vector<Tensor> launch_decode(decode::Plan const& plan, decode::DecodeParams& params, View const& q,
+                                         bool return_lse) {
   int const device = q.device_index;
   int32_t const fp32 = aoti_torch_dtype_float32();
-  Tensor out = empty({params.batch, params.n_q, params.heads_q, params.head_dim_v}, aoti_dtype(q.dtype), device);
-  Tensor lse = empty({params.batch, params.heads_q, params.n_q}, fp32, device);
-  params.o = out.mutable_data_ptr();
+  std::vector<Tensor> results;
+  results.push_back(empty({params.batch, params.n_q, params.heads_q, params.head_dim_v}, aoti_dtype(q.dtype), device));
+  params.o = results[0].mutable_data_ptr();
+  if (return_lse) {
+    results.push_back(empty({params.batch, params.heads_q, params.n_q}, fp32, device));
+    params.lse = static_cast<float*>(results[1].mutable_data_ptr());
+  }
   params.o_stride = {int64_t(params.n_q) * params.heads_q * params.head_dim_v,
                      int64_t(params.heads_q) * params.head_dim_v, params.head_dim_v};
-  params.lse = static_cast<float*>(lse.mutable_data_ptr());
-  if (params.batch == 0 || params.n_q == 0) return {out, lse};
+  if (params.batch == 0 || params.n_q == 0) return results;
 
   OptionalTensor partial;  // freed on return: the caching allocator reuses it in stream order
   if (plan.partial_rows > 0) {
@@ -39,7 +43,7 @@ inline std::tuple<Tensor, Tensor> launch_decode(decode::Plan const& plan, decode
     params.lse_partial = params.o_partial + plan.partial_rows * params.head_dim_v;
   }
   check_cuda(decode::run(plan, &params, current_stream(device)), "launching the kernel");
-  return {out, lse};
+  return results;
 }
 
 }  // namespace cutlass_ext

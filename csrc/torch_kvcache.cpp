@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "torch_decode.hpp"
 
@@ -248,7 +249,8 @@ std::tuple<Tensor, Tensor> fmha_kvcache(Arguments const& a) {
     fail("NotImplementedError", "backend: \"", a.backend, "\" has no kernel for this call on a cache in ",
          a.q.dtype_name(), "; use \"auto\", \"", decode::family_of(dtype), "\" or \"torch\"");
   }
-  return launch_decode(plan, params, a.q);
+  std::vector<Tensor> const results = launch_decode(plan, params, a.q, true);
+  return {results[0], results[1]};
 }
 
 void fmha_kvcache_check(Arguments const& a) { check(a); }

@@ -66,26 +66,37 @@ _library.define("fmha_varlen_torch" + str(varlen._schema).removeprefix("cutlass_
 forward_torch, varlen_torch = _ops.fmha_torch.default, _ops.fmha_varlen_torch.default
 
 
-def _checked_attention(*arguments) -> tuple[Tensor, Tensor]:
-    _ops.fmha_check(*arguments)
-    *arguments, _num_splits, _backend = arguments
-    return attention(*arguments)
+# What the operators' last arguments are where a call leaves them out: start_positions, window_left, window_right,
+# softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k, num_splits, backend.
+PLAIN = (None, -1, -1, None, 0.0, None, None, None, None, 0, "auto")
 
 
-def _checked_attention_varlen(*arguments) -> tuple[Tensor, Tensor]:
-    _ops.fmha_varlen_check(*arguments)
-    *arguments, _num_splits, _backend = arguments
-    return attention_varlen(*arguments)
+def _checked_attention(q, k, v, causal, start_pos, return_lse, *rest) -> list[Tensor]:
+    rest += PLAIN[len(rest) :]  # PyTorch leaves defaults out
+    _ops.fmha_check(q, k, v, causal, start_pos, return_lse, *rest)
+    *features, _num_splits, _backend = rest
+    return list(attention(q, k, v, causal, start_pos, *features)[: 1 + return_lse])
 
 
-def _output_shapes(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
+def _checked_attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, causal, start_pos, return_lse, *rest) -> list[Tensor]:
+    rest += PLAIN[len(rest) :]
+    _ops.fmha_varlen_check(q, k, v, cu_q, cu_k, max_q, max_k, causal, start_pos, return_lse, *rest)
+    *features, _num_splits, _backend = rest
+    return list(attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, causal, start_pos, *features)[: 1 + return_lse])
+
+
+def _output_shapes(q: Tensor, k: Tensor, v: Tensor, _causal, _start_pos, return_lse, *_) -> list[Tensor]:
     B, N_q, H_q, _d = q.shape
-    return q.new_empty(B, N_q, H_q, v.shape[3]), q.new_empty(B, H_q, N_q, dtype=torch.float32)
+    results = [q.new_empty(B, N_q, H_q, v.shape[3]), q.new_empty(B, H_q, N_q, dtype=torch.float32)]
+    return results[: 1 + return_lse]
 
 
-def _output_shapes_varlen(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
+def _output_shapes_varlen(
+    q: Tensor, k: Tensor, v: Tensor, _cu_q, _cu_k, _max_q, _max_k, _causal, _start_pos, return_lse, *_
+) -> list[Tensor]:
     total_q, H_q, _d = q.shape
-    return q.new_empty(total_q, H_q, v.shape[2]), q.new_empty(H_q, total_q, dtype=torch.float32)
+    results = [q.new_empty(total_q, H_q, v.shape[2]), q.new_empty(H_q, total_q, dtype=torch.float32)]
+    return results[: 1 + return_lse]
 
 
 for _names, _on_cpu, _shapes in (

@@ -116,18 +116,18 @@ def fmha(
     section 2).
     """
     arguments = _arguments(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, start_pos, window, softmax_scale,
-        softcap, alibi_slopes, sink, seqused_k, leftpad_k, num_splits, backend,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, start_pos, return_lse, window,
+        softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k, num_splits, backend,
     )  # fmt: skip
     if cu_seqlens_q is None:
         operator = forward_torch if backend == "torch" else forward
     else:
         operator = varlen_torch if backend == "torch" else varlen
     try:
-        out, lse = operator(*arguments)
+        results = operator(*arguments)
     except RuntimeError as error:
         raise _ops.translated(error) from None
-    return (out, lse) if return_lse else out
+    return (results[0], results[1]) if return_lse else results[0]
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ def explain(
     Raises what `fmha` would raise for them.
     """
     arguments = _arguments(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, start_pos, window, softmax_scale,
-        softcap, alibi_slopes, sink, seqused_k, leftpad_k, num_splits, backend,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, start_pos, return_lse, window,
+        softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k, num_splits, backend,
     )  # fmt: skip
     operator = _ops.explain if cu_seqlens_q is None else _ops.varlen_explain
     try:
@@ -189,6 +189,7 @@ def _arguments(
     max_seqlen_k: int | None,
     causal: bool,
     start_pos: StartPos,
+    return_lse: bool,
     window: tuple[int, int],
     softmax_scale: float | None,
     softcap: float,
@@ -220,10 +221,13 @@ def _arguments(
     start_positions = None
     if type(start_pos) is not int:
         start_pos, start_positions = split_start(start_pos)
-    features = (
-        causal, start_pos, start_positions, window_left, window_right, softmax_scale, softcap, alibi_slopes, sink,
-        seqused_k, leftpad_k, num_splits, backend,
-    )  # fmt: skip
+    features = causal, start_pos, return_lse
+    absent = start_positions is softmax_scale is alibi_slopes is sink is seqused_k is leftpad_k is None
+    if not absent or (window_left, window_right, softcap, num_splits, backend) != (-1, -1, 0.0, 0, "auto"):
+        features += (
+            start_positions, window_left, window_right, softmax_scale, softcap, alibi_slopes, sink, seqused_k,
+            leftpad_k, num_splits, backend,
+        )  # fmt: skip
     if cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None:
         return q, k, v, *features
     packing = {

@@ -4,6 +4,8 @@ import pytest
 import torch
 from oracle import expect, peer_tolerance
 
+import cutlass_ext
+
 N, HEADS, D = 256, 4, 64
 
 
@@ -73,3 +75,13 @@ def test_each_sequence_at_its_own_position(target):
     expect(q, k, v, **case).check(*target.fmha(q, k, v, **case), small=True)
     case = {"causal": True, "start_pos": "end", "seqused_k": target.int32([200, 1, 64, 0, 129])}
     expect(q, k, v, **case).check(*target.fmha(q, k, v, **case), small=True)
+
+
+@pytest.mark.parametrize("n_q,heads_kv", [(1, 4), (1, 80), (5, 2), (40, 4)])
+@pytest.mark.parametrize("options", [{}, {"num_splits": 3}, {"softcap": 5.0}], ids=["plain", "splits", "softcap"])
+def test_the_output_does_not_depend_on_return_lse(target, options, n_q, heads_kv):
+    q, k, v = target.qkv(2, n_q, 2 * heads_kv, D, n_kv=300, heads_kv=heads_kv)
+    want, _lse = target.fmha(q, k, v, **options)
+    if target.backend == "sm90":
+        options = {"num_splits": 1} | options
+    assert torch.equal(cutlass_ext.fmha(q, k, v, backend=target.backend, **options), want)

@@ -13,9 +13,9 @@ COMPILE_TIMEOUT = pytest.mark.timeout(180)
 def op_arguments(target, **changes):
     q, k, v = target.qkv(2, 17, 4, 32, n_kv=40, heads_kv=2, d_v=16)
     arguments = {
-        "q": q, "k": k, "v": v, "causal": True, "start_pos": 5, "start_positions": None, "window_left": -1,
-        "window_right": -1, "softmax_scale": None, "softcap": 0.0, "alibi_slopes": None, "sink": None,
-        "seqused_k": None, "leftpad_k": None, "num_splits": 0, "backend": target.backend,
+        "q": q, "k": k, "v": v, "causal": True, "start_pos": 5, "return_lse": True, "start_positions": None,
+        "window_left": -1, "window_right": -1, "softmax_scale": None, "softcap": 0.0, "alibi_slopes": None,
+        "sink": None, "seqused_k": None, "leftpad_k": None, "num_splits": 0, "backend": target.backend,
     }  # fmt: skip
     return tuple((arguments | changes).values())
 
@@ -23,7 +23,7 @@ def op_arguments(target, **changes):
 @COMPILE_TIMEOUT
 @pytest.mark.parametrize("features", [False, True])
 def test_opcheck(target, features):
-    changes = {}
+    changes = {"return_lse": False}
     if features:
         changes = {"start_pos": None, "start_positions": target.int32([3, 20]), "softmax_scale": 0.3, "softcap": 4.0,
                    "alibi_slopes": target.vector(4), "sink": target.vector(4), "seqused_k": target.int32([40, 7]),

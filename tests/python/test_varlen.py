@@ -416,8 +416,8 @@ def op_arguments(target, **changes):
     batch = packed(target, [5, 0, 17], [9, 40, 17], d=32, d_v=16)
     arguments = {
         "q": batch.q, "k": batch.k, "v": batch.v, **batch.packing, "causal": True, "start_pos": 5,
-        "start_positions": None, "window_left": -1, "window_right": -1, "softmax_scale": None, "softcap": 0.0,
-        "alibi_slopes": None, "sink": None, "seqused_k": None, "leftpad_k": None, "num_splits": 0,
+        "return_lse": True, "start_positions": None, "window_left": -1, "window_right": -1, "softmax_scale": None,
+        "softcap": 0.0, "alibi_slopes": None, "sink": None, "seqused_k": None, "leftpad_k": None, "num_splits": 0,
         "backend": target.backend,
     }  # fmt: skip
     return tuple((arguments | changes).values())
@@ -426,7 +426,7 @@ def op_arguments(target, **changes):
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("features", [False, True])
 def test_opcheck(target, features):
-    changes = {}
+    changes = {"return_lse": False}
     if features:
         changes = {"start_pos": None, "start_positions": target.int32([3, 20, 0]), "softmax_scale": 0.3, "softcap": 4.0,
                    "alibi_slopes": target.vector(4), "sink": target.vector(4), "seqused_k": target.int32([9, 7, 0]),

@@ -276,13 +276,13 @@ struct Output {
            head(row) * params.o_stride.head;
   }
 
-  /// Writes the row's lse, and returns what brings its sum of P V to its output.
+  /// Writes the row's lse, if it was asked for, and returns what brings its sum of P V to its output.
   CUTE_DEVICE float finish(int batch, int row, float m, float l, bool write) const {
     float const sink = params.sink ? params.sink[head(row)] * kLog2e : -INFINITY;
     float const m_all = fmaxf(m, sink);
     float const base = m_all == -INFINITY ? 0.f : m_all;
     float const rescale = exp2_approx(m - base), sum = fmaf(l, rescale, exp2_approx(sink - base));
-    if (write) {
+    if (write && params.lse) {
       params.lse[(int64_t(batch) * params.heads_q + head(row)) * params.n_q + token(row)] =
           sum == 0.f ? -INFINITY : (base + log2f(sum)) * kLn2;
     }

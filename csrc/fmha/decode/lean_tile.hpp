@@ -44,7 +44,8 @@ struct LeanParams {
   int heads_q, heads_kv;
   void* o;
   Strides o_stride;
-  float *lse, *o_partial, *lse_partial;
+  float* lse;  // null: not asked for
+  float *o_partial, *lse_partial;
   unsigned* counters;
 
   LeanParams(DecodeParams const& p, int tile_keys)
@@ -173,7 +174,7 @@ struct LeanRows {
                         token(row) * params.o_stride.row + query_head(row) * params.o_stride.head;
     reinterpret_cast<uint2*>(to)[unit] =
         make_uint2(pack<Element>(x.o.x * factor, x.o.y * factor), pack<Element>(x.o.z * factor, x.o.w * factor));
-    if (unit == 0) {
+    if (unit == 0 && params.lse) {
       params.lse[(int64_t(batch) * params.heads_q + query_head(row)) * params.n_q + token(row)] =
           x.l == 0.f ? -INFINITY : (x.m + log2_approx(x.l)) * kLn2;
     }

@@ -18,7 +18,7 @@ struct Rotary {
 };
 
 /// ForwardParams, where k and v are the cache, [batch, row, H_kv, d] or pages [page, row, H_kv, d], `n_kv` the keys
-/// that it has room for, and `seqused_k` the keys in it before this call.
+/// that it has room for, and `seqused_k` the keys in it before this call. `lse` is null where nobody asked for it.
 struct DecodeParams : ForwardParams {
   int const* block_table = nullptr;  // [B, pages of a sequence]; null: contiguous
   int64_t block_table_stride = 0;
