@@ -73,7 +73,7 @@ cudaError_t count_clusters(ClusterKernel const& kernel, int (&clusters)[3]) {
     config.dynamicSmemBytes = kernel.shared_bytes;
     config.attrs = &cluster;
     config.numAttrs = 1;
-    if (cudaError_t e = cudaOccupancyMaxActiveClusters(&clusters[i], kernel.entry, &config)) return e;
+    if (cudaError_t e = cudaOccupancyMaxActiveClusters(&clusters[i], kernel.entries[0], &config)) return e;
   }
   return cudaSuccess;
 }
@@ -114,7 +114,9 @@ cudaError_t room_of(int k, int device, Room const** room) {
   }
   ClusterKernel const* const cluster = cluster_kernel_of(kernel);
   if (cluster && major == 9 && minor == 0) {
-    if (cudaError_t e = allow(cluster->entry, cluster->shared_bytes)) return e;
+    for (void const* entry : cluster->entries) {
+      if (cudaError_t e = allow(entry, cluster->shared_bytes)) return e;
+    }
     if (cudaError_t e = count_clusters(*cluster, found.clusters)) return e;
   }
   rooms[k][device] = found;
@@ -122,9 +124,9 @@ cudaError_t room_of(int k, int device, Room const** room) {
   return cudaSuccess;
 }
 
-/// Whether the kernels of lean.hpp and cluster.hpp can do the call.
+/// Whether the kernels of lean.hpp and cluster.hpp can do the call, if it is plain or, cluster.hpp's, appends.
 bool has_few_rows(DecodeParams const& p, Kernel const& kernel, int64_t rows) {
-  return is_plain(p) && p.head_dim == kernel.head_dim && p.head_dim_v == kernel.head_dim && rows <= kLeanRows &&
+  return p.head_dim == kernel.head_dim && p.head_dim_v == kernel.head_dim && rows <= kLeanRows &&
          p.batch <= kLeanBatch && (!p.block_table || p.page_shift >= kLeanPageShift);
 }
 
@@ -137,8 +139,9 @@ int cluster_of(DecodeParams const& p, int const (&clusters)[3]) {
   }
   if (size == 0) return 0;
   int64_t keys = p.n_kv;
-  if (p.window_left >= 0 && p.window_right >= 0)
-    keys = std::min<int64_t>(keys, int64_t(p.window_left) + p.window_right + p.n_q);
+  // Beside what a window shows a cluster goes through the new keys, which lie next to it, or anywhere.
+  if (p.window_left >= 0 && p.window_right >= 0 && (p.n_new == 0 || p.start_pos_kind == StartPos::End))
+    keys = std::min<int64_t>(keys, int64_t(p.window_left) + p.window_right + p.n_q + p.n_new);
   bool const alike = (p.batch == 1 || all_alike(p)) && wanted * size >= kEnoughClusterCtas;
   return keys <= int64_t(alike ? kClusterTurns : kTurnsOfUnlike) * size * kClusterWarps << kLeanPageShift ? size : 0;
 }
@@ -193,9 +196,9 @@ cudaError_t plan(DecodeParams* params, DType dtype, std::string const& backend, 
   params->fixed_splits = num_splits > 0;
   params->num_splits = std::max(num_splits, 1);
   bool const few_rows = has_few_rows(*params, kernel, rows);
-  params->cluster = hopper && few_rows ? cluster_of(*params, room->clusters) : 0;
+  params->cluster = hopper && few_rows && is_plain_or_appends(*params) ? cluster_of(*params, room->clusters) : 0;
   if (!portable && params->cluster == 0) return cudaSuccess;
-  params->lean = few_rows && params->cluster == 0 && room->lean.all > 0;
+  params->lean = few_rows && is_plain(*params) && params->cluster == 0 && room->lean.all > 0;
   plan->launch = params->cluster > 0 ? cluster_kernel_of(kernel)->launch : kernel.launch;
   Slots const& slots = params->lean ? room->lean : room->ctas;
   auto const groups_of = [&](int64_t slots) { return static_cast<int>(std::max<int64_t>(1, slots / lanes)); };

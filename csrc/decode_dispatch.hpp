@@ -32,7 +32,7 @@ struct ClusterKernel {
   int head_dim;
   int threads;
   int shared_bytes;
-  void const* entry;
+  void const* entries[2];  // the reading and the appending kernel
   cudaError_t (*launch)(DecodeParams const&, cudaStream_t);
 };
 

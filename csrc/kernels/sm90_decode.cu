@@ -12,7 +12,7 @@ ClusterKernel cluster_kernel_of() {
           HeadDim,
           Fmha::Traits::Threads,
           Fmha::kSharedBytes,
-          reinterpret_cast<void const*>(Fmha::kernel),
+          {reinterpret_cast<void const*>(Fmha::kernel), reinterpret_cast<void const*>(Fmha::appending_kernel)},
           [](DecodeParams const& params, cudaStream_t stream) { return Fmha{}(params, stream); }};
 }
 

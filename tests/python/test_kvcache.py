@@ -360,6 +360,38 @@ def test_append(target, rotary, n_new, n_q, page_size):
         expected.check(*got, small=True)
 
 
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("rotary", [None, (1.0, True), (1.0, False), (0.375, False)])
+@pytest.mark.parametrize("n_new,n_q", [(1, 1), (2, 2), (17, 1), (40, 2)])
+@pytest.mark.parametrize("d", [64, 128])
+def test_clusters_append(hopper, d, n_new, n_q, rotary, page_size):
+    """In a first turn and in later ones, over tile edges, up to the end of the cache and beyond; against the kernel
+    that every GPU has, which `test_append` holds to the oracle."""
+    lengths, capacity = [0, 1, 15, 16, 17, 1020, 1024, 1500, 2040], 2048
+    q, k, v = hopper.qkv(len(lengths), n_q, 8, d, n_kv=capacity, heads_kv=2)
+    _, k_new, v_new = hopper.qkv(len(lengths), n_new, 2, d)
+    poison_tails(k, lengths), poison_tails(v, lengths)
+    k, v, options = paged_pair(k, v, page_size)
+    if rotary:
+        cos, sin = tables(hopper, capacity + n_new, int(rotary[0] * d))
+        options |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary[1]}
+    assert "cluster" in reason_of(hopper, *hopper.qkv(len(lengths), n_q, 8, d, n_kv=capacity, heads_kv=2))
+    for mask in ({}, {"causal": True}, {"causal": True, "window_size": (300, -1)}):
+        caches, results = [], []
+        for backend in ("auto", "sm80"):
+            caches.append((k.clone(), v.clone()))
+            results.append(
+                cutlass_ext.flash_attn_with_kvcache(
+                    q, *caches[-1], k=k_new, v=v_new, cache_seqlens=hopper.int32(lengths), backend=backend,
+                    return_softmax_lse=True, **mask, **options,
+                )
+            )  # fmt: skip
+        for got, want in zip(*caches, strict=True):
+            torch.testing.assert_close(got, want, atol=0, rtol=0, equal_nan=True)
+        torch.testing.assert_close(results[0][0], results[1][0], **peer_tolerance(hopper.dtype))
+        torch.testing.assert_close(results[0][1], results[1][1], atol=2e-5, rtol=2e-5)
+
+
 def test_append_turns_q_by_one_position_without_a_mask(target):
     """As flash-attn: without causal or a window all query rows are rotated as at `cache_seqlens`."""
     q, k, v = target.qkv(1, 3, 4, 64, n_kv=64, heads_kv=2)
@@ -391,6 +423,18 @@ def test_append_with_a_window_that_hides_the_new_keys(target):
                start_pos=50)  # fmt: skip
     assert torch.equal(k[:, 100:170], k_new) and torch.equal(v[:, 100:170], v_new)
     expect(q, k, v, window=(3, 0), causal=True, start_pos=50).check(*got, small=True)
+
+
+def test_append_far_from_what_a_window_shows(target):
+    """New keys at the end, queries at the beginning: more tiles between them than a cluster has a use for."""
+    q, k, v = target.qkv(1, 1, 4, 64, n_kv=40_000, heads_kv=2)
+    k, v, table = paged_pair(k, v, 16)
+    _, k_new, v_new = target.qkv(1, 3, 2, 64)
+    got = call(target, q, k, v, k=k_new, v=v_new, cache_seqlens=target.int32([39_990]), window_size=(90, 0),
+               causal=True, start_pos=200, **table)  # fmt: skip
+    k, v = (unpaged(cache, table["block_table"]) for cache in (k, v))
+    assert torch.equal(k[:, 39_990:39_993], k_new) and torch.equal(v[:, 39_990:39_993], v_new)
+    expect(q, k[:, :39_993], v[:, :39_993], window=(90, 0), causal=True, start_pos=200).check(*got, small=True)
 
 
 def test_append_by_batch_index_and_leftpad(target):

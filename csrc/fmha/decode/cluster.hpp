@@ -4,6 +4,8 @@
 // Instantiated by csrc/kernels/sm90_decode.cu; launched through decode_dispatch.cu.
 #pragma once
 
+#include <type_traits>
+
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "../sm90/pipeline.hpp"
@@ -27,6 +29,95 @@ struct ClusterTraits : LeanTile<HeadDim, Element> {
   };
 };
 
+/// What a call that appends is told besides: the new keys and values, the cache's room, and how keys and queries turn.
+struct NewKeys {
+  void const *k, *v;
+  Strides k_stride, v_stride;
+  int count, capacity;
+  Rotary rotary;
+
+  explicit NewKeys(DecodeParams const& p)
+      : k(p.k_new),
+        v(p.v_new),
+        k_stride(p.k_new_stride),
+        v_stride(p.v_new_stride),
+        count(p.n_new),
+        capacity(p.n_kv),
+        rotary(p.rotary) {}
+};
+
+/// For a call that does not.
+struct NoNewKeys {
+  explicit NoNewKeys(DecodeParams const&) {}
+};
+
+/// A tile in which some keys are new: rows [old, end).
+template <class Tile>
+struct NewRows {
+  using Element = typename Tile::Element;
+  LeanParams const& params;
+  NewKeys const& fresh;
+  int head, batch, page, row, first_key, cached, len;
+
+  CUTE_DEVICE int old() const { return max(cached - first_key, 0); }
+  CUTE_DEVICE int end() const { return min(len - first_key, Tile::TileKeys); }
+
+  /// As copy_tile does, the new rows from where the call has them.
+  CUTE_DEVICE void copy(typename Tile::Stage& stage) const {
+    int const lane = threadIdx.x % 32;
+    auto const copy = [&](auto& to, auto place, void const* cache, Strides const& stride, void const* new_rows,
+                          Strides const& new_stride) {
+      CUTE_NO_UNROLL
+      for (int i = lane / 8; i < Tile::TileKeys; i += 4) {
+        Element const* from = i < old() ? static_cast<Element const*>(cache) + page * stride.batch +
+                                              (row + i) * stride.row + head * stride.head
+                                        : static_cast<Element const*>(new_rows) + batch * new_stride.batch +
+                                              (first_key + i - cached) * new_stride.row + head * new_stride.head;
+        CUTE_UNROLL
+        for (int chunk = lane % 8; chunk < Tile::Chunks; chunk += 8) {
+          cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
+              *reinterpret_cast<cute::uint128_t const*>(from + chunk * 8),
+              reinterpret_cast<cute::uint128_t&>(to[i][place(i, chunk)]), i < end());
+        }
+      }
+    };
+    copy(stage.k, key_place, params.k, params.k_stride, fresh.k, fresh.k_stride);
+    copy(stage.v, value_place, params.v, params.v_stride, fresh.v, fresh.v_stride);
+  }
+
+  /// Turns the new keys where they lie, and writes keys and values to the cache.
+  CUTE_DEVICE void append(typename Tile::Stage& stage) const {
+    int const lane = threadIdx.x % 32;
+    auto const to_cache = [&](void const* cache, Strides const& stride, int i, int chunk, uint4 const& x) {
+      Element* const to = static_cast<Element*>(const_cast<void*>(cache)) + page * stride.batch +
+                          (row + i) * stride.row + head * stride.head;
+      reinterpret_cast<uint4*>(to)[chunk] = x;
+    };
+    static_assert(32 % Tile::Chunks == 0, "a pass has whole rows");
+    CUTE_NO_UNROLL
+    for (int first = old(); first < end(); first += 32 / Tile::Chunks) {
+      int const i = first + lane / Tile::Chunks, chunk = lane % Tile::Chunks;
+      uint4 k{};
+      if (i < end()) {
+        k = stage.k[i][key_place(i, chunk)];
+        if (fresh.rotary.cos && chunk * 8 < fresh.rotary.dim) {
+          k = rotated_chunk<Element>(fresh.rotary, first_key + i, chunk, [&](int column) {
+            auto const* x = reinterpret_cast<Element const*>(&stage.k[i][key_place(i, column / 8)]);
+            return static_cast<float>(x[column % 8]);
+          });
+        }
+      }
+      __syncwarp();  // a key has been read before it is turned
+      if (i < end()) {
+        stage.k[i][key_place(i, chunk)] = k;
+        to_cache(params.k, params.k_stride, i, chunk, k);
+        to_cache(params.v, params.v_stride, i, chunk, stage.v[i][value_place(i, chunk)]);
+      }
+    }
+    __syncwarp();
+  }
+};
+
 /// Writes `x` to another CTA's shared memory and counts its bytes at a barrier there.
 CUTE_DEVICE void push(uint32_t to, float4 const& x, uint32_t barrier) {
   asm volatile(
@@ -41,10 +132,12 @@ CUTE_DEVICE void push(uint32_t to, float2 const& x, uint32_t barrier) {
 }
 
 /// A cluster has all CTAs of x, for key head blockIdx.y of sequence blockIdx.z.
-template <class Traits>
-__global__ void __launch_bounds__(Traits::Threads, 1) cluster_kernel(__grid_constant__ LeanParams const params) {
+template <class Traits, class Fresh>
+__global__ void __launch_bounds__(Traits::Threads, 1)
+    cluster_kernel(__grid_constant__ LeanParams const params, __grid_constant__ Fresh const fresh) {
   using Tile = typename Traits::Tile;
   using Sums = LeanSums<Tile>;
+  constexpr bool Appends = std::is_same_v<Fresh, NewKeys>;
   constexpr int Chunks = Tile::Chunks, Units = Tile::Units, Warps = Traits::Warps, Stages = Traits::Stages,
                 TileKeys = Tile::TileKeys;
   extern __shared__ __align__(128) unsigned char smem[];
@@ -58,17 +151,25 @@ __global__ void __launch_bounds__(Traits::Threads, 1) cluster_kernel(__grid_cons
   // are used.
   static_assert(kClusterTurns < 32);
   auto const page_of = [&](int tile) {
-    return tile * TileKeys < params.keys
+    int capacity = params.keys;
+    if constexpr (Appends) capacity = fresh.capacity;
+    return tile * TileKeys < capacity
                ? __ldg(params.block_table + batch * params.block_table_stride + (tile * TileKeys >> params.page_shift))
                : 0;
   };
   int pages = params.block_table ? page_of(place + lane * step) : 0;
 
-  Visibility const visibility = params.visibility_of(batch);
-  Range const tiles = visibility.tiles_of(0, params.n_q, TileKeys), seen_by_all = keys_of_all_rows(visibility);
+  int const cached = params.cached(batch);
+  int len = cached;
+  if constexpr (Appends) len = min(cached + fresh.count, fresh.capacity);
+  Visibility const visibility = params.visibility_of(batch, len);
+  Range const tiles = tiles_of({visibility, 0, cached}, {0, params.n_q - 1, true}, TileKeys);
+  Range const seen_by_all = keys_of_all_rows(visibility);
   int const hidden = tiles.begin > place ? (tiles.begin - place + step - 1) / step : 0;
   int tile = place + hidden * step;
   if (params.block_table && hidden > 0) pages = page_of(tile + lane * step);
+  int const page_rows_mask = params.block_table ? (1 << params.page_shift) - 1 : ~0;
+  auto const page_at = [&](int turn) { return params.block_table ? __shfl_sync(0xffffffffu, pages, turn) : batch; };
 
   if (threadIdx.x == 0 && rank == 0) {
     shared.parts_there.init(1);
@@ -84,25 +185,48 @@ __global__ void __launch_bounds__(Traits::Threads, 1) cluster_kernel(__grid_cons
   // A turn asks for a tile and works on the one of Stages - 1 turns before.
   for (int turn = 0, stage = 0;; ++turn, tile += step) {
     if (tile < tiles.end) {
-      int page = batch, row = tile * TileKeys;
-      int const keys = visibility.len_kv - row;
-      if (params.block_table) {
-        page = __shfl_sync(0xffffffffu, pages, turn);
-        row &= (1 << params.page_shift) - 1;
+      int const page = page_at(turn), key = tile * TileKeys, row = key & page_rows_mask;
+      bool mixed = false;
+      if constexpr (Appends) {
+        mixed = key + TileKeys > cached;
+        if (mixed) NewRows<Tile>{params, fresh, head, batch, page, row, key, cached, len}.copy(ring[stage]);
       }
-      copy_tile<Tile>(ring[stage], params, head, page, row, keys);
+      if (!mixed) copy_tile<Tile>(ring[stage], params, head, page, row, len - key);
     }
     cute::cp_async_fence();
     stage = stage + 1 == Stages ? 0 : stage + 1;
     if (turn == 0) {  // behind the first keys: before them they come 0.3 us later
-      CUTE_UNROLL
-      for (int c = 0; c < Chunks; c += 4) query[c / 4] = rows.query(batch, lane / 4, c + lane % 4);
+      bool turned = false;
+      if constexpr (Appends) {
+        turned = fresh.rotary.cos;
+        if (turned) {  // through a stage that is not in use yet
+          static_assert(Tile::Rows * Chunks <= Traits::Threads && Stages > 1);
+          auto& q = shared.ring[0][Stages - 1].k;
+          unsigned const row = threadIdx.x / Chunks, chunk = threadIdx.x % Chunks;
+          if (row < Tile::Rows) q[row][chunk] = rows.turned_query(batch, row, chunk, fresh.rotary, cached);
+          __syncthreads();
+          CUTE_UNROLL
+          for (int c = 0; c < Chunks; c += 4) query[c / 4] = q[lane / 4][c + lane % 4];
+          __syncthreads();
+        }
+      }
+      if (!turned) {
+        CUTE_UNROLL
+        for (int c = 0; c < Chunks; c += 4) query[c / 4] = rows.query(batch, lane / 4, c + lane % 4);
+      }
     }
     if (turn < Stages - 1) continue;
     int const now = tile - (Stages - 1) * step;
     if (now >= tiles.end) break;
     cute::cp_async_wait<Stages - 1>();
     __syncwarp();
+    if constexpr (Appends) {
+      int const key = now * TileKeys;
+      if (key + TileKeys > cached) {
+        int const page = page_at(turn - (Stages - 1)), row = key & page_rows_mask;
+        NewRows<Tile>{params, fresh, head, batch, page, row, key, cached, len}.append(ring[stage]);
+      }
+    }
     sums.add(
         ring[stage], [&](int c) { return query[c / 4]; }, rows, visibility, seen_by_all, now * TileKeys, params.scale);
     __syncwarp();  // the stage may be copied to
@@ -139,7 +263,8 @@ struct ClusterDecode {
   using Traits = ClusterTraits<HeadDim, Element>;
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static_assert(kSharedBytes <= 227 * 1024);
-  static constexpr auto kernel = &cluster_kernel<Traits>;
+  static constexpr auto kernel = &cluster_kernel<Traits, NoNewKeys>;
+  static constexpr auto appending_kernel = &cluster_kernel<Traits, NewKeys>;
 
   cudaError_t operator()(DecodeParams const& params, cudaStream_t stream) const {
     cudaLaunchAttribute cluster;
@@ -152,7 +277,9 @@ struct ClusterDecode {
     config.stream = stream;
     config.attrs = &cluster;
     config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, LeanParams(params, Traits::TileKeys));
+    LeanParams const reading(params, Traits::TileKeys);
+    return is_plain(params) ? cudaLaunchKernelEx(&config, kernel, reading, NoNewKeys(params))
+                            : cudaLaunchKernelEx(&config, appending_kernel, reading, NewKeys(params));
   }
 };
 

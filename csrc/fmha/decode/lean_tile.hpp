@@ -11,6 +11,7 @@
 
 #include "../online_softmax.hpp"
 #include "../sm80/mma.hpp"
+#include "math.hpp"
 #include "merge.hpp"
 #include "partition.hpp"
 #include "sequence.hpp"
@@ -86,15 +87,18 @@ struct LeanParams {
     chunk = Partition(batch * of_each, groups, kMinChunkKeys / tile_keys).chunk;
   }
 
-  /// Reads the length of sequence `b`. Whatever the device holds stays in bounds.
-  CUTE_HOST_DEVICE Visibility visibility_of(int b) const {
-    auto clamp = [](int x, int low, int high) { return x < low ? low : x > high ? high : x; };
-    int const len = seqused_k ? clamp(seqused_k[b], 0, keys) : keys;
+  /// Reads the keys in the cache of sequence `b`. Whatever the device holds stays in bounds.
+  CUTE_HOST_DEVICE int cached(int b) const { return seqused_k ? clamp(seqused_k[b], 0, keys) : keys; }
+  CUTE_HOST_DEVICE Visibility visibility_of(int b) const { return visibility_of(b, cached(b)); }
+  CUTE_HOST_DEVICE Visibility visibility_of(int b, int len) const {
     int const start = start_pos_kind == StartPos::Scalar     ? start_pos
                       : start_pos_kind == StartPos::PerBatch ? clamp(start_positions[b], -kMaxPosition, kMaxPosition)
                                                              : len - n_q;
     return {n_q, len, start, window_left, window_right};
   }
+
+ private:
+  CUTE_HOST_DEVICE static int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 };
 
 /// Sizes, and the shared memory of a tile.
@@ -157,13 +161,25 @@ struct LeanRows {
     return params.group_magic == 0 ? row : __umulhi(row, params.group_magic);
   }
   CUTE_DEVICE unsigned query_head(unsigned row) const { return (head - token(row)) * params.group_heads + row; }
+  CUTE_DEVICE Element const* row_of(int batch, unsigned row) const {
+    return static_cast<Element const*>(params.q) + batch * params.q_stride.batch + token(row) * params.q_stride.row +
+           query_head(row) * params.q_stride.head;
+  }
 
   /// Chunk `chunk` of row `row` of Q, zeros past the last row; words 1 and 2 change places, as LeanSums wants them.
   CUTE_DEVICE uint4 query(int batch, unsigned row, unsigned chunk) const {
     if (row >= count()) return make_uint4(0, 0, 0, 0);
-    Element const* const from = static_cast<Element const*>(params.q) + batch * params.q_stride.batch +
-                                token(row) * params.q_stride.row + query_head(row) * params.q_stride.head;
-    uint4 const x = __ldg(reinterpret_cast<uint4 const*>(from) + chunk);
+    uint4 const x = __ldg(reinterpret_cast<uint4 const*>(row_of(batch, row)) + chunk);
+    return make_uint4(x.x, x.z, x.y, x.w);
+  }
+
+  /// The same under rotary embedding, where `cached` keys stand before the first token.
+  CUTE_DEVICE uint4 turned_query(int batch, unsigned row, unsigned chunk, Rotary const& rotary, int cached) const {
+    if (row >= count() || chunk * 8 >= rotary.dim) return query(batch, row, chunk);
+    bool const moving = params.window_left >= 0 || params.window_right >= 0;
+    Element const* const from = row_of(batch, row);
+    uint4 const x = rotated_chunk<Element>(rotary, cached + (moving ? token(row) : 0), chunk,
+                                           [&](int column) { return static_cast<float>(from[column]); });
     return make_uint4(x.x, x.z, x.y, x.w);
   }
 
