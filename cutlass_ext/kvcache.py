@@ -77,9 +77,10 @@ def flash_attn_with_kvcache(
         softcap: bound of the scores, 0 for none.
         rotary_interleaved: columns `2i, 2i + 1` are a pair (GPT-J); otherwise `i, i + rotary_dim / 2` (GPT-NeoX).
         alibi_slopes: float32 `[H_q]` or `[B, H_q]`.
-        num_splits: 0: the keys of the whole batch are shared out evenly, so that ragged batches fill the GPU. Above 0:
-            each sequence's keys are cut into that many parts by its own length, and its result is, bit for bit, the
-            same in every batch. Either way the same call gives the same bits.
+        num_splits: 0: the library shares the keys out, those of the whole batch evenly where its sequences may differ
+            much, so that ragged batches fill the GPU. Above 0: each sequence's keys are cut into that many parts by its
+            own length, and its result is, bit for bit, the same in every batch. Either way the same call gives the same
+            bits.
         return_softmax_lse: return `(out, softmax_lse)`.
         sink: float32 `[H_q]`, one more logit in each row's softmax, which has no value.
         start_pos: position of the first query row, as in `fmha`: an int, int32 `[B]`, or `"end"`.
