@@ -71,6 +71,12 @@ def test_short_queries_decode(gpu):
         assert explanation.backend == "sm90" and "decode" not in explanation.reason
 
 
+@pytest.mark.parametrize("batch,n_q,n_kv", [(0, 1, 5), (2, 0, 5), (2, 1, 0), (2, 0, 0), (2, 0, 300)])
+def test_calls_without_work(target, batch, n_q, n_kv):
+    q, k, v = target.qkv(batch, n_q, 4, 64, n_kv=n_kv)
+    assert cutlass_ext.explain(q, k, v, backend=target.backend).backend in ("torch", "simt", "sm80", "sm90")
+
+
 def test_torch_on_cuda(gpu):
     q, k, v = gpu.qkv(1, 8, 1, 16)
     assert cutlass_ext.explain(q, k, v, backend="torch").backend == "torch"
