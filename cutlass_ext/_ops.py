@@ -66,9 +66,8 @@ _library.define("fmha_varlen_torch" + str(varlen._schema).removeprefix("cutlass_
 forward_torch, varlen_torch = _ops.fmha_torch.default, _ops.fmha_varlen_torch.default
 
 
-# What the operators' last arguments are where a call leaves them out: start_positions, window_left, window_right,
-# softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k, num_splits, backend.
-PLAIN = (None, -1, -1, None, 0.0, None, None, None, None, 0, "auto")
+# What the operators' last arguments, from start_positions on, are where a call leaves them out.
+PLAIN = tuple(argument.default_value for argument in forward._schema.arguments if argument.has_default_value())
 
 
 def _checked_attention(q, k, v, causal, start_pos, return_lse, *rest) -> list[Tensor]:

@@ -84,8 +84,8 @@ def flash_attn_with_kvcache(
         return_softmax_lse: return `(out, softmax_lse)`.
         sink: float32 `[H_q]`, one more logit in each row's softmax, which has no value.
         start_pos: position of the first query row, as in `fmha`: an int, int32 `[B]`, or `"end"`.
-        backend: `"auto"`, `"sm80"` (float16, bfloat16), `"simt"` (float32), `"torch"`, or, for the calls that Hopper's
-            clusters take (`explain` says which, of `fmha`), `"sm90"`.
+        backend: `"auto"`, `"sm80"` (float16, bfloat16), `"simt"` (float32), `"torch"`, or `"sm90"`, which takes the
+            calls that `"auto"` gives to clusters on Hopper, and refuses others.
 
     Returns:
         `out` `[B, N_q, H_q, d_v]`, dtype of q. `softmax_lse` is float32 `[B, H_q, N_q]`, natural logarithm.

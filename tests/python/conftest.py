@@ -92,7 +92,7 @@ class Target:
             poison_like_results(q, v)
         if self.backend == "sm90":
             kwargs.setdefault("num_splits", 1)
-        return cutlass_ext.fmha(q, k, v, backend=self.backend, return_lse=True, **kwargs)
+        return cutlass_ext.fmha(q, k, v, **{"backend": self.backend, "return_lse": True} | kwargs)
 
 
 NOT_HOPPER = pytest.mark.skipif(GPU and not HOPPER, reason="sm90 runs on compute capability 9.0 and nowhere else")

@@ -4,8 +4,6 @@ import pytest
 import torch
 from oracle import expect, peer_tolerance
 
-import cutlass_ext
-
 N, HEADS, D = 256, 4, 64
 
 
@@ -82,6 +80,4 @@ def test_each_sequence_at_its_own_position(target):
 def test_the_output_does_not_depend_on_return_lse(target, options, n_q, heads_kv):
     q, k, v = target.qkv(2, n_q, 2 * heads_kv, D, n_kv=300, heads_kv=heads_kv)
     want, _lse = target.fmha(q, k, v, **options)
-    if target.backend == "sm90":
-        options = {"num_splits": 1} | options
-    assert torch.equal(cutlass_ext.fmha(q, k, v, backend=target.backend, **options), want)
+    assert torch.equal(target.fmha(q, k, v, return_lse=False, **options), want)

@@ -1,5 +1,7 @@
 """`torch.ops.cutlass_ext.*` as PyTorch sees them: opcheck, torch.compile without recompiling, CUDA graphs."""
 
+import inspect
+
 import pytest
 import torch
 from oracle import expect
@@ -29,6 +31,16 @@ def test_opcheck(target, features):
                    "alibi_slopes": target.vector(4), "sink": target.vector(4), "seqused_k": target.int32([40, 7]),
                    "leftpad_k": target.int32([0, 2]), "num_splits": 2}  # fmt: skip
     torch.library.opcheck(torch.ops.cutlass_ext.fmha_forward.default, op_arguments(target, **changes))
+
+
+@pytest.mark.parametrize("name", ["fmha_forward", "fmha_varlen", "fmha_check", "fmha_varlen_explain"])
+def test_the_operators_have_the_defaults_of_fmha(name):
+    """A plain call of `fmha` leaves them out."""
+    schema = getattr(torch.ops.cutlass_ext, name).default._schema
+    got = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
+    of_fmha = {n: p.default for n, p in inspect.signature(cutlass_ext.fmha).parameters.items()}
+    of_fmha["window_left"], of_fmha["window_right"] = of_fmha["window"]
+    assert got == {n: None if n == "start_positions" else of_fmha[n] for n in got} and len(got) == 11
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
