@@ -11,7 +11,7 @@ namespace cutlass_ext::bench {
 namespace {
 
 void time_library(benchmark::State& state, Case const& c) {
-  ForwardParams shape;
+  Params shape;
   shape.batch = c.batch;
   shape.n_q = shape.n_kv = c.n;
   shape.heads_q = shape.heads_kv = c.heads;
@@ -23,7 +23,7 @@ void time_library(benchmark::State& state, Case const& c) {
   if (!plan.kernel) return state.SkipWithError(plan.reason.c_str());
   state.SetLabel(plan.reason);
   run(state, c, plan.num_splits,
-      [&](ForwardParams const& params, cudaStream_t stream) { return run_forward(plan, params, stream); });
+      [&](Params const& params, cudaStream_t stream) { return run_forward(plan, params, stream); });
 }
 
 void register_library() {

@@ -80,7 +80,7 @@ double sampled_error(Case const& c, Element const* out, uint64_t const (&seeds)[
 
 template <class Element>
 void run_as(benchmark::State& state, Case const& c, int splits, double tolerance,
-            std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch) {
+            std::function<cudaError_t(Params const&, cudaStream_t)> const& launch) {
   int64_t const rows = int64_t(c.batch) * c.n * c.heads, elements = rows * c.head_dim, elements_v = rows * c.head_dim_v;
   int64_t const partial_rows = splits > 1 ? splits * rows : 0;
   DeviceBuffer<Element> q(elements), k(elements), v(elements_v), o(elements_v);
@@ -91,7 +91,7 @@ void run_as(benchmark::State& state, Case const& c, int splits, double tolerance
   for (int i = 0; i < 3; ++i) fill_random<<<1024, 256>>>(inputs[i]->get(), i == 2 ? elements_v : elements, seeds[i]);
   cudaMemset(o.get(), 0xff, elements_v * sizeof(Element));  // NaN: an unwritten output shows
 
-  ForwardParams p;
+  Params p;
   p.q = q.get();
   p.k = k.get();
   p.v = v.get();
@@ -153,7 +153,7 @@ std::string Case::name() const {
 }
 
 void run(benchmark::State& state, Case const& c, int splits,
-         std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch) {
+         std::function<cudaError_t(Params const&, cudaStream_t)> const& launch) {
   switch (c.dtype) {  // in 16 bits P and the output are rounded
     case DType::Float32:
       return run_as<float>(state, c, splits, 1e-5, launch);
@@ -184,7 +184,7 @@ void run_kernel(benchmark::State& state, Case const& c, Kernel const& kernel) {
   cudaGetDeviceProperties(&device, 0);
   DeviceBuffer<unsigned> work_counter(2);
   cudaMemset(work_counter.get(), 0, 2 * sizeof(unsigned));
-  run(state, c, 1, [&](ForwardParams params, cudaStream_t stream) {  // what run_forward fills in
+  run(state, c, 1, [&](Params params, cudaStream_t stream) {  // what run_forward fills in
     params.work_counter = work_counter.get();
     order_work(&params, kernel.block_r, ctas * device.multiProcessorCount, device.l2CacheSize,
                c.dtype == DType::Float32 ? 4 : 2);

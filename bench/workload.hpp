@@ -22,7 +22,7 @@ struct Case {
 /// Runs `launch` on the case's tensors under `state`, in manual time; a wrong row or a failed launch ends it with an
 /// error. `splits` partial results are given room in the workspace.
 void run(benchmark::State& state, Case const& c, int splits,
-         std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch);
+         std::function<cudaError_t(Params const&, cudaStream_t)> const& launch);
 
 /// Runs one tile shape on the case, whatever the dispatch would choose, and counts its registers, bytes of local memory
 /// and CTAs a multiprocessor.
