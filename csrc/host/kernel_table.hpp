@@ -27,6 +27,24 @@ struct Grid {
   unsigned cluster = 1;  // CTAs of a cluster, along x
 };
 
+/// A launch as the runtime wants it described.
+struct LaunchConfig {
+  cudaLaunchAttribute cluster{};
+  cudaLaunchConfig_t config{};
+
+  LaunchConfig(Grid const& grid, int threads, int shared_bytes, cudaStream_t stream) {
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {grid.cluster, 1, 1};
+    config.gridDim = grid.ctas;
+    config.blockDim = threads;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = grid.cluster > 1;
+  }
+  LaunchConfig(LaunchConfig const&) = delete;
+};
+
 /// One compiled kernel: a family's way of carrying attention out at one tile shape.
 struct Kernel {
   char const* family;  // "simt", "sm80", "sm90"
@@ -37,13 +55,17 @@ struct Kernel {
   Features takes;
   int threads;
   int shared_bytes;
-  void const* entry;  // for occupancy and the shared-memory limit
+  void const* entry;                   // for occupancy and the shared-memory limit
+  bool (*takes_shape)(Params const&);  // what it asks of a call's sizes beyond the tile's, or null
   void (*launch)(Params const&, Grid const&, cudaStream_t);
 
-  /// Whether the tile holds a call's head dims, and the kernel takes all of its features.
-  bool takes_call(DType call_dtype, int d, int d_v, Features features) const {
-    return dtype == call_dtype && d <= head_dim && d_v <= head_dim_v && (features & ~takes) == 0;
+  /// Whether the tile holds a call's head dims and the kernel takes its sizes.
+  bool takes_sizes(DType call_dtype, Params const& params) const {
+    return dtype == call_dtype && params.head_dim <= head_dim && params.head_dim_v <= head_dim_v &&
+           (!takes_shape || takes_shape(params));
   }
+  /// Whether the kernel takes all of a call's features.
+  bool takes_features(Features features) const { return (features & ~takes) == 0; }
 };
 
 /// Every kernel there is, in no order.

@@ -26,17 +26,19 @@ struct Argument {
 /// The one launch. A kernel's parameters say by their types what it is given.
 template <class Traits, int SharedBytes, class... Parameters>
 void launch(void (*kernel)(Parameters...), Params const& params, Grid const& grid, cudaStream_t stream) {
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {grid.cluster, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid.ctas;
-  config.blockDim = Traits::Threads;
-  config.dynamicSmemBytes = SharedBytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = grid.cluster > 1;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, Argument<Parameters, Traits>::of(params)...), "launching the kernel");
+  LaunchConfig const launch(grid, Traits::Threads, SharedBytes, stream);
+  check_cuda(cudaLaunchKernelEx(&launch.config, kernel, Argument<Parameters, Traits>::of(params)...),
+             "launching the kernel");
+}
+
+/// `Fmha::takes_shape`, where there is one.
+template <class Fmha>
+constexpr auto shape_of(int) -> decltype(&Fmha::takes_shape) {
+  return &Fmha::takes_shape;
+}
+template <class Fmha>
+constexpr bool (*shape_of(long))(Params const&) {
+  return nullptr;
 }
 
 template <class Fmha>
@@ -53,6 +55,7 @@ Kernel kernel_of() {
           Traits::Threads,
           Fmha::kSharedBytes,
           reinterpret_cast<void const*>(Fmha::kernel),
+          shape_of<Fmha>(0),
           [](Params const& params, Grid const& grid, cudaStream_t stream) {
             launch<Traits, Fmha::kSharedBytes>(Fmha::kernel, params, grid, stream);
           }};
