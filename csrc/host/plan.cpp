@@ -25,7 +25,12 @@ struct Call {
     return (request.backend == "auto" || request.backend == kernel.family) && runs_on(kernel, device) &&
            kernel.takes_sizes(request.dtype, params);
   }
-  bool runs(Kernel const& kernel) const { return could_run(kernel) && kernel.takes_features(features); }
+  bool temporary(Kernel const& k) const {
+    if (k.kind != Kind::Narrow && k.kind != Kind::Cluster) return true;
+    return params.head_dim == k.head_dim && params.head_dim_v == k.head_dim && int64_t(params.n_q) * params.heads_q / params.heads_kv <= 8 && params.n_q > 0 &&
+         params.batch <= 256 && (!params.block_table || params.page_shift >= 4);
+  }
+  bool runs(Kernel const& kernel) const { return temporary(kernel) && could_run(kernel) && kernel.takes_features(features); }
 
   int ctas_a_multiprocessor(Kernel const& kernel) const { return occupancy_of(kernel, device).ctas_a_multiprocessor; }
 };
