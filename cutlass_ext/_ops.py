@@ -62,14 +62,15 @@ _library = torch.library.Library("cutlass_ext", "FRAGMENT")
 _names: dict = {}  # of an operator's arguments: torch.compile does not read schemas
 
 
-def register(name: str, checks: str, compute: Callable[[SimpleNamespace], Results]) -> tuple:
+def register(name: str, compute: Callable[[SimpleNamespace], Results]) -> tuple:
     """The compiled operator `name`, with an implementation for CPU tensors and shapes for tracing, and `NAME_torch`.
 
     The second runs `compute` on any device, for backend="torch". It is an operator of its own: for CUDA tensors the
     first is the compiled one, and torch.compile should see one opaque operator here too, not a loop over blocks whose
     number depends on the shapes. `compute` takes the operator's arguments by name, as attributes.
     """
-    operator, check = (getattr(torch.ops.cutlass_ext, n).default for n in (name, checks))
+    operator = getattr(torch.ops.cutlass_ext, name).default
+    check = getattr(torch.ops.cutlass_ext, f"{name.removesuffix('_append')}_check").default
     schema = operator._schema
 
     def named(arguments: tuple) -> SimpleNamespace:
@@ -98,13 +99,15 @@ def register(name: str, checks: str, compute: Callable[[SimpleNamespace], Result
     return both
 
 
-def run(operator, arguments: tuple, names: dict[str, str] | None = None) -> Results:
-    """Calls an operator; what it refuses is raised as what it is. `names` are what the caller calls arguments that have
-    other names here."""
+def run(operator, arguments: tuple, names: dict[str, str]) -> Results:
+    """Calls an operator; `names` are what the caller calls arguments that have other names there."""
     try:
         results = operator(*arguments)
     except RuntimeError as error:
-        raise _renamed(_translated(error, operator, arguments), names or {}) from None
+        refused = _refusal(error, operator, arguments)
+        if refused is None:
+            raise
+        raise _renamed(refused, names) from None
     if results[0].requires_grad:  # autograd has looked at all arguments: doing so here costs 0.2 to 0.6 us
         refuse_grad(operator, arguments)
     return results
@@ -125,8 +128,8 @@ _FAILED_CHECK = re.compile(r"cutlass_ext\.(ValueError|TypeError|NotImplementedEr
 _WRONG_TYPE = re.compile(r"Expected a value of type '(.*?)' for argument '(\w+)' but instead found type '(.*?)'")
 
 
-def _translated(error: RuntimeError, operator, arguments: tuple) -> Exception:
-    """The exception that a RuntimeError of an operator stands for: a wrong type, a failed check, or itself."""
+def _refusal(error: RuntimeError, operator, arguments: tuple) -> Exception | None:
+    """What a RuntimeError of an operator says of the arguments, a wrong type or a failed check, as what it is."""
     message = str(error)
     for argument, value in zip(operator._schema.arguments, arguments, strict=False):
         if str(argument.type) == "Tensor" and not isinstance(value, Tensor):  # the operators take None for a tensor
@@ -137,13 +140,11 @@ def _translated(error: RuntimeError, operator, arguments: tuple) -> Exception:
     if found := _WRONG_TYPE.search(message):
         expected, name, came = found.groups()
         return TypeError(f"{name}: is of type {came}; expected {expected.replace('int', 'int of 64 bits')}")
-    return error
+    return None
 
 
 def _renamed(error: Exception, names: dict[str, str]) -> Exception:
     """The same exception for a caller who knows the arguments by other names."""
-    if not names:
-        return error
     return type(error)(re.sub(rf"\b({'|'.join(names)})\b", lambda name: names[name[1]], str(error)))
 
 

@@ -98,14 +98,8 @@ def flash_attn_varlen_func(
         cu_seqlens_k: int32 `[B + 1]`, the same for the rows of k and v.
         max_seqlen_q: query rows of the longest sequence.
         max_seqlen_k: keys of the longest sequence.
-        dropout_p: must be 0: there is no dropout.
-        softmax_scale: factor of the scores; `1 / sqrt(d)` by default.
-        causal: hide the keys after the row's position.
-        window_size: `(left, right)` in tokens, -1 unbounded.
-        softcap: bound of the scores, 0 for none.
+        dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs: as `flash_attn_func`.
         alibi_slopes: float32 `[H_q]` or `[B, H_q]`; `-slope * |i + len_k - len_q - j|` is added to the scores.
-        deterministic: taken for flash-attn's sake; results are always the same bits.
-        return_attn_probs: return `(out, softmax_lse, None)`, as `flash_attn_func`.
         block_table: must be None: pages are for `flash_attn_with_kvcache`.
         seqused_k: int32 `[B]`, keys of each sequence that count, of those that `cu_seqlens_k` gives it.
 

@@ -164,7 +164,7 @@ def _on_any_device(o: SimpleNamespace) -> Results:
 
 
 def _rotated(x: Tensor, positions: Tensor, o: SimpleNamespace) -> Tensor:
-    """`x` `[B, N, H, d]` with its first `2 * rotary_cos.shape[1]` columns rotated by `positions` `[B, N]`, in float32."""
+    """`x` `[B, N, H, d]` with its first `2 * rotary_cos.shape[1]` columns rotated by `positions` `[B, N]`."""
     columns = 2 * o.rotary_cos.shape[1]
     positions = positions.long().clamp(0, o.rotary_cos.shape[0] - 1)
     c, s = (table[positions].float().unsqueeze(2) for table in (o.rotary_cos, o.rotary_sin))
@@ -193,5 +193,5 @@ def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: Ten
         cache.index_put_(place, torch.where(fits.any(), new.flatten(0, 1)[token], cache[place]))
 
 
-_read, _read_torch = register("fmha_kvcache", "fmha_kvcache_check", _on_any_device)
-_append, _append_torch = register("fmha_kvcache_append", "fmha_kvcache_check", _on_any_device)
+_read, _read_torch = register("fmha_kvcache", _on_any_device)
+_append, _append_torch = register("fmha_kvcache_append", _on_any_device)

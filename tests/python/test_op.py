@@ -30,17 +30,16 @@ OPERATORS = [
     *[(PREFILL, name) for name in ("fmha", "fmha_torch", "fmha_check", "fmha_explain")],
     *[(CACHE, f"fmha_kvcache{of}") for of in ("", "_torch", "_append", "_append_torch", "_check", "_explain")],
 ]
-RENAMED = {"return_softmax_lse": "return_lse"}
 
 
 @pytest.mark.parametrize("function,name", OPERATORS, ids=lambda x: x if isinstance(x, str) else "")
 def test_the_operators_have_the_defaults_of_the_functions(function, name):
-    """A plain call leaves them out."""
+    """A plain call leaves them out; start_pos it does not, which has another where the rows are aligned at the end."""
     schema = getattr(torch.ops.cutlass_ext, name).default._schema
-    got = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    want = {RENAMED.get(n, n): p.default for n, p in inspect.signature(function).parameters.items()}
+    got = {a.name: a.default_value for a in schema.arguments if a.has_default_value() and a.name != "start_pos"}
+    want = {n: p.default for n, p in inspect.signature(function).parameters.items() if n != "start_pos"}
     want["window_left"], want["window_right"] = want.pop("window", None) or want.pop("window_size")
-    want |= {"start_pos": None if want["start_pos"] == "end" else want["start_pos"], "start_positions": None}
+    want |= {"start_positions": None, "return_lse": want.pop("return_softmax_lse", False)}
     want |= {"cache_len": None} if function is CACHE else {}
     assert got == {n: x for n, x in want.items() if x is not inspect.Parameter.empty}
 
@@ -58,10 +57,10 @@ def test_every_argument_arrives_under_its_name(function, monkeypatch):
         raise Recorded(operator, dict(zip(names, arguments, strict=False)))
 
     monkeypatch.setattr(sys.modules[function.__module__], "run", record)
-    places = {"window": ("window_left", "window_right"), "window_size": ("window_left", "window_right"),
-              "return_softmax_lse": ("return_lse",)}  # fmt: skip
-    given = {"causal": True, "return_lse": True, "return_softmax_lse": True, "rotary_interleaved": False, "start_pos": 3,
-             "window": (5, 6), "window_size": (5, 6), "backend": "simt", "cache_seqlens": torch.ones(1)}  # fmt: skip
+    sides = "window_left", "window_right"
+    places = {"window": sides, "window_size": sides, "return_softmax_lse": ("return_lse",)}
+    given = {"causal": True, "return_lse": True, "return_softmax_lse": True, "rotary_interleaved": False,
+             "start_pos": 3, "window": (5, 6), "window_size": (5, 6), "backend": "simt"}  # fmt: skip
     parameters = inspect.signature(function).parameters
     required = {n: torch.ones(1) for n, p in parameters.items() if p.default is inspect.Parameter.empty}
     for name in parameters:

@@ -418,9 +418,10 @@ def test_opcheck(target, features):
     batch = packed(target, [5, 0, 17], [9, 40, 17], d=32, d_v=16)
     options = batch.packing | {"causal": True, "backend": target.backend}
     if features:
-        options |= {"start_pos": None, "start_positions": target.int32([3, 20, 0]), "softmax_scale": 0.3, "softcap": 4.0,
-                    "alibi_slopes": target.vector(4), "sink": target.vector(4), "seqused_k": target.int32([9, 7, 0]),
-                    "leftpad_k": target.int32([0, 2, 0]), "num_splits": 2, "return_lse": True}  # fmt: skip
+        options |= {"start_pos": None, "start_positions": target.int32([3, 20, 0]), "softmax_scale": 0.3,
+                    "softcap": 4.0, "alibi_slopes": target.vector(4), "sink": target.vector(4),
+                    "seqused_k": target.int32([9, 7, 0]), "leftpad_k": target.int32([0, 2, 0]), "num_splits": 2,
+                    "return_lse": True}  # fmt: skip
     torch.library.opcheck(torch.ops.cutlass_ext.fmha.default, tuple(batch), options)
 
 
