@@ -448,7 +448,7 @@ def test_append_by_batch_index_and_leftpad(target):
     turned = q.clone()
     for b in range(2):
         for i in range(2):
-            position = (lens[b] - pads[b]).item() + i
+            position = lens[b].item() + i
             turned[b, i] = rotate(q[b, i], position, cos, sin, True)
             new = rotate(k_new[b, i], position, cos, sin, True)
             torch.testing.assert_close(k[rows[b], lens[b] + i], new, **peer_tolerance(target.dtype))
@@ -545,11 +545,11 @@ def test_two_graphs_at_once(gpu):
 def test_opcheck(target, append):
     q, k, v = target.qkv(2, 1, 4, 64, n_kv=32, heads_kv=2)
     _, k_new, v_new = target.qkv(2, 1, 2, 64)
-    new = (k_new, v_new) if append else (None, None)
-    args = (q, k, v, *new, None, None, None, target.int32([3, 20]), None, None, None, None, False, -1, -1, 0.0, True,
-            None, None, None, None, 0, target.backend)  # fmt: skip
-    op = torch.ops.cutlass_ext.fmha_kvcache_append if append else torch.ops.cutlass_ext.fmha_kvcache
-    torch.library.opcheck(op.default, args)
+    options = {"cache_seqlens": target.int32([3, 20]), "return_lse": append, "backend": target.backend}
+    op = torch.ops.cutlass_ext.fmha_kvcache
+    if append:
+        op, options = torch.ops.cutlass_ext.fmha_kvcache_append, options | {"k": k_new, "v": v_new}
+    torch.library.opcheck(op.default, (q, k, v), options)
 
 
 @pytest.mark.timeout(180)
