@@ -732,14 +732,14 @@ class Worker(threading.Thread):
 
     def __init__(self, soak, first):
         super().__init__(daemon=True)
-        self.soak, self.next, self.at, self.since = soak, first, None, time.monotonic()
-        self.limit, self.process, self.hung = START_S, None, False
+        self.soak, self.first, self.next, self.at = soak, first, first, None
+        self.since, self.limit, self.process, self.hung = time.monotonic(), START_S, None, False
 
     def run(self):
         while not self.soak.over():
             self.at, self.since, self.limit, self.hung = None, time.monotonic(), START_S, False
-            options = self.soak.options
-            command = [sys.executable, __file__, "--worker", "--seed", self.next, "--step", options.processes]
+            self.first, options = self.next, self.soak.options
+            command = [sys.executable, __file__, "--seed", self.next, "--step", options.processes]
             command += ["--device", options.device, "--until", self.soak.end]
             with tempfile.TemporaryFile("w+") as stderr:
                 self.process = subprocess.Popen(
@@ -758,13 +758,15 @@ class Worker(threading.Thread):
         if "at" in fact:
             self.at, self.next, self.limit = fact["at"], fact["at"] + self.soak.options.processes, CALL_S
         else:
-            self.soak.done(self.at, **fact)
+            self.soak.done(self, **fact)
             self.at = None
 
-    def check_time(self):
-        if self.process and self.process.poll() is None and time.monotonic() - self.since > self.limit:
-            self.hung = True
-            self.process.kill()
+    def watch(self):
+        """Ends a process that takes too long over a call, or whose soak has seen enough."""
+        if self.process and self.process.poll() is None:
+            self.hung = time.monotonic() - self.since > self.limit
+            if self.hung or self.soak.failures >= MOST_FAILURES:
+                self.process.kill()
 
 
 class Soak:
@@ -775,30 +777,31 @@ class Soak:
     def over(self):
         return time.time() > self.end or self.failures >= MOST_FAILURES
 
-    def done(self, seed, done, text=""):
+    def done(self, worker, done, text=""):
         with self.lock:
             self.counts[done] += 1
         if done == "failed":
-            self.failed(seed, text)
+            self.failed(worker, text)
 
     def died(self, worker, code, stderr):
         how = f"hung for {worker.limit} s" if worker.hung else f"ended with {code}"
         if code < 0 and not worker.hung:
             how = f"died of {signal.Signals(-code).name}"
-        if worker.at is None:  # between two calls, or before the first
-            self.failed(None, f"a worker {how}\n{stderr}")
+        if worker.at is None:  # before its first call
             worker.next += self.options.processes
-            return
-        with self.lock:
-            self.counts["failed"] += 1
-        self.failed(worker.at, f"the worker {how}\n{stderr}")
+        else:
+            with self.lock:
+                self.counts["failed"] += 1
+        self.failed(worker, f"the worker {how} {stderr}".rstrip())
 
-    def failed(self, seed, text):
+    def failed(self, worker, text):
         with self.lock:
             self.failures += 1
             print(f"FAILED {text}")
-            if seed is not None:
-                print(f"    {draw(seed, self.options.device)}\n    python tests/soak.py --seed {seed}", flush=True)
+            step, command = self.options.processes, "python tests/soak.py --seed"
+            if worker.at is not None:
+                print(f"    {draw(worker.at, self.options.device)}\n    {command} {worker.at}")
+            print(f"    or, with the calls of its worker before it, {command} {worker.first} --step {step}", flush=True)
 
     def run(self):
         first = self.options.first if self.options.first is not None else random.randrange(10**9)
@@ -811,7 +814,7 @@ class Soak:
             while any(worker.is_alive() for worker in workers):
                 time.sleep(0.2)
                 for worker in workers:
-                    worker.check_time()
+                    worker.watch()
                 show(f"{self.counts.total():,} calls, {self.failures} failures, {time.monotonic() - begin:.0f} s")
         calls, refused = self.counts.total(), self.counts["refused"]
         print(f"{refused:,} of the calls asked for a backend that does not take them, and were refused")
@@ -841,13 +844,12 @@ def main():
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--first", type=int, metavar="SEED", help="of the first call; by default any")
     parser.add_argument("--seed", type=int, help="perform one call, print it, and say what is wrong with it")
-    parser.add_argument("--step", type=int, help="with --seed: go on with every seed that is so much further")
+    parser.add_argument("--step", type=int, help="with --seed: what a worker does, that call and each so much further")
     parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.seed is None:
         return Soak(options).run()
-    if options.worker:
+    if options.step is not None:
         return work(itertools.count(options.seed, options.step), options.device, options.until)
     call = draw(options.seed, options.device)
     print(call, flush=True)
