@@ -8,18 +8,26 @@ TOOLS  := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 CMAKE  := $(TOOLS) cmake
 JOBS   := $(if $(MAX_JOBS),-j $(MAX_JOBS))
 LINTERS := ruff==0.17.5 clang-format==23.1.5
-FORMATTED := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.hpp csrc/*/*.hpp csrc/*/*.cu csrc/*/*/*.hpp tests/cpp/* bench/*.cu bench/*.hpp)
+FORMATTED = $(shell find csrc bench tests/cpp -name '*.[ch]pp' -o -name '*.cu')
 
-.PHONY: demo test bench sweep sweep-sm90 verify-gpu build cpp configure lint format clean
+.PHONY: demo test record soak bench sweep sweep-sm90 verify-gpu build cpp configure lint format clean
 
 demo: build                                  ## attention on the best device, next to PyTorch; table, plot; generation
 	$(PY) -m cutlass_ext.bench --plot build/demo --json build/demo/bench.json
 	$(PY) python/generate.py
 
-test: build cpp                              ## every test that this machine can run
+test: record lint build cpp                  ## every test that this machine can run
+	$(PY) tests/check_options.py
 	$(TOOLS) ctest --test-dir build/cmake --output-on-failure
 	$(PY) -m pytest
 	$(PY) tests/check_build.py
+
+record:                                      # the first line of the log: whether the GPU's record is of these sources
+	@$(PYTHON) tests/source_tree.py
+
+SECONDS ?= 120
+soak: build                                  ## random calls against the oracle for SECONDS, on the GPU or the CPU
+	$(PY) tests/soak.py --seconds $(SECONDS)
 
 bench: configure                             ## the timing binary, build/cmake/bench/fmha_bench
 	$(CMAKE) --build build/cmake --target fmha_bench $(JOBS)
@@ -33,15 +41,15 @@ sweep-sm90: $(VENV)/ready                    ## every shape of Hopper's kernels 
 	$(CMAKE) -S . -B build/sweep_sm90_d$(D) -G Ninja -DPython_EXECUTABLE="$(CURDIR)/$(PY)" -DFMHA_SWEEP=sm90 -DSWEEP_HEAD_DIM=$(D)
 	$(CMAKE) --build build/sweep_sm90_d$(D) --target fmha_bench $(JOBS)
 
-verify-gpu: build cpp                        ## on a GPU: tests and compute-sanitizer, written to tests/gpu_verified.json
-	$(PY) tests/verify_gpu.py
+verify-gpu: build cpp                        ## on a GPU: tests, soak, compute-sanitizer, to tests/gpu_verified.json
+	$(PY) tests/verify_gpu.py $(SECONDS)
 
 build: $(VENV)/ready                         ## the Python package, in place; recompiles only what changed
 	$(PY) setup.py -q build_ext --inplace
 	@test -e $(VENV)/installed || $(PIP) --no-deps --no-build-isolation -e . && touch $(VENV)/installed
 
 cpp: configure
-	$(CMAKE) --build build/cmake --target tests $(JOBS)
+	$(CMAKE) --build build/cmake --target tests bench_compiles $(JOBS)
 
 configure: $(VENV)/ready
 	$(CMAKE) -S . -B build/cmake -G Ninja -DPython_EXECUTABLE="$(CURDIR)/$(PY)"

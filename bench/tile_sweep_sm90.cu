@@ -47,9 +47,13 @@ void register_stages() {
       register_tile<B_c, 4, 1>(), register_tile<B_c, 4, 2>();
 }
 
+#ifdef SWEEP_ONE_SHAPE  // `make test` sees that this file compiles
+[[maybe_unused]] bool const registered = (register_tile<128, 2, 1>(), true);
+#else
 [[maybe_unused]] bool const registered =
     (register_stages<48>(), register_stages<64>(), register_stages<80>(), register_stages<96>(), register_stages<112>(),
      register_stages<128>(), register_stages<144>(), register_stages<160>(), register_stages<176>(), true);
+#endif
 
 }  // namespace
 }  // namespace cutlass_ext::bench

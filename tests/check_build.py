@@ -1,16 +1,15 @@
-"""What CI can say of the binary without a GPU: spills, serialised WGMMA, the stable ABI, and which GPU it passed on.
+"""What CI can say of the binary without a GPU: spills, serialised WGMMA, the stable ABI.
 
 `make test` runs it after the tests. What ptxas said lies in build/ptxas, where setup.py leaves it.
 """
 
-import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from source_tree import ROOT, VERIFIED, csrc_hash
+from source_tree import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 import toolchain
@@ -80,19 +79,7 @@ def beyond_the_stable_abi() -> list[str]:
     return libraries + re.findall(r" U (_ZN?K?(?:2at|3c10|5torch)\S*)", undefined)
 
 
-def gpu_line() -> str:
-    """Whether the GPU tests passed on these very sources."""
-    if not VERIFIED.exists():
-        return "GPU: not verified; there is no tests/gpu_verified.json (make verify-gpu on a machine with a GPU)"
-    facts = json.loads(VERIFIED.read_text())
-    where = f"{facts['gpu']}, driver {facts['driver']}, torch {facts['torch']}, {facts['date']}"
-    if facts["csrc"] == csrc_hash():
-        return f"GPU: csrc/ is what passed {facts['tests']['passed']} tests and compute-sanitizer on {where}"
-    return f"GPU: csrc/ has changed since it passed on {where} (make verify-gpu on a machine with a GPU)"
-
-
 if __name__ == "__main__":
-    print(gpu_line())
     count, spilling = spills()
     print(f"ptxas: {count} kernels, {len(spilling)} that spill beyond their limit")
     serialised, without = serialised_wgmma(), kernels_without_wgmma()

@@ -1,6 +1,10 @@
-"""The hash of csrc/ that ties a GPU run to the sources it ran on; used by verify_gpu.py and check_build.py."""
+"""The hash of csrc/ that ties a GPU run to the sources it ran on; verify_gpu.py writes it to gpu_verified.json.
+
+`make test` runs this file first of all, so that the log opens with whether that record still holds.
+"""
 
 import hashlib
+import json
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,3 +19,18 @@ def csrc_hash() -> str:
             content = path.read_bytes()
             digest.update(f"{path.relative_to(ROOT).as_posix()}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
+
+
+def gpu_line() -> str:
+    """Whether the GPU tests passed on these very sources."""
+    if not VERIFIED.exists():
+        return "GPU: NOT VERIFIED: there is no tests/gpu_verified.json (make verify-gpu on a machine with a GPU)"
+    facts = json.loads(VERIFIED.read_text())
+    where = f"{facts['gpu']}, driver {facts['driver']}, torch {facts['torch']}, {facts['date']}"
+    if facts["csrc"] == csrc_hash():
+        return f"GPU: csrc/ is what passed {facts['tests']['passed']} tests and compute-sanitizer on {where}"
+    return f"GPU: STALE: csrc/ has changed since it passed on {where} (make verify-gpu on a machine with a GPU)"
+
+
+if __name__ == "__main__":
+    print(gpu_line(), flush=True)

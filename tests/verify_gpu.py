@@ -1,7 +1,8 @@
-"""Runs on a GPU what CI cannot: the GPU tests, and compute-sanitizer over sanitizer_sweep.py; writes gpu_verified.json.
+"""Runs on a GPU what CI cannot: compute-sanitizer over sanitizer_sweep.py, the soak, the GPU tests; writes
+gpu_verified.json.
 
-`make verify-gpu` calls it. The file ties the result to the hash of csrc/, which tests/check_build.py compares in CI;
-it is written only where everything passed.
+`make verify-gpu` calls it, with the seconds of the soak. The file ties the result to the hash of csrc/, which
+tests/source_tree.py compares in CI; it is written only where everything passed.
 """
 
 import datetime
@@ -20,6 +21,7 @@ import torch
 from source_tree import ROOT, VERIFIED, csrc_hash
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
+SOAK_PROCESSES = 8
 NO_TESTS = 5  # pytest's exit code for a module without GPU tests
 
 
@@ -76,15 +78,30 @@ def run_sanitizer(tool: str) -> dict[str, int]:
     return {"calls": int(calls[1]), "errors": 0}
 
 
+def run_soak(seconds: str) -> dict[str, int]:
+    """Random calls, for so long; the seeds of failures are in what it prints."""
+    command = [sys.executable, str(ROOT / "tests" / "soak.py"), "--seconds", seconds]
+    command += ["--processes", str(SOAK_PROCESSES), "--device", "cuda"]
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    summary = re.search(r"(?m)^soak: ([\d,]+) calls in (\d+) s, (\d+) processes, (\d+) failures$", done.stdout)
+    if done.returncode or not summary:
+        raise Failed(f"{done.stdout[-20000:]}\nthe soak failed")
+    print(summary[0], flush=True)
+    calls, took, processes, failures = (int(text.replace(",", "")) for text in summary.groups())
+    return {"calls": calls, "seconds": took, "processes": processes, "failures": failures}
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("this wants a GPU and a CUDA build of PyTorch")
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     with ThreadPoolExecutor() as pool:
         sanitizers = {tool: pool.submit(run_sanitizer, tool) for tool in TOOLS}
-        wait(sanitizers.values())
+        # the soak beside them, for nothing of theirs has a limit of time that a busy GPU could exceed; tests have
+        soak = pool.submit(run_soak, sys.argv[1] if len(sys.argv) > 1 else "120")
+        wait([*sanitizers.values(), soak])
         tests = pool.submit(run_tests)
-    if failures := [error for done in (*sanitizers.values(), tests) if (error := done.exception())]:
+    if failures := [error for done in (*sanitizers.values(), soak, tests) if (error := done.exception())]:
         sys.exit("\n".join(map(str, failures)) + "\ntests/gpu_verified.json is not written")
     facts = {
         "csrc": csrc_hash(),
@@ -93,6 +110,7 @@ def main() -> None:
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "sanitizer": {tool: done.result() for tool, done in sanitizers.items()},
+        "soak": soak.result(),
         "tests": tests.result(),
     }
     VERIFIED.write_text(json.dumps(facts, indent=1) + "\n")

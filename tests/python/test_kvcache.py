@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import FLOAT32, TENSOR_CORES, poison_like_results, targets
-from oracle import expect, peer_tolerance
+from oracle import expect, peer_tolerance, rotate
 
 import cutlass_ext
 
@@ -311,16 +311,6 @@ def test_two_streams(gpu):
 
 
 # ------------------------------------------------------------------------------------------------ appending
-def rotate(x, position, cos, sin, interleaved):
-    """Rotary embedding of one row [H, d], column by column, in float64, rounded to its dtype."""
-    half, y = cos.shape[1], x.double().clone()
-    for i in range(half):
-        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-        c, s = cos[position, i].double(), sin[position, i].double()
-        y[:, a], y[:, b] = x[:, a].double() * c - x[:, b].double() * s, x[:, b].double() * c + x[:, a].double() * s
-    return y.to(x.dtype)
-
-
 def tables(target, positions, dim):
     angle = torch.arange(positions)[:, None] / 100.0 ** (torch.arange(dim // 2) / (dim // 2))
     return angle.cos().to(target.device, target.dtype), angle.sin().to(target.device, target.dtype)
