@@ -72,6 +72,16 @@ void tie_to_graph(cudaGraph_t graph, Owners::Key const& key) {
              "tying counters to a captured graph");
 }
 
+/// Where the current device has the pool.
+unsigned* begin_of_pool(int device) {
+  static std::mutex mutex;
+  static std::map<int, unsigned*> found;
+  std::lock_guard<std::mutex> const lock(mutex);
+  unsigned*& begin = found[device];
+  if (!begin) check_cuda(cudaGetSymbolAddress(reinterpret_cast<void**>(&begin), pool), "finding the counters");
+  return begin;
+}
+
 }  // namespace
 
 unsigned* zero_counters(int device, cudaStream_t stream, size_t count) {
@@ -92,9 +102,7 @@ unsigned* zero_counters(int device, cudaStream_t stream, size_t count) {
   int const slice = owners().slice_of(key, &fresh);
   if (slice < 0) return nullptr;
   if (fresh && capture != 0) tie_to_graph(graph, key);
-  void* begin;
-  check_cuda(cudaGetSymbolAddress(&begin, pool), "finding the counters");
-  return static_cast<unsigned*>(begin) + slice * kSliceCounters;
+  return begin_of_pool(device) + slice * kSliceCounters;
 }
 
 }  // namespace cutlass_ext

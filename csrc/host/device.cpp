@@ -2,6 +2,7 @@
 #include "device.hpp"
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -67,6 +68,16 @@ class Known {
 }  // namespace
 
 std::vector<Kernel> const& kernels() { return table(); }
+
+std::vector<Kernel const*> const& kernels_of(Kind kind, DType dtype) {
+  using Lists = std::array<std::array<std::vector<Kernel const*>, 3>, 6>;
+  static Lists const lists = [] {  // of the whole table: the objects that fill it are built before any call
+    Lists sorted;
+    for (Kernel const& kernel : table()) sorted[int(kernel.kind)][int(kernel.dtype)].push_back(&kernel);
+    return sorted;
+  }();
+  return lists[int(kind)][int(dtype)];
+}
 
 Entered::Entered(std::initializer_list<Kernel> entered) { table().insert(table().end(), entered); }
 

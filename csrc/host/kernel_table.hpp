@@ -60,16 +60,17 @@ struct Kernel {
   void (*launch)(Params const&, Grid const&, cudaStream_t);
 
   /// Whether the tile holds a call's head dims and the kernel takes its sizes.
-  bool takes_sizes(DType call_dtype, Params const& params) const {
-    return dtype == call_dtype && params.head_dim <= head_dim && params.head_dim_v <= head_dim_v &&
+  bool takes_sizes(Params const& params) const {
+    return params.head_dim <= head_dim && params.head_dim_v <= head_dim_v &&
            (!takes_shape || takes_shape(params));
   }
   /// Whether the kernel takes all of a call's features.
   bool takes_features(Features features) const { return (features & ~takes) == 0; }
 };
 
-/// Every kernel there is, in no order.
+/// Every kernel there is, in no order, and those of one kind and dtype.
 std::vector<Kernel> const& kernels();
+std::vector<Kernel const*> const& kernels_of(Kind kind, DType dtype);
 
 /// Enters kernels into the table; a static object of each file of csrc/kernels/.
 struct Entered {

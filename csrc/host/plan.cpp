@@ -23,7 +23,7 @@ struct Call {
 
   bool could_run(Kernel const& kernel) const {
     return (request.backend == "auto" || request.backend == kernel.family) && runs_on(kernel, device) &&
-           kernel.takes_sizes(request.dtype, params);
+           kernel.takes_sizes(params);
   }
   bool temporary(Kernel const& k) const {
     if (k.kind != Kind::Narrow && k.kind != Kind::Cluster) return true;
@@ -46,12 +46,14 @@ std::tuple<int, int> cost_of(Kernel const& kernel) {
   return {kernel.head_dim + kernel.head_dim_v, count_bits(kernel.takes)};
 }
 
-/// Of the kernels that `accepts`, the one of the least `cost`.
+/// Of the kernels of `kinds` that `accepts`, the one of the least `cost`.
 template <class Accepts, class Cost>
-Kernel const* cheapest(Accepts const& accepts, Cost const& cost) {
+Kernel const* cheapest(std::initializer_list<Kind> kinds, DType dtype, Accepts const& accepts, Cost const& cost) {
   Kernel const* best = nullptr;
-  for (Kernel const& kernel : kernels()) {
-    if (accepts(kernel) && (!best || cost(kernel) < cost(*best))) best = &kernel;
+  for (Kind const kind : kinds) {
+    for (Kernel const* kernel : kernels_of(kind, dtype)) {
+      if (accepts(*kernel) && (!best || cost(*kernel) < cost(*best))) best = kernel;
+    }
   }
   return best;
 }
@@ -73,7 +75,7 @@ void plan_decode(Call const& call, Plan* plan) {
     auto const cost = [&](Kernel const& k) {
       return std::tuple(k.head_dim, k.block_r < rows, k.block_r < rows ? -k.block_r : k.block_r, count_bits(k.takes));
     };
-    return cheapest([&](Kernel const& k) { return k.kind == kind && call.runs(k); }, cost);
+    return cheapest({kind}, call.request.dtype, [&](Kernel const& k) { return call.runs(k); }, cost);
   };
   if (Kernel const* const kernel = of(Kind::Cluster)) {
     plan->splits = cluster_of(p, occupancy_of(*kernel, call.device).clusters);
@@ -135,22 +137,20 @@ void plan_prefill(Call const& call, Plan* plan) {
   int const warpgroups = (call.features & ~feature::Sink) == 0 ? warpgroups_of_short(p, call.device) : 0;
   // With the number of splits fixed nothing may depend on the batch.
   bool const tiny = call.request.backend == "auto" && !p.fixed_splits && is_tiny(p, call.device);
-  auto const is_short = [&](Kernel const& k) {
-    return k.kind == Kind::Short && k.threads / 128 == warpgroups && call.runs(k);
+  DType const dtype = call.request.dtype;
+  auto const accepts = [&](Kernel const& k) {
+    if (k.kind == Kind::Short) return k.threads / 128 == warpgroups && call.runs(k);
+    return !(k.kind == Kind::Persistent && tiny) && call.runs(k);
   };
-  auto const has_tiles = [&](Kernel const& k) {
-    return (k.kind == Kind::Tiles || (k.kind == Kind::Persistent && !tiny)) && call.runs(k);
-  };
-  // Hopper's come first.
-  auto const cost = [](Kernel const& k) { return std::tuple(k.kind != Kind::Persistent, cost_of(k)); };
-  Kernel const* best = cheapest(is_short, cost);
-  if (!best) best = cheapest(has_tiles, cost);
+  Kernel const* best = warpgroups > 0 ? cheapest({Kind::Short}, dtype, accepts, cost_of) : nullptr;
+  if (!best) best = cheapest({Kind::Persistent}, dtype, accepts, cost_of);  // Hopper's come first
+  if (!best) best = cheapest({Kind::Tiles}, dtype, accepts, cost_of);
   if (!best) return;
 
   // Its tiles of other sizes, the largest first: the first whose query tiles fill the GPU is taken, else the last.
   std::vector<Kernel const*> sizes;
-  for (Kernel const& k : kernels()) {
-    if (k.kind == best->kind && cost(k) == cost(*best) && (is_short(k) || has_tiles(k))) sizes.push_back(&k);
+  for (Kernel const* k : kernels_of(best->kind, dtype)) {
+    if (cost_of(*k) == cost_of(*best) && accepts(*k)) sizes.push_back(k);
   }
   std::sort(sizes.begin(), sizes.end(), [](Kernel const* a, Kernel const* b) {
     auto const size = [](Kernel const* k) { return std::tuple(k->block_r * k->block_c, k->block_c, k->shared_bytes); };
@@ -175,8 +175,9 @@ void plan_prefill(Call const& call, Plan* plan) {
 /// What keeps every kernel from the call: the head dims, or the argument that the nearest one does not take.
 std::string refusal_of(Call const& call) {
   auto const missing = [&](Kernel const& k) { return call.features & ~k.takes; };
-  Kernel const* const nearest = cheapest([&](Kernel const& k) { return call.could_run(k); },
-                                         [&](Kernel const& k) { return count_bits(missing(k)); });
+  Kernel const* const nearest = cheapest(
+      {Kind::Persistent, Kind::Tiles, Kind::Decode}, call.request.dtype,
+      [&](Kernel const& k) { return call.could_run(k); }, [&](Kernel const& k) { return count_bits(missing(k)); });
   std::string const where = call.request.backend == "auto" ? "" : " of backend \"" + call.request.backend + "\"";
   std::ostringstream text;
   if (!nearest) {
