@@ -33,7 +33,8 @@ def serialised_wgmma() -> list[str]:
 
 def kernels_without_wgmma() -> list[str] | None:
     """Hopper kernels whose machine code has no HGMMA; None where there is no cuobjdump to tell."""
-    disassembler = shutil.which("cuobjdump", path=str(toolchain.require_cuda_home() / "bin"))
+    places = [toolchain.require_cuda_home(), *(p / "nvidia" / "cu13" for p in toolchain.site_packages())]
+    disassembler = shutil.which("cuobjdump", path=os.pathsep.join(str(place / "bin") for place in places))
     if disassembler is None:
         return None
     missing = []
