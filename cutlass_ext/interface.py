@@ -82,7 +82,7 @@ def fmha(
         start_pos: the position of the first query row, in tokens: an int (negative ones too), an int32 tensor `[B]` on
             q's device, or `"end"`, which aligns the last query row of a sequence with its last key: `seqused_k - N_q`,
             or `N_kv - N_q`. The default 0 is PyTorch's convention; flash-attn's is `"end"`.
-        window: `(left, right)`, tokens visible before and after the row's position; -1 is unbounded.
+        window: `(left, right)`, tokens visible before and after the row's position; -1, or 2^30 and more, is unbounded.
         softmax_scale: factor of the scores, greater than 0; `1 / sqrt(d)` by default.
         softcap: bound of the scores (Gemma 2), 0 for none.
         alibi_slopes: float32 `[H_q]` or `[B, H_q]`, decrease of a score for each token of distance.
@@ -193,7 +193,7 @@ class _Explaining(TorchFunctionMode):
 
 def check_bool(name: str, value: bool) -> None:
     """The operators take None for False."""
-    if value is not True and value is not False and not isinstance(value, torch.SymBool):
+    if not isinstance(value, (bool, torch.SymBool)):
         raise TypeError(f"{name}: is {value!r}; expected True or False")
 
 

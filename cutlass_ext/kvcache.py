@@ -60,29 +60,26 @@ def flash_attn_with_kvcache(
             call's queries. What would not fit the cache is dropped.
         v: `[B, N_new, H_kv, d_v]`, given with `k`.
         rotary_cos: `[positions, rotary_dim / 2]`, dtype of q: rotates the first `rotary_dim` columns of `k` (token `i`
-            at position `cache_seqlens[b] - cache_leftpad[b] + i`) and of q (at the same positions with causal or a
-            window, else all at `i = 0`) before anything else; needs `k`.
+            at position `cache_seqlens[b] + i`, padding in front counted, as flash-attn does) and of q (at the same
+            positions with causal or a bounded window, else all at `i = 0`) before anything else; needs `k`, which may
+            have 0 tokens.
         rotary_sin: the same shape.
         cache_seqlens: keys in the cache before this call: an int, or int32 `[B]` on q's device, never read by the
             host. By default the cache is full.
-        cache_batch_idx: int32 `[B]`, the row of a contiguous cache that each sequence has; by default its own.
+        cache_batch_idx: int32 `[B]`, the row of a contiguous cache that each sequence has; by default its own. Outside
+            the cache, as of an idle slot, it is not followed: new tokens are dropped, the nearest row is read.
         cache_leftpad: int32 `[B]`, the first key of each sequence; by default 0.
         block_table: int32 `[B, pages of a sequence]`: the page that holds keys `j * page_size` and on of sequence `b`
             is `block_table[b, j]`. Pages may lie in any order and be shared; entries of pages past `len_b` may hold
-            anything.
-        softmax_scale: factor of the scores; `1 / sqrt(d)` by default.
-        causal: hide the keys after the row's position.
+            anything. Entries outside the cache are as those of `cache_batch_idx`.
+        softmax_scale, causal, softcap, alibi_slopes, sink, start_pos: as in `fmha`.
         window_size: `(left, right)` in tokens, -1 unbounded.
-        softcap: bound of the scores, 0 for none.
         rotary_interleaved: columns `2i, 2i + 1` are a pair (GPT-J); otherwise `i, i + rotary_dim / 2` (GPT-NeoX).
-        alibi_slopes: float32 `[H_q]` or `[B, H_q]`.
         num_splits: 0: the library shares the keys out, those of the whole batch evenly where its sequences may differ
             much, so that ragged batches fill the GPU. Above 0: each sequence's keys are cut into that many parts by its
             own length, and its result is, bit for bit, the same in every batch. Either way the same call gives the same
             bits.
         return_softmax_lse: return `(out, softmax_lse)`.
-        sink: float32 `[H_q]`, one more logit in each row's softmax, which has no value.
-        start_pos: position of the first query row, as in `fmha`: an int, int32 `[B]`, or `"end"`.
         backend: `"auto"`, `"sm80"` (float16, bfloat16), `"simt"` (float32), `"torch"`, or `"sm90"`, which takes the
             calls that `"auto"` gives to clusters on Hopper, and refuses others.
 
@@ -91,7 +88,7 @@ def flash_attn_with_kvcache(
 
     Raises:
         TypeError, ValueError: an argument that does not fit; the text names it.
-        NotImplementedError: an input that requires grad under grad mode; rows that do not start at 16 bytes (GPU).
+        NotImplementedError: an input that requires grad under grad mode.
 
     Source: Flash-Decoding (Dao et al., 2023), PagedAttention (arXiv:2309.06180, section 4.1), rotary embedding
     (arXiv:2104.09864, section 3.2); the interface of flash-attn 2.8.

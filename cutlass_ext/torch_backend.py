@@ -98,9 +98,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: SimpleNamesp
             if b.stop - b.start > 1:
                 K, V = K.contiguous(), V.contiguous()  # once here, or matmul does it for every block of rows
 
+            block_start = start[b] if isinstance(start, Tensor) else start
             for first_row in range(0, N_q, rows):
                 i = slice(first_row, min(first_row + rows, N_q))
-                j = _visible_keys(start, i, N_kv, window_left, window_right)
+                j, hidden = _visible_keys(start, i, N_kv, window_left, window_right)
                 sink_block = None if sinks is None else sinks[:, h]
                 if j.start == j.stop:
                     out_heads[b, h, :, i] = 0.0
@@ -112,8 +113,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: SimpleNamesp
                 if o.softcap > 0:
                     S.div_(o.softcap).tanh_().mul_(o.softcap)
                 ahead = None  # j - p: how far a key stands ahead of the row
-                if slopes is not None or _partly_hidden(start, i, j, window_left, window_right):
-                    p = torch.arange(i.start, i.stop, device=q.device).unsqueeze(-1) + _block_of(start, b)
+                if slopes is not None or hidden:
+                    p = torch.arange(i.start, i.stop, device=q.device).unsqueeze(-1) + block_start
                     ahead = keys[j] - p
                 if slopes is not None:
                     S.addcmul_(slopes[b, h], ahead.abs().to(torch.float32), value=-1.0)
@@ -227,28 +228,16 @@ def _head_blocks(B: int, H_kv: int, heads: int) -> Iterator[tuple[slice, slice]]
             yield slice(b, min(b + sequences, B)), slice(h, min(h + heads, H_kv))
 
 
-def _block_of(start: int | Tensor, b: slice) -> int | Tensor:
-    return start if isinstance(start, int) else start[b]
-
-
-def _visible_keys(start: int | Tensor, i: slice, N_kv: int, window_left: int, window_right: int) -> slice:
-    """The keys that rows `i` may see. A start on the device is not read: then it is all of them."""
-    first, last = 0, N_kv
-    if isinstance(start, int):
-        if window_left >= 0:
-            first = min(max(start + i.start - window_left, 0), N_kv)
-        if window_right >= 0:
-            last = min(start + i.stop + window_right, N_kv)
-    return slice(first, max(first, last))
-
-
-def _partly_hidden(start: int | Tensor, i: slice, j: slice, window_left: int, window_right: int) -> bool:
-    """Whether the window hides some of the keys `j` from some of the rows `i`."""
-    if isinstance(start, int):
-        hides_right = window_right >= 0 and start + i.start + window_right < j.stop - 1
-        hides_left = window_left >= 0 and start + i.stop - 1 - window_left > j.start
-        return hides_right or hides_left
-    return window_left >= 0 or window_right >= 0
+def _visible_keys(start: int | Tensor, i: slice, N_kv: int, left: int, right: int) -> tuple[slice, bool]:
+    """The keys that rows `i` may see, and whether some are hidden from some of them. A start on the device is not read:
+    then it is all of them."""
+    if isinstance(start, Tensor):
+        return slice(0, N_kv), left >= 0 or right >= 0
+    first = min(max(start + i.start - left, 0), N_kv) if left >= 0 else 0
+    last = max(min(start + i.stop + right, N_kv), first) if right >= 0 else N_kv
+    hides_right = right >= 0 and start + i.start + right < last - 1
+    hides_left = left >= 0 and start + i.stop - 1 - left > first
+    return slice(first, last), hides_right or hides_left
 
 
 _precision_lock = threading.Lock()
