@@ -546,10 +546,10 @@ def test_append_to_a_lazy_clone(target):
 def test_rotary_without_new_tokens(target, causal):
     """q is rotated all the same."""
     q, k, v = target.qkv(2, 3, 4, 64, n_kv=64, heads_kv=2)
-    empty = k[:, :0], v[:, :0]
+    empty = {"k": k[:, :0], "v": v[:, :0]}
     cos, sin = tables(target, 64, 64)
     lens = target.int32([20, 7])
-    got = call(target, q, k, v, *empty, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lens, causal=causal)
+    got = call(target, q, k, v, **empty, rotary_cos=cos, rotary_sin=sin, cache_seqlens=lens, causal=causal)
     steps = torch.arange(3, device=q.device) * causal
     turned = rotate(q, lens[:, None] + steps, cos, sin, True)
     expect(turned, k, v, causal=causal, start_pos="end", seqused_k=lens).check(*got, small=True, rotated=True)
