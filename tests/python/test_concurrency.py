@@ -72,23 +72,26 @@ def test_a_capture_is_the_first_call_of_a_process(gpu, n_q):
 
 
 OTHER_DEVICE = """
-import torch, cutlass_ext
-for current in (1, 0):  # with 0 current torch itself opens no context there until something is done on it
-    q, k, v = (torch.randn(2, n, 4, 64, device="cuda:1").half() for n in (70, 300, 300))
-    with torch.cuda.device(current) if current else __import__("contextlib").nullcontext():
-        cutlass_ext.fmha(q, k, v, causal=True)
-        cutlass_ext.fmha(q[:, :1], k, v, num_splits=2)
-        cutlass_ext.flash_attn_with_kvcache(q[:, :1], k, v, k[:, :1].clone(), v[:, :1].clone(), cache_seqlens=7)
-    torch.cuda.synchronize(1)
-    assert not torch._C._cuda_hasPrimaryContext(0), f"a context on device 0, with {current} current"
+import sys, torch, cutlass_ext
+if sys.argv[1] == "1":
+    torch.cuda.set_device(1)  # otherwise device 0 is current, and nothing was done on it
+q, k, v = (torch.randn(2, n, 4, 64, device="cuda:1").half() for n in (70, 300, 300))
+torch.cuda.synchronize(1)
+before = torch._C._cuda_hasPrimaryContext(0)  # torch's own doing
+cutlass_ext.fmha(q, k, v, causal=True)
+cutlass_ext.fmha(q[:, :1], k, v, num_splits=2)
+cutlass_ext.flash_attn_with_kvcache(q[:, :1], k, v, k[:, :1].clone(), v[:, :1].clone(), cache_seqlens=7)
+torch.cuda.synchronize(1)
+assert torch._C._cuda_hasPrimaryContext(0) == before, "a context on device 0"
 """
 
 
 @pytest.mark.gpu
 @TWO_DEVICES
-def test_a_process_of_one_device_opens_no_context_on_another():
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_process_of_one_device_opens_no_context_on_another(current):
     """pytorch #94864: putting device 0 back as the current one would, and takes 500 MB there."""
-    run(OTHER_DEVICE)
+    run(OTHER_DEVICE, current)
 
 
 # ------------------------------------------------------------------------------------------------ devices
@@ -228,10 +231,9 @@ def test_a_graph_instantiated_twice(gpu, runtime, which):
     torch.cuda.synchronize()
     graph, out = captured(call, keep_graph=True)
     handles = [ctypes.c_void_p() for _ in range(2)]
+    template, no_flags = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_ulonglong(0)
     for handle in handles:
-        runtime.cudaGraphInstantiate(
-            ctypes.byref(handle), ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_ulonglong(0)
-        )
+        runtime.cudaGraphInstantiate(ctypes.byref(handle), template, no_flags)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     for _ in range(20):

@@ -87,8 +87,8 @@ def test_the_output_does_not_depend_on_return_lse(target, options, n_q, heads_kv
 
 @pytest.mark.gpu
 def test_more_than_2_to_the_32_tiles():
-    """32,768 sequences on one million keys that all of them share: tiles of 8 keys are 2^32, which 32 bits do not count.
-    All K and V lie in L2, so this takes some seconds."""
+    """32,768 sequences on one million keys that all of them share: 2^32 tiles of 8 keys, which 32 bits do not count. K
+    and V lie in L2, so this takes some seconds."""
     batch, n_kv = 32_768, 1 << 20
     q = torch.randn(batch, 1, 1, 4, device="cuda")
     k, v = (torch.randn(1, n_kv, 1, 4, device="cuda").expand(batch, -1, -1, -1) for _ in "kv")
