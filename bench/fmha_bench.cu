@@ -11,19 +11,12 @@ namespace cutlass_ext::bench {
 namespace {
 
 void time_library(benchmark::State& state, Case const& c) {
-  ForwardParams shape;
-  shape.batch = c.batch;
-  shape.n_q = shape.n_kv = c.n;
-  shape.heads_q = shape.heads_kv = c.heads;
-  shape.head_dim = shape.head_dim_v = c.head_dim;
-  shape.window_right = c.causal ? 0 : -1;
-  Plan plan;
-  cudaError_t const error = plan_forward(shape, DType::Float32, "auto", 0, true, &plan);
-  if (error != cudaSuccess) return state.SkipWithError(cudaGetErrorString(error));
-  if (!plan.kernel) return state.SkipWithError(plan.reason.c_str());
-  state.SetLabel(plan.reason);
-  run(state, c, plan.num_splits,
-      [&](ForwardParams const& params, cudaStream_t stream) { return run_forward(plan, params, stream); });
+  run(state, c, [&](Params* params) {
+    Request const request{c.dtype};
+    Plan const planned = plan(params, request);
+    if (planned.kernel) state.SetLabel(planned.kernel->family + (": " + planned.reason(*params, request)));
+    return planned;
+  });
 }
 
 void register_library() {

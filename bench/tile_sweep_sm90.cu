@@ -5,6 +5,7 @@
 
 #include "fmha/sm90/fmha.hpp"
 #include "kernels/kernel.hpp"
+#include "kernels/tensor_maps.hpp"
 #include "workload.hpp"
 
 namespace cutlass_ext::bench {

@@ -2,12 +2,13 @@
 #include "workload.hpp"
 
 #include <cmath>
-#include <cstdio>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include <cutlass/numeric_types.h>
 
-#include "fmha/work_order.hpp"
+#include "host/error.hpp"
 
 namespace cutlass_ext::bench {
 namespace {
@@ -36,8 +37,16 @@ class DeviceBuffer {
   ~DeviceBuffer() { cudaFree(data_); }
   DeviceBuffer(DeviceBuffer const&) = delete;
   T* get() const { return data_; }
+  /// At least `n` of them; what was there is lost if there were fewer.
+  T* room(size_t n) {
+    if (n <= count_) return data_;
+    cudaFree(data_);
+    count_ = cudaMalloc(&data_, n * sizeof(T)) == cudaSuccess ? n : 0;
+    return data_;
+  }
 
  private:
+  size_t count_ = 0;
   T* data_ = nullptr;
 };
 
@@ -79,19 +88,17 @@ double sampled_error(Case const& c, Element const* out, uint64_t const (&seeds)[
 }
 
 template <class Element>
-void run_as(benchmark::State& state, Case const& c, int splits, double tolerance,
-            std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch) {
+void run_as(benchmark::State& state, Case const& c, double tolerance, std::function<Plan(Params*)> const& plan) {
   int64_t const rows = int64_t(c.batch) * c.n * c.heads, elements = rows * c.head_dim, elements_v = rows * c.head_dim_v;
-  int64_t const partial_rows = splits > 1 ? splits * rows : 0;
   DeviceBuffer<Element> q(elements), k(elements), v(elements_v), o(elements_v);
-  DeviceBuffer<float> lse(rows), o_partial(partial_rows * c.head_dim_v), lse_partial(partial_rows);
+  DeviceBuffer<float> lse(rows);
   if (!q.get() || !k.get() || !v.get() || !o.get()) return state.SkipWithError("out of device memory");
   uint64_t const seeds[] = {1ull << 60, 2ull << 60, 3ull << 60};
   DeviceBuffer<Element> const* inputs[] = {&q, &k, &v};
   for (int i = 0; i < 3; ++i) fill_random<<<1024, 256>>>(inputs[i]->get(), i == 2 ? elements_v : elements, seeds[i]);
   cudaMemset(o.get(), 0xff, elements_v * sizeof(Element));  // NaN: an unwritten output shows
 
-  ForwardParams p;
+  Params p;
   p.q = q.get();
   p.k = k.get();
   p.v = v.get();
@@ -104,11 +111,9 @@ void run_as(benchmark::State& state, Case const& c, int splits, double tolerance
   p.heads_q = p.heads_kv = c.heads;
   p.head_dim = c.head_dim;
   p.head_dim_v = c.head_dim_v;
+  p.element_bytes = sizeof(Element);
   p.softmax_scale = 1.f / std::sqrt(float(c.head_dim));
   p.window_right = c.causal ? 0 : -1;
-  p.num_splits = splits;
-  p.o_partial = o_partial.get();
-  p.lse_partial = lse_partial.get();
 
   cudaStream_t stream;
   cudaEvent_t begin, end;
@@ -116,22 +121,32 @@ void run_as(benchmark::State& state, Case const& c, int splits, double tolerance
   cudaEventCreate(&begin);
   cudaEventCreate(&end);
   cudaDeviceSynchronize();
-  cudaError_t error = launch(p, stream);
-  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
-  double const wrong = error == cudaSuccess ? sampled_error(c, o.get(), seeds) : 0;
-  if (error != cudaSuccess) {
-    state.SkipWithError(cudaGetErrorString(error));
-  } else if (!(wrong < tolerance)) {
-    state.SkipWithError(("wrong result: error " + std::to_string(wrong)).c_str());
-  }
-  for (auto _ : state) {
-    cudaEventRecord(begin, stream);
-    launch(p, stream);
-    cudaEventRecord(end, stream);
-    cudaEventSynchronize(end);
-    float ms;
-    cudaEventElapsedTime(&ms, begin, end);
-    state.SetIterationTime(ms * 1e-3);
+  DeviceBuffer<char> parts(0);  // one of a launch's requests; few want a second
+  DeviceBuffer<char> counters(0);
+  try {
+    Plan const planned = plan(&p);
+    if (!planned.kernel) throw std::runtime_error(planned.refusal);
+    auto const launch = [&] {
+      bool first = true;
+      cutlass_ext::run(planned, p, stream, [&](size_t bytes) {
+        return std::exchange(first, false) ? parts.room(bytes) : counters.room(bytes);
+      });
+    };
+    launch();
+    check_cuda(cudaStreamSynchronize(stream), "the first launch");
+    double const wrong = sampled_error(c, o.get(), seeds);
+    if (!(wrong < tolerance)) throw std::runtime_error("wrong result: error " + std::to_string(wrong));
+    for (auto _ : state) {
+      cudaEventRecord(begin, stream);
+      launch();
+      cudaEventRecord(end, stream);
+      cudaEventSynchronize(end);
+      float ms;
+      cudaEventElapsedTime(&ms, begin, end);
+      state.SetIterationTime(ms * 1e-3);
+    }
+  } catch (std::exception const& error) {
+    state.SkipWithError(error.what());
   }
   double const pairs = c.causal ? double(c.n) * (c.n + 1) / 2 : double(c.n) * c.n;
   using benchmark::Counter;
@@ -152,43 +167,27 @@ std::string Case::name() const {
          (causal ? "/causal" : "/full");
 }
 
-void run(benchmark::State& state, Case const& c, int splits,
-         std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch) {
+void run(benchmark::State& state, Case const& c, std::function<Plan(Params*)> const& plan) {
   switch (c.dtype) {  // in 16 bits P and the output are rounded
     case DType::Float32:
-      return run_as<float>(state, c, splits, 1e-5, launch);
+      return run_as<float>(state, c, 1e-5, plan);
     case DType::Float16:
-      return run_as<cutlass::half_t>(state, c, splits, 2e-3, launch);
+      return run_as<cutlass::half_t>(state, c, 2e-3, plan);
     case DType::BFloat16:
-      return run_as<cutlass::bfloat16_t>(state, c, splits, 2e-2, launch);
+      return run_as<cutlass::bfloat16_t>(state, c, 2e-2, plan);
   }
 }
 
 void run_kernel(benchmark::State& state, Case const& c, Kernel const& kernel) {
-  int ctas = 0;
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel.entry, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
-  if (error == cudaSuccess)
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel.entry, kernel.threads, kernel.shared_bytes);
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    return state.SkipWithError(cudaGetErrorString(error));
-  }
   cudaFuncAttributes attributes;
   cudaFuncGetAttributes(&attributes, kernel.entry);
-  state.counters["CTAs"] = ctas;
   state.counters["registers"] = attributes.numRegs;
   state.counters["spilled"] = static_cast<double>(attributes.localSizeBytes);
-
-  cudaDeviceProp device;
-  cudaGetDeviceProperties(&device, 0);
-  DeviceBuffer<unsigned> work_counter(2);
-  cudaMemset(work_counter.get(), 0, 2 * sizeof(unsigned));
-  run(state, c, 1, [&](ForwardParams params, cudaStream_t stream) {  // what run_forward fills in
-    params.work_counter = work_counter.get();
-    order_work(&params, kernel.block_r, ctas * device.multiProcessorCount, device.l2CacheSize,
-               c.dtype == DType::Float32 ? 4 : 2);
-    return kernel.launch(params, stream);
+  run(state, c, [&](Params* params) {
+    Device const& device = current_device();
+    if (!runs_on(kernel, device)) throw std::runtime_error("this GPU has too little shared memory a block");
+    state.counters["CTAs"] = occupancy_of(kernel, device).ctas_a_multiprocessor;
+    return plan_with(kernel, params);
   });
 }
 

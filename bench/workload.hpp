@@ -7,7 +7,7 @@
 
 #include <benchmark/benchmark.h>
 
-#include "dispatch.hpp"
+#include "host/plan.hpp"
 
 namespace cutlass_ext::bench {
 
@@ -19,13 +19,12 @@ struct Case {
   std::string name() const;  // "b2/n8192/h16/d64/causal", "b2/n8192/h10/d192_128/full"
 };
 
-/// Runs `launch` on the case's tensors under `state`, in manual time; a wrong row or a failed launch ends it with an
-/// error. `splits` partial results are given room in the workspace.
-void run(benchmark::State& state, Case const& c, int splits,
-         std::function<cudaError_t(ForwardParams const&, cudaStream_t)> const& launch);
+/// Times what `plan` makes of the case's parameters, in manual time; a wrong row or a failed launch ends it with an
+/// error.
+void run(benchmark::State& state, Case const& c, std::function<Plan(Params*)> const& plan);
 
-/// Runs one tile shape on the case, whatever the dispatch would choose, and counts its registers, bytes of local memory
-/// and CTAs a multiprocessor.
+/// Times one tile shape on the case, whatever would be chosen, and counts its registers, bytes of local memory and CTAs
+/// a multiprocessor.
 void run_kernel(benchmark::State& state, Case const& c, Kernel const& kernel);
 
 }  // namespace cutlass_ext::bench

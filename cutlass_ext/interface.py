@@ -3,17 +3,23 @@
 The other names of the package (`flash_attn.py`, `sdpa.py`) are thin covers of `fmha`.
 """
 
+import inspect
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from . import _ops
-from ._ops import forward, forward_torch, varlen, varlen_torch
+from . import torch_backend
+from ._ops import register, run
 
 Backend = Literal["auto", "simt", "sm80", "sm90", "torch"]
 StartPos = int | Tensor | Literal["end"]
+
+_NAMES = {"window_left": "window", "window_right": "window"}  # what arguments of the operator are called here
+_fmha, _fmha_torch = register("fmha", torch_backend.fmha)
 
 
 def fmha(
@@ -115,150 +121,104 @@ def fmha(
     (arXiv:2108.12409, section 3), attention sinks (arXiv:2309.17453, section 3), softcap (Gemma 2, arXiv:2408.00118,
     section 2).
     """
-    arguments = _arguments(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, start_pos, return_lse, window,
-        softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k, num_splits, backend,
+    if causal is not True and causal is not False:
+        check_bool("causal", causal)
+    left, right = (-1, -1) if window == (-1, -1) else window_sides("window", window)
+    start, start_positions = (start_pos, None) if type(start_pos) is int else split_start(start_pos)
+    arguments = q, k, v, causal, start, return_lse
+    # Those at the end that a plain call leaves out would cost it 1.6 us, of the 4.5 that 21 arguments take.
+    absent = (
+        cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is softmax_scale is alibi_slopes is sink
+        is seqused_k is leftpad_k is start_positions is None
     )  # fmt: skip
-    if cu_seqlens_q is None:
-        operator = forward_torch if backend == "torch" else forward
-    else:
-        operator = varlen_torch if backend == "torch" else varlen
-    try:
-        results = operator(*arguments)
-    except RuntimeError as error:
-        raise _ops.translated(error) from None
-    return (results[0], results[1]) if return_lse else results[0]
+    if not absent or (left, right, softcap, num_splits, backend) != (-1, -1, 0.0, 0, "auto"):
+        arguments += (
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right, softmax_scale, softcap, alibi_slopes,
+            sink, seqused_k, leftpad_k, start_positions, num_splits, backend,
+        )  # fmt: skip
+    out, lse = run(_fmha_torch if backend == "torch" else _fmha, arguments, _NAMES)
+    return (out, lse) if return_lse else out
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `fmha` would run, and why. Prints as `backend: reason`."""
+    """What a call would run, and why. Prints as `backend: reason`."""
 
     backend: str
+    kernel: str
+    tile: tuple[int, int]  # B_r, B_c: query rows and keys of a tile
+    splits: int
+    ctas: int  # of the launch
     reason: str
 
     def __str__(self) -> str:
         return f"{self.backend}: {self.reason}"
 
 
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    start_pos: StartPos = 0,
-    window: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sink: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    return_lse: bool = False,  # as for fmha, so that a call is explained by changing its name
-    num_splits: int = 0,
-    backend: Backend = "auto",
-) -> Explanation:
-    """Which backend `fmha` would run for the same arguments, and why. Computes nothing.
+def explain(*args, **kwargs) -> Explanation:
+    """Which backend and kernel `fmha` would run for the same arguments, and why. Computes nothing.
 
-    Raises what `fmha` would raise for them.
+    `explain(function, ...)` says it of a call of any function of this package, `flash_attn_with_kvcache` for one, with
+    the arguments that follow. Raises what the call would raise.
     """
-    arguments = _arguments(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, start_pos, return_lse, window,
-        softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k, num_splits, backend,
-    )  # fmt: skip
-    operator = _ops.explain if cu_seqlens_q is None else _ops.varlen_explain
-    try:
-        name, _, reason = operator(*arguments).partition(": ")
-    except RuntimeError as error:
-        raise _ops.translated(error) from None
-    return Explanation(name, reason)
+    function = fmha
+    if args and callable(args[0]):
+        function, *args = args
+    with _Explaining():
+        try:
+            function(*args, **kwargs)
+        except _Explained as explained:
+            return explained.args[0]
+    raise TypeError(f"explain: {function!r} is not a function of cutlass_ext that computes attention")
 
 
-def _arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    causal: bool,
-    start_pos: StartPos,
-    return_lse: bool,
-    window: tuple[int, int],
-    softmax_scale: float | None,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    seqused_k: Tensor | None,
-    leftpad_k: Tensor | None,
-    num_splits: int,
-    backend: str,
-) -> tuple:
-    """The arguments of the operators, which check them: here is only what they cannot see."""
+explain.__signature__ = inspect.signature(fmha).replace(return_annotation=Explanation)
+
+
+class _Explained(Exception):
+    """Carries an Explanation from the operator that was called to `explain`."""
+
+
+class _Explaining(TorchFunctionMode):
+    """Where it is active, in this thread, the first operator that computes attention is explained instead."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "namespace", None) == "cutlass_ext":
+            name = "fmha_kvcache" if "kvcache" in function.__name__ else "fmha"
+            function = getattr(torch.ops.cutlass_ext, f"{name}_explain")
+            backend, kernel, B_r, B_c, splits, ctas, reason = function(*args)
+            raise _Explained(Explanation(backend, kernel, (B_r, B_c), splits, ctas, reason))
+        return function(*args, **kwargs or {})
+
+
+def check_bool(name: str, value: bool) -> None:
+    """The operators take None for False."""
+    if value is not True and value is not False and not isinstance(value, torch.SymBool):
+        raise TypeError(f"{name}: is {value!r}; expected True or False")
+
+
+UNBOUNDED = 2**30  # tokens: a window of so many hides nothing, as no position is so far from another
+
+
+def window_sides(name: str, window: tuple[int, int]) -> list[int]:
+    """Left and right of the argument `name`, as the operators take them, whatever the size of the ints."""
     try:
-        if (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or (alibi_slopes is not None and alibi_slopes.requires_grad)
-            or (sink is not None and sink.requires_grad)
-        ):
-            refuse_grad(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sink=sink)
-    except AttributeError:
-        for name, tensor in {"q": q, "k": k, "v": v}.items():
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name}: is of type {type(tensor).__name__}; expected a tensor") from None
-    try:
-        window_left, window_right = window
+        left, right = window
+        for side in (left, right):
+            if type(side) is not int and (isinstance(side, bool) or not isinstance(side, (Integral, torch.SymInt))):
+                raise TypeError
     except (TypeError, ValueError) as error:
-        raise type(error)(f"window: is {window!r}; expected a pair of ints (left, right), -1 for unbounded") from None
-    start_positions = None
-    if type(start_pos) is not int:
-        start_pos, start_positions = split_start(start_pos)
-    features = causal, start_pos, return_lse
-    absent = start_positions is softmax_scale is alibi_slopes is sink is seqused_k is leftpad_k is None
-    if not absent or (window_left, window_right, softcap, num_splits, backend) != (-1, -1, 0.0, 0, "auto"):
-        features += (
-            start_positions, window_left, window_right, softmax_scale, softcap, alibi_slopes, sink, seqused_k,
-            leftpad_k, num_splits, backend,
-        )  # fmt: skip
-    if cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is None:
-        return q, k, v, *features
-    packing = {
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }  # fmt: skip
-    for name, value in packing.items():
-        if value is None:
-            raise ValueError(f"{name}: is None; packed sequences need {', '.join(packing)}")
-    return q, k, v, *packing.values(), *features
+        raise type(error)(f"{name}: is {window!r}; expected a pair of ints (left, right), -1 for unbounded") from None
+    return [-1 if side >= UNBOUNDED else side if side > -UNBOUNDED else -UNBOUNDED for side in (left, right)]
 
 
 def split_start(start_pos: StartPos) -> tuple[int | None, Tensor | None]:
     """`start_pos` as the operators take it: an int, a tensor, or neither for "end"."""
     if isinstance(start_pos, Tensor):
         return None, start_pos
-    if isinstance(start_pos, str):
-        if start_pos != "end":
-            raise ValueError(f'start_pos: is {start_pos!r}; expected an int, an int32 tensor [batch] or "end"')
+    if isinstance(start_pos, str) and start_pos == "end":
         return None, None
-    if start_pos is None:
-        raise TypeError('start_pos: is None; expected an int, an int32 tensor [batch] or "end"')
+    if start_pos is None or isinstance(start_pos, str):
+        error = TypeError if start_pos is None else ValueError
+        raise error(f'start_pos: is {start_pos!r}; expected an int, an int32 tensor [batch] or "end"')
     return start_pos, None  # an integer of another type, such as torch.SymInt
-
-
-def refuse_grad(**inputs: Tensor | None) -> None:
-    """Raises for inputs that require grad under grad mode: without a backward the result would be detached silently."""
-    if torch.is_grad_enabled():
-        names = [name for name, tensor in inputs.items() if tensor is not None and tensor.requires_grad]
-        if names:
-            raise NotImplementedError(
-                f"{', '.join(names)}: requires grad, and there is no backward pass yet; "
-                "call under torch.no_grad() or torch.inference_mode(), or pass detached tensors"
-            )

@@ -1,20 +1,19 @@
 """`flash_attn_with_kvcache`: attention to a key/value cache, contiguous or paged, which the call may also extend.
 
-Called by users. The operators `fmha_kvcache*` get their CPU implementation, and their shapes for tracing, here.
+Called by users. What the operators `fmha_kvcache*` do for CPU tensors and for `backend="torch"` is here too.
 """
+
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from . import _ops
-from .interface import Backend, StartPos, refuse_grad, split_start
-from .torch_backend import attention
+from ._ops import refuse_grad, register, run
+from .interface import UNBOUNDED, Backend, StartPos, check_bool, split_start, window_sides
+from .torch_backend import Results, attention, lengths_of
 
-_read = torch.ops.cutlass_ext.fmha_kvcache.default
-_append = torch.ops.cutlass_ext.fmha_kvcache_append.default
-_check = torch.ops.cutlass_ext.fmha_kvcache_check.default
-
-_NAMES = {"window": "window_size", "window_left": "window_size", "window_right": "window_size"}  # of the op, here
+# What arguments of the operators are called here.
+_NAMES = dict.fromkeys(("window", "window_left", "window_right"), "window_size") | {"cache_len": "cache_seqlens"}
 
 
 def flash_attn_with_kvcache(
@@ -97,142 +96,102 @@ def flash_attn_with_kvcache(
     Source: Flash-Decoding (Dao et al., 2023), PagedAttention (arXiv:2309.06180, section 4.1), rotary embedding
     (arXiv:2104.09864, section 3.2); the interface of flash-attn 2.8.
     """
+    for name, value in (("causal", causal), ("rotary_interleaved", rotary_interleaved)):
+        if value is not True and value is not False:
+            check_bool(name, value)
+    left, right = (-1, -1) if window_size == (-1, -1) else window_sides("window_size", window_size)
+    start, start_positions = (None, None) if start_pos == "end" else split_start(start_pos)
     cache_len = None
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
         cache_len, cache_seqlens = cache_seqlens, None
-    try:
-        if q.requires_grad or k_cache.requires_grad or v_cache.requires_grad or (k is not None and k.requires_grad):
-            refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, k=k)
-    except AttributeError:
-        for name, tensor in {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k}.items():
-            if not isinstance(tensor, Tensor) and (name != "k" or tensor is not None):
-                raise TypeError(f"{name}: is of type {type(tensor).__name__}; expected a tensor") from None
-    try:
-        window_left, window_right = window_size
-    except (TypeError, ValueError) as error:
-        raise type(error)(
-            f"window_size: is {window_size!r}; expected a pair of ints (left, right), -1 for unbounded"
-        ) from None
-    start, start_positions = (None, None) if start_pos == "end" else split_start(start_pos)
-    if k is None:
-        op = _read_torch if backend == "torch" else _read
-    else:
-        op = _append_torch if backend == "torch" else _append
-    try:
-        out, lse = op(
-            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_len, cache_seqlens, cache_batch_idx,
-            cache_leftpad, block_table, softmax_scale, causal, window_left, window_right, softcap, rotary_interleaved,
-            alibi_slopes, sink, start, start_positions, num_splits, backend,
+    arguments = (
+        q, k_cache, v_cache, k, v, causal, start, return_softmax_lse, rotary_cos, rotary_sin, cache_len, cache_seqlens,
+        cache_batch_idx, cache_leftpad, block_table,
+    )  # fmt: skip
+    absent = softmax_scale is alibi_slopes is sink is start_positions is None and rotary_interleaved
+    if not absent or (left, right, softcap, num_splits, backend) != (-1, -1, 0.0, 0, "auto"):
+        arguments += (
+            left, right, softmax_scale, softcap, alibi_slopes, sink, rotary_interleaved, start_positions, num_splits,
+            backend,
         )  # fmt: skip
-    except RuntimeError as error:
-        translated = _ops.translated(error)
-        if translated is error:
-            raise
-        raise _ops.renamed(translated, {**_NAMES, "cache_len": "cache_seqlens"}) from None
+    if k is None:
+        operator = _read_torch if backend == "torch" else _read
+    else:
+        operator = _append_torch if backend == "torch" else _append
+        refuse_grad(operator, arguments)  # before the cache is written to
+    out, lse = run(operator, arguments, _NAMES)
     return (out, lse) if return_softmax_lse else out
 
 
 # ------------------------------------------------------------------------------------------------ on any device
-@torch.no_grad()
-def _on_any_device(
-    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_len, cache_seqlens, cache_batch_idx, cache_leftpad,
-    block_table, softmax_scale, causal, window_left, window_right, softcap, rotary_interleaved, alibi_slopes, sink,
-    start_pos, start_positions, num_splits, backend,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The operators through PyTorch's own: pages are gathered, new tokens written in place. Reads no lengths."""
-    _check(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_len, cache_seqlens, cache_batch_idx, cache_leftpad,
-        block_table, softmax_scale, causal, window_left, window_right, softcap, rotary_interleaved, alibi_slopes, sink,
-        start_pos, start_positions, num_splits, backend,
-    )  # fmt: skip
-    B, N_q = q.shape[:2]
-    page_rows = k_cache.shape[1]
-    capacity = page_rows if block_table is None else block_table.shape[1] * page_rows
-    sequences = torch.arange(B, device=q.device)
-    if cache_seqlens is None:
-        cached = torch.full((B,), capacity if cache_len is None else cache_len, dtype=torch.int32, device=q.device)
-    else:
-        cached = cache_seqlens.clamp(0, capacity)
-    leftpad = cache_leftpad
-    if leftpad is not None:
-        leftpad = torch.minimum(leftpad.clamp(min=0), cached)
-    rows = sequences if cache_batch_idx is None else cache_batch_idx.long()
-    length = cached
-    if k is not None and k.shape[1] > 0:
-        if rotary_cos is not None:
-            first = cached if leftpad is None else cached - leftpad
-            steps = torch.arange(N_q, device=q.device) * int(causal or window_left >= 0 or window_right >= 0)
-            q = _rotated(q, first[:, None] + steps, rotary_cos, rotary_sin, rotary_interleaved)
-            steps = torch.arange(k.shape[1], device=q.device)
-            k = _rotated(k, first[:, None] + steps, rotary_cos, rotary_sin, rotary_interleaved)
-        _write(k_cache, v_cache, k, v, cached, rows, block_table, capacity)
-        length = (cached + k.shape[1]).clamp(max=capacity)
-    if block_table is not None:
-        # Entries past a sequence's pages may be anything; the rows that they would give are never used.
-        pages = block_table.clamp(0, max(k_cache.shape[0] - 1, 0)).long()
-        keys, values = (
-            cache[pages].flatten(1, 2) if cache.shape[0] else cache.new_zeros(B, capacity, *cache.shape[2:])
-            for cache in (k_cache, v_cache)
-        )
-    elif cache_batch_idx is not None:
-        keys, values = k_cache[rows], v_cache[rows]
-    else:
-        keys, values = k_cache, v_cache
-    return attention(
-        q, keys, values, causal, start_pos, start_positions, window_left, window_right, softmax_scale, softcap,
-        alibi_slopes, sink, length.to(torch.int32), leftpad,
-    )  # fmt: skip
+def _on_any_device(o: SimpleNamespace) -> Results:
+    """The operators through PyTorch's own: new tokens are written in place, pages gathered. Reads no lengths.
 
-
-def _rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """`x` `[B, N, H, d]` with its first `2 * cos.shape[1]` columns rotated by `positions` `[B, N]`, in float32."""
-    positions = positions.long().clamp(0, cos.shape[0] - 1)
-    c, s = (table[positions].float().unsqueeze(2) for table in (cos, sin))
-    turning = x[..., : 2 * cos.shape[1]].float()
-    a, b = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
-    pair = a * c - b * s, b * c + a * s
-    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.cat([turned.to(x.dtype), x[..., 2 * cos.shape[1] :]], -1)
-
-
-def _write(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cached: Tensor, rows: Tensor, block_table: Tensor | None,
-    capacity: int,
-) -> None:  # fmt: skip
-    """Puts token `i` of sequence `b` at position `cached[b] + i` of its cache; what does not fit is left out.
-
-    The device is not asked what fits: tokens that do not repeat the last one that does, in the same place, or, where
-    none does, what is there.
+    A contiguous cache is one whose rows are pages, of which each sequence has one.
     """
-    fitting = (capacity - cached).clamp(0, k.shape[1])[:, None]
-    token = torch.minimum(torch.arange(k.shape[1], device=k.device), fitting - 1).clamp(min=0)
-    position = (cached[:, None] + token).clamp(max=capacity - 1).long()
-    if block_table is not None:
-        size = k_cache.shape[1]
-        place = torch.gather(block_table.long(), 1, position // size), position % size
+    B, N_q = o.q.shape[:2]
+    table = o.block_table
+    if table is None:
+        rows = torch.arange(B, device=o.q.device) if o.cache_batch_idx is None else o.cache_batch_idx
+        table = rows[:, None]
+    capacity = table.shape[1] * o.k_cache.shape[1]
+    if o.cache_seqlens is None:
+        cached = table.new_full((B,), capacity if o.cache_len is None else o.cache_len, dtype=torch.int32)
     else:
-        place = rows[:, None].expand_as(position), position
-    sequence = torch.arange(len(token), device=k.device)[:, None]
+        cached = o.cache_seqlens.clamp(0, capacity)
+    q, used = o.q, cached
+    if o.k is not None:
+        N_new = o.k.shape[1]
+        new = torch.arange(N_new, device=q.device)
+        k = o.k
+        if o.rotary_cos is not None:
+            bounded = any(0 <= side < UNBOUNDED for side in (o.window_left, o.window_right))
+            rows = torch.arange(N_q, device=q.device) * int(o.causal or bounded)
+            q = _rotated(q, cached[:, None] + rows, o)
+            k = _rotated(k, cached[:, None] + new, o)
+        _write(o.k_cache, o.v_cache, k, o.v, cached[:, None] + new, table.long())
+        used = cached + N_new
+    lengths = lengths_of(o, N_q, capacity, used, o.cache_leftpad)
+    keys, values = o.k_cache, o.v_cache
+    if o.block_table is not None or o.cache_batch_idx is not None:
+        # Entries outside the cache are read at the nearest page: those past a sequence's pages may be anything.
+        pages = table.clamp(0, max(len(keys) - 1, 0)).long()
+        keys, values = (
+            cache[pages].flatten(1, 2) if len(cache) else cache.new_zeros(B, capacity, *cache.shape[2:])
+            for cache in (keys, values)
+        )
+    return attention(q, keys, values, lengths, o)
+
+
+def _rotated(x: Tensor, positions: Tensor, o: SimpleNamespace) -> Tensor:
+    """`x` `[B, N, H, d]` with its first `2 * rotary_cos.shape[1]` columns rotated by `positions` `[B, N]`."""
+    columns = 2 * o.rotary_cos.shape[1]
+    positions = positions.long().clamp(0, o.rotary_cos.shape[0] - 1)
+    c, s = (table[positions].float().unsqueeze(2) for table in (o.rotary_cos, o.rotary_sin))
+    turning = x[..., :columns].float()
+    a, b = (turning[..., 0::2], turning[..., 1::2]) if o.rotary_interleaved else turning.chunk(2, -1)
+    pair = a * c - b * s, b * c + a * s
+    turned = torch.stack(pair, -1).flatten(-2) if o.rotary_interleaved else torch.cat(pair, -1)
+    return torch.cat([turned.to(x.dtype), x[..., columns:]], -1)
+
+
+def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: Tensor, table: Tensor) -> None:
+    """Puts token `i` of sequence `b` at `position[b, i]` of the pages `table[b]`; what has no place there is dropped.
+
+    The device is not asked what that is: a token that is dropped repeats the first that is not, so that no two that
+    differ are written to one place, or, where all are dropped, what is there.
+    """
+    pages, page_size = k_cache.shape[:2]
+    if position.numel() == 0 or pages == 0:
+        return
+    page = torch.gather(table, 1, (position // page_size).clamp(max=table.shape[1] - 1))
+    fits = (position < table.shape[1] * page_size) & (page >= 0) & (page < pages)
+    tokens = torch.arange(position.numel(), device=k.device)
+    token = torch.where(fits.flatten(), tokens, fits.flatten().int().argmax())
+    place = page.flatten()[token].clamp(0, pages - 1), (position % page_size).flatten()[token]
     for cache, new in ((k_cache, k), (v_cache, v)):
-        cache.index_put_(place, torch.where((fitting > 0)[..., None, None], new[sequence, token], cache[place]))
+        cache.index_put_(place, torch.where(fits.any(), new.flatten(0, 1)[token], cache[place]))
 
 
-def _output_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_) -> tuple[Tensor, Tensor]:
-    B, N_q, H_q, _d = q.shape
-    return q.new_empty(B, N_q, H_q, v_cache.shape[3]), q.new_empty(B, H_q, N_q, dtype=torch.float32)
-
-
-def _register(op) -> object:
-    """The CPU implementation and the fake one of `op`, and its form for `backend="torch"` on any device."""
-    name, library = op._schema.name.split("::")[1], _ops._library
-    library.define(name + "_torch" + str(op._schema).removeprefix(op._schema.name))
-    library.impl(name, _on_any_device, "CPU")
-    for device in ("CPU", "CUDA"):
-        library.impl(name + "_torch", _on_any_device, device)
-    for registered in (name, name + "_torch"):
-        torch.library.register_fake("cutlass_ext::" + registered, _output_shapes, lib=library)
-    return getattr(torch.ops.cutlass_ext, name + "_torch").default
-
-
-_read_torch = _register(_read)
-_append_torch = _register(_append)
+_read, _read_torch = register("fmha_kvcache", _on_any_device)
+_append, _append_torch = register("fmha_kvcache_append", _on_any_device)

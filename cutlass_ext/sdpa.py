@@ -2,12 +2,11 @@
 
 from torch import Tensor
 
-from ._ops import renamed
+from ._ops import renaming
 from .interface import fmha
 
-_NAMES = {"q": "query", "k": "key", "v": "value", "causal": "is_causal", "softmax_scale": "scale"}  # of fmha, here
 
-
+@renaming(q="query", k="key", v="value", causal="is_causal", softmax_scale="scale")
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -57,10 +56,7 @@ def scaled_dot_product_attention(
             f"enable_gqa: is False, and query has {q.shape[1]} heads, key {k.shape[1]} and value {v.shape[1]}; "
             "expected equal numbers, or enable_gqa=True to let query heads share key heads"
         )
-    try:
-        out = fmha(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=is_causal, softmax_scale=scale)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise renamed(error, _NAMES) from None
+    out = fmha(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=is_causal, softmax_scale=scale)
     out = out.transpose(1, 2)
     return out if q is query else out.reshape(*query.shape[:-1], value.shape[-1])
 

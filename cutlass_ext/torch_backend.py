@@ -1,7 +1,7 @@
 """Attention through PyTorch's own operators: the whole semantics of the library, on any device.
 
-Called by the operators in `_ops.py`, for CPU tensors and for `backend="torch"`. Query rows are taken in blocks, so that
-scores take O(N_kv) memory a row of a block, and no block touches keys that the host knows to be hidden.
+What the operators run for CPU tensors and for `backend="torch"`. Query rows are taken in blocks, so that scores take
+O(N_kv) memory a row of a block, and no block touches keys that the host knows to be hidden.
 """
 # ruff: noqa: E741  (m, l and O are the field's names)
 
@@ -9,6 +9,8 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,58 +21,71 @@ _GPU_BLOCK = 2**24
 _MAX_ROWS = 128  # of a block: more of them compute more hidden scores under causal
 _MIN_ROWS = 32  # of a block: fewer of them read K and V more often than their arithmetic pays for
 
+Results = tuple[Tensor, Tensor]  # out, lse
 
-@torch.no_grad()
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    start_pos: int | None,
-    start_positions: Tensor | None,
-    window_left: int,
-    window_right: int,
-    softmax_scale: float | None,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    seqused_k: Tensor | None,
-    leftpad_k: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`cutlass_ext.fmha` (the arguments are explained there) on tensors that were checked already.
 
-    Returns `out` `[B, N_q, H_q, d_v]` in q's dtype and `lse` `[B, H_q, N_q]` float32. Scores, softmax and both products
-    are computed in float32, whatever the inputs' dtype. Nothing here waits for the device.
+def fmha(o: SimpleNamespace) -> Results:
+    """`cutlass_ext.fmha`; the attributes of `o` are the operator's arguments, checked already."""
+    if o.cu_seqlens_q is not None:
+        return _packed_attention(o)
+    return attention(o.q, o.k, o.v, lengths_of(o, o.q.shape[1], o.k.shape[1], o.seqused_k, o.leftpad_k), o)
+
+
+class Lengths(NamedTuple):
+    """What the sequences of a batch are, padded, packed or cached; `[B]` on the device where that alone knows."""
+
+    start: int | Tensor  # position of the first query row
+    used: Tensor | None  # keys at or past it are not the sequence's
+    leftpad: Tensor | None  # nor are those before it
+
+
+def lengths_of(
+    o: SimpleNamespace, n_q: int | Tensor, n_kv: int | Tensor, used: Tensor | None, leftpad: Tensor | None
+) -> Lengths:
+    """Of sequences with `n_q` query rows and `n_kv` keys, of which `used` count if it is given."""
+    if used is not None:
+        used = used.clamp(min=0).clamp(max=n_kv)
+    if o.start_positions is not None:
+        start = o.start_positions
+    elif o.start_pos is not None:
+        start = o.start_pos
+    else:
+        start = (n_kv if used is None else used) - n_q
+    return Lengths(start, used, leftpad)
+
+
+def empty_results(q: Tensor, v: Tensor, return_lse: bool = True) -> Results:
+    """`out` and `lse` for q `[B, N_q, H_q, d]` or `[total_q, H_q, d]`; `lse` is empty where nobody asked for it."""
+    *batch, rows, H_q, _d = q.shape
+    lse = (*batch, H_q, rows) if return_lse else (0,)
+    return q.new_empty(*batch, rows, H_q, v.shape[-1]), q.new_empty(lse, dtype=torch.float32)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: SimpleNamespace) -> Results:
+    """Padded sequences: `out` `[B, N_q, H_q, d_v]` in q's dtype and `lse` `[B, H_q, N_q]` float32.
+
+    Scores, softmax and both products are computed in float32, whatever the inputs' dtype. Nothing here waits for the
+    device.
     """
     B, N_q, H_q, d = q.shape
     _, N_kv, H_kv, d_v = v.shape
-    out = q.new_empty(B, N_q, H_q, d_v)
-    lse = q.new_empty(B, H_q, N_q, dtype=torch.float32)
+    out, lse = empty_results(q, v)
     if lse.numel() == 0:
         return out, lse
 
-    if softmax_scale is None:
-        softmax_scale = d**-0.5
-    if causal:
-        window_right = 0
-    if start_positions is not None:
-        start = start_positions.view(B, 1, 1, 1, 1)
-    elif start_pos is not None:
-        start = start_pos
-    elif seqused_k is not None:
-        start = (seqused_k - N_q).view(B, 1, 1, 1, 1)
-    else:
-        start = N_kv - N_q
+    softmax_scale = d**-0.5 if o.softmax_scale is None else o.softmax_scale
+    window_left, window_right = o.window_left, 0 if o.causal else o.window_right
+    start = lengths.start.view(B, 1, 1, 1, 1) if isinstance(lengths.start, Tensor) else lengths.start
 
     # Query heads as [H_kv, G]: they meet their key head by broadcasting, and K and V are never repeated.
     G = H_q // H_kv
     q_heads = q.unflatten(2, (H_kv, G)).permute(0, 2, 3, 1, 4)
     out_heads = out.unflatten(2, (H_kv, G)).permute(0, 2, 3, 1, 4)
     lse_heads = lse.unflatten(1, (H_kv, G)).unsqueeze(-1)
-    slopes = None if alibi_slopes is None else alibi_slopes.reshape(-1, H_kv, G, 1, 1).expand(B, -1, -1, -1, -1)
-    sinks = None if sink is None else sink.reshape(1, H_kv, G, 1, 1)
+    slopes = None if o.alibi_slopes is None else o.alibi_slopes.reshape(-1, H_kv, G, 1, 1).expand(B, -1, -1, -1, -1)
+    sinks = None if o.sink is None else o.sink.reshape(1, H_kv, G, 1, 1)
     keys = torch.arange(N_kv, device=q.device)
-    outside = _outside_sequence(keys, seqused_k, leftpad_k)
+    outside = _outside(keys, lengths)
 
     rows, heads = _block_shape(q.is_cuda, N_q, N_kv, G, d + d_v)
     with _float32_products(q.device.type):
@@ -94,8 +109,8 @@ def attention(
 
                 Q = q_heads[b, h, :, i].to(torch.float32) * softmax_scale
                 S = torch.matmul(Q.flatten(2, 3), K[:, :, j].mT).unflatten(2, (G, -1))
-                if softcap > 0:
-                    S.div_(softcap).tanh_().mul_(softcap)
+                if o.softcap > 0:
+                    S.div_(o.softcap).tanh_().mul_(o.softcap)
                 ahead = None  # j - p: how far a key stands ahead of the row
                 if slopes is not None or _partly_hidden(start, i, j, window_left, window_right):
                     p = torch.arange(i.start, i.stop, device=q.device).unsqueeze(-1) + _block_of(start, b)
@@ -123,74 +138,42 @@ def attention(
     return out, lse
 
 
-@torch.no_grad()
-def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool,
-    start_pos: int | None,
-    start_positions: Tensor | None,
-    window_left: int,
-    window_right: int,
-    softmax_scale: float | None,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    seqused_k: Tensor | None,
-    leftpad_k: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`attention` for packed sequences: `out` `[total_q, H_q, d_v]` and `lse` `[H_q, total_q]`.
+def _packed_attention(o: SimpleNamespace) -> Results:
+    """Packed sequences: `out` `[total_q, H_q, d_v]` and `lse` `[H_q, total_q]`.
 
     On a CPU, where lengths can be read, the sequences go through `attention` one by one. On a GPU nothing waits for the
     device: they are padded to the longest, as many at a time as a block of elements holds.
     """
-    (total_q, H_q, d), (total_k, H_kv, d_v) = q.shape, v.shape
-    on_cpu = q.device.type == "cpu"
+    (total_q, H_q, d), (total_k, H_kv, d_v) = o.q.shape, o.v.shape
+    on_cpu = o.q.device.type == "cpu"
     if on_cpu:
-        _check_ends("q", cu_seqlens_q, total_q, max_seqlen_q)
-        _check_ends("k", cu_seqlens_k, total_k, max_seqlen_k)
-    q_begin, q_length = _rows_of_sequences(cu_seqlens_q, total_q)
-    k_begin, k_length = _rows_of_sequences(cu_seqlens_k, total_k)
-    used = k_length if seqused_k is None else seqused_k.clamp(min=0).minimum(k_length)
-    start = used - q_length if start_pos is None else torch.full_like(used, start_pos)
-    if start_positions is not None:
-        start = start_positions
+        _check_ends("q", o.cu_seqlens_q, total_q, o.max_seqlen_q)
+        _check_ends("k", o.cu_seqlens_k, total_k, o.max_seqlen_k)
+    q_begin, q_length = _rows_of_sequences(o.cu_seqlens_q, total_q)
+    k_begin, k_length = _rows_of_sequences(o.cu_seqlens_k, total_k)
+    used = k_length if o.seqused_k is None and not on_cpu else o.seqused_k  # on a CPU there are no keys but these
+    batch = lengths_of(o, q_length, k_length, used, o.leftpad_k)
 
-    out = q.new_zeros(total_q + 1, H_q, d_v)  # the last row takes what padding computes
-    lse = q.new_full((total_q + 1, H_q), -torch.inf, dtype=torch.float32)
-    n_q, n_k = min(max_seqlen_q, total_q), min(max_seqlen_k, total_k)
+    out = o.q.new_zeros(total_q + 1, H_q, d_v)  # the last row takes what padding computes
+    lse = o.q.new_full((total_q + 1, H_q), -torch.inf, dtype=torch.float32)
+    n_q, n_k = min(o.max_seqlen_q, total_q), min(o.max_seqlen_k, total_k)
     padded = n_q * H_q * (d + d_v) + n_k * H_kv * (d + d_v)
     step = 1 if on_cpu else max(_GPU_BLOCK // max(padded, 1), 1)
     for first in range(0, q_length.shape[0], step):
         b = slice(first, first + step)
+        some = Lengths(*(x[b] if isinstance(x, Tensor) else x for x in batch))
         if on_cpu:
             n_q, n_k = int(q_length[first]), int(k_length[first])
+            some = some._replace(start=int(some.start))
+        options = SimpleNamespace(**vars(o))
+        if o.alibi_slopes is not None and o.alibi_slopes.dim() == 2:
+            options.alibi_slopes = o.alibi_slopes[b]
         rows, is_row = _padded_rows(q_begin[b], q_length[b], n_q)
         keys, is_key = _padded_rows(k_begin[b], k_length[b], n_k)
         keys = keys.where(is_key, 0)
-        o, block_lse = attention(
-            q[rows.where(is_row, 0)],
-            k[keys],
-            v[keys],
-            causal,
-            int(start[first]) if on_cpu else None,
-            None if on_cpu else start[b],
-            window_left,
-            window_right,
-            softmax_scale,
-            softcap,
-            alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes,
-            sink,
-            None if on_cpu and seqused_k is None else used[b],
-            None if leftpad_k is None else leftpad_k[b],
-        )
+        block_out, block_lse = attention(o.q[rows.where(is_row, 0)], o.k[keys], o.v[keys], some, options)
         rows = rows.where(is_row, total_q)
-        out[rows] = o
+        out[rows] = block_out
         lse[rows] = block_lse.transpose(1, 2)
     return out[:total_q], lse[:total_q].T.contiguous()
 
@@ -220,10 +203,10 @@ def _padded_rows(begin: Tensor, length: Tensor, n: int) -> tuple[Tensor, Tensor]
     return begin.long().unsqueeze(-1) + i, i < length.unsqueeze(-1)
 
 
-def _outside_sequence(keys: Tensor, seqused_k: Tensor | None, leftpad_k: Tensor | None) -> Tensor | None:
-    """`[B, N_kv]`, true for keys before `leftpad_k` and at or past `seqused_k`; None where there are none."""
-    past = None if seqused_k is None else keys >= seqused_k.unsqueeze(-1)
-    before = None if leftpad_k is None else keys < leftpad_k.unsqueeze(-1)
+def _outside(keys: Tensor, lengths: Lengths) -> Tensor | None:
+    """`[B, N_kv]`, true for keys that are not their sequence's; None where all are."""
+    past = None if lengths.used is None else keys >= lengths.used.unsqueeze(-1)
+    before = None if lengths.leftpad is None else keys < lengths.leftpad.unsqueeze(-1)
     return before if past is None else past if before is None else past | before
 
 

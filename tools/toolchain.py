@@ -15,7 +15,7 @@ import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PORTABLE = ("torch", "common", "simt", "sm80", "decode")  # families for every GPU from compute capability 8.0 on
+PORTABLE = ("torch", "host", "simt", "sm80", "decode")  # families for every GPU from compute capability 8.0 on
 DEFAULT_ARCHS = "80;90"
 MIN_CUDA = (12, 8)
 CUDA_WHEELS = [f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime")]

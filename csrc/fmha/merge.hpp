@@ -11,7 +11,7 @@ constexpr int kMergeRows = 4;  // query rows of a block, a warp each
 
 /// One warp a query row. O = sum_s exp(lse_s - lse) O_s: the bits depend on the number of splits alone.
 template <class Element>
-__global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_constant__ ForwardParams const params) {
+__global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_constant__ Params const params) {
   int const n = params.stored_rows(), blocks = (n + kMergeRows - 1) / kMergeRows;
   int const row = blockIdx.x % blocks * kMergeRows + threadIdx.x / 32;
   if (row >= n) return;
@@ -44,16 +44,6 @@ __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_co
     to[0] = Element(acc.x), to[1] = Element(acc.y), to[2] = Element(acc.z), to[3] = Element(acc.w);
   }
   if (lane == 0) params.lse[index] = sum == 0.f ? -INFINITY : base + logf(sum);
-}
-
-template <class Element>
-cudaError_t merge_splits(ForwardParams const& params, cudaStream_t stream) {
-  int64_t const blocks =
-      int64_t(params.stored_batch()) * params.heads_q * ((params.stored_rows() + kMergeRows - 1) / kMergeRows);
-  if (blocks == 0) return cudaSuccess;
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  merge_splits_kernel<Element><<<static_cast<unsigned>(blocks), kMergeRows * 32, 0, stream>>>(params);
-  return cudaGetLastError();
 }
 
 }  // namespace cutlass_ext

@@ -1,5 +1,5 @@
-// ForwardParams: the one contract between the host and every forward kernel. Filled by torch_ops.cpp and by
-// bench/fmha_bench.cu, completed by dispatch.cu (splits and their workspace), read by the kernels.
+// Params: the one contract between the host and every kernel, by what its parts are about; functions take the part that
+// they need. Filled by torch/ and by bench/, completed by host/plan.cpp (Work), read by the kernels.
 #pragma once
 
 #include <cstdint>
@@ -25,62 +25,116 @@ enum class StartPos : int {
   End,       ///< len_kv_b - len_q_b: the last query row sees the last key
 };
 
-/// What a CTA asks for first stands first: 64 bytes of parameters come from memory at a time, and each time it waits.
-struct ForwardParams {
+/// Positions and windows are held to 32 bits without overflow: lengths and |start_pos| stay below 2^29 (checked on the
+/// host, clamped in sequence.hpp where the device alone knows), a window from 2^30 on is unbounded.
+constexpr int kMaxPosition = 1 << 29;
+
+/// Which rows and keys the sequences have, and which of them see each other.
+struct Lengths {
   int batch = 0;  // sequences
   int n_q = 0;    // query rows of a sequence; packed: of the longest, and no row past it is computed
-  int n_kv = 0;   // keys of a sequence; packed: of the longest, for the choice of splits alone
+  int n_kv = 0;   // keys that a sequence has room for; packed: of the longest, for the choice of splits alone
   int start_pos = 0;
   StartPos start_pos_kind = StartPos::Scalar;
   int window_left = -1;                  // -1: unbounded
   int window_right = -1;                 // causal is window_right = 0
-  int num_splits = 1;                    // filled by dispatch.cu, like the next two
-  Scheduler scheduler;                   // the order of the work
-  cutlass::FastDivmod heads_per_kv;      // query heads of a key head
+  int n_cached = kMaxPosition;           // keys before the call's new ones where seqused_k is null, as far as there are
+  int n_new = 0;                         // keys that the call appends
+  int total_q = 0;                       // rows of packed q and o
+  int total_k = 0;                       // rows of packed k and v
   int const* cu_seqlens_q = nullptr;     // [B + 1]: sequence b has the packed rows cu[b] to cu[b + 1]; null: not packed
   int const* cu_seqlens_k = nullptr;     // [B + 1], both or none
-  int const* seqused_k = nullptr;        // [B]: len_kv of each sequence, at most what it has; null: all of that
+  int const* seqused_k = nullptr;        // [B]: keys of each sequence before the call's new ones; null: `n_cached`
   int const* leftpad_k = nullptr;        // [B]; null: 0
   int const* start_positions = nullptr;  // [B]
+
+  CUTE_HOST_DEVICE bool packed() const { return cu_seqlens_q != nullptr; }
+  /// The batch dimension, the query rows and the keys of the tensors themselves.
+  CUTE_HOST_DEVICE int stored_batch() const { return packed() ? 1 : batch; }
+  CUTE_HOST_DEVICE int stored_rows() const { return packed() ? total_q : n_q; }
+  CUTE_HOST_DEVICE int stored_keys() const { return packed() ? total_k : n_kv; }
+};
+
+/// What plan.cpp decides, and the workspace that this takes.
+struct Work {
+  int num_splits = 1;
+  Scheduler scheduler;               // the order of query tiles
+  cutlass::FastDivmod heads_per_kv;  // G, query heads of a key head
+  int resident_ctas = 0;             // that the device holds at once: those of a persistent launch
+  unsigned* counters = nullptr;      // zero between launches: of a persistent launch two (work items taken, CTAs
+                                     // that found none), of decode kernels [B, row_tiles, H_kv], parts finished
+  float* o_partial = nullptr;        // parts of O, each normalised by itself where splits are merged by a launch
+                                     // of its own: [num_splits, (shape of lse), d_v]; else as merge.hpp has them
+  float* lse_partial = nullptr;      // their lse, [num_splits, (shape of lse)]; else (m, l)
+  // Of the decode kernels
+  bool fixed_splits = false;  // num_splits parts of every sequence; else the batch's keys in equal parts
+  int row_tiles = 1;          // tiles of the packed query rows, N_q * G of them
+  int groups = 1;             // of CTAs; each group has one for every key head and row tile
+};
+
+/// The tensors that are read.
+struct Problem {
   int heads_q = 0;
   int heads_kv = 0;
   int head_dim = 0;    // d
   int head_dim_v = 0;  // d_v
-  int total_q = 0;     // rows of packed q and o
-  int total_k = 0;     // rows of packed k and v
+  int element_bytes = 0;
 
   void const* q = nullptr;  // [B, N_q,  H_q,  d];   packed: [total_q, H_q, d]
-  void const* k = nullptr;  // [B, N_kv, H_kv, d];   packed: [total_k, H_kv, d]
-  void const* v = nullptr;  // [B, N_kv, H_kv, d_v]; packed: [total_k, H_kv, d_v]
+  void const* k = nullptr;  // [B, N_kv, H_kv, d];   packed: [total_k, H_kv, d];   pages [page, row, H_kv, d]
+  void const* v = nullptr;  // [B, N_kv, H_kv, d_v]; packed: [total_k, H_kv, d_v]; pages [page, row, H_kv, d_v]
   Strides q_stride, k_stride, v_stride;
+};
 
+/// What happens to scores.
+struct Scores {
   float softmax_scale = 1.f;
   float softcap = 0.f;                  // 0: off
   float const* alibi_slopes = nullptr;  // [H_q] (batch stride 0) or [B, H_q]
   int64_t alibi_batch_stride = 0;
   float const* sink = nullptr;  // [H_q], natural-log units
+};
 
+/// The tensors that are written.
+struct Results {
   void* o = nullptr;     // [B, N_q,  H_q,  d_v]; packed: [total_q, H_q, d_v]
-  float* lse = nullptr;  // [B, H_q, N_q], natural log; packed: [H_q, total_q]
+  float* lse = nullptr;  // [B, H_q, N_q], natural log; packed: [H_q, total_q]; null: not asked for
   Strides o_stride;
-  // Filled by dispatch.cu
-  int slots = 0;                     // CTAs that the device holds at once: those of a persistent launch
-  unsigned* work_counter = nullptr;  // two, zero between launches: work items taken, CTAs that found none
-  float* o_partial = nullptr;        // [num_splits, (shape of lse), d_v], each split normalised by itself
-  float* lse_partial = nullptr;      // [num_splits, (shape of lse)]
+};
 
-  CUTE_HOST_DEVICE bool packed() const { return cu_seqlens_q != nullptr; }
-  /// The batch dimension and the query rows of the tensors themselves.
-  CUTE_HOST_DEVICE int stored_batch() const { return packed() ? 1 : batch; }
-  CUTE_HOST_DEVICE int stored_rows() const { return packed() ? total_q : n_q; }
-  CUTE_HOST_DEVICE int stored_keys() const { return packed() ? total_k : n_kv; }
+/// Rotary position embedding (RoFormer, arXiv:2104.09864, section 3.2) of the first `dim` columns of q and new keys.
+struct Rotary {
+  void const* cos = nullptr;  // [rows, dim / 2], the dtype of q; null: none
+  void const* sin = nullptr;
+  int64_t row_stride = 0;
+  int rows = 0;  // positions beyond the table take its last row
+  int dim = 0;
+  bool interleaved = false;  // pairs (2i, 2i + 1); otherwise (i, i + dim / 2)
+};
+
+/// Keys and values that lie in pages or grow by the call.
+struct Cache {
+  int const* block_table = nullptr;  // [B, pages of a sequence]; null: contiguous
+  int64_t block_table_stride = 0;
+  int page_shift = 31;             // log2 of a page's rows
+  int pages = 0;                   // pages that there are, or the batch dimension of a contiguous cache
+  int const* batch_idx = nullptr;  // [B]: the cache's batch index of each sequence; null: its own. Contiguous only
+
+  void const* k_new = nullptr;  // [B, n_new, H_kv, d], appended behind the cached keys
+  void const* v_new = nullptr;  // [B, n_new, H_kv, d_v]
+  Strides k_new_stride, v_new_stride;
+  Rotary rotary;
+};
+
+/// What a CTA asks for first stands first: 64 bytes of parameters come from memory at a time, and each time it waits.
+struct Params : Lengths, Work, Problem, Scores, Results, Cache {
   /// Results of one split: elements of lse.
   CUTE_HOST_DEVICE int64_t result_rows() const { return int64_t(stored_batch()) * heads_q * stored_rows(); }
 };
 
 /// Whether the host knows that all sequences, if they are not packed, have the same keys in the same place.
-CUTE_HOST_DEVICE bool all_alike(ForwardParams const& params) {
-  return !params.seqused_k && !params.leftpad_k && params.start_pos_kind != StartPos::PerBatch;
+CUTE_HOST_DEVICE bool all_alike(Lengths const& lengths) {
+  return !lengths.seqused_k && !lengths.leftpad_k && lengths.start_pos_kind != StartPos::PerBatch;
 }
 
 }  // namespace cutlass_ext

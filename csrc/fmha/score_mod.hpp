@@ -27,7 +27,7 @@ struct ScoreMod {
   float alibi_slope_log2;  // slope * log2(e); 0: off
   float sink_log2;         // sink * log2(e); -inf: none
 
-  CUTE_DEVICE ScoreMod(ForwardParams const& params, int batch, int head)
+  CUTE_DEVICE ScoreMod(Params const& params, int batch, int head)
       : softcap_log2(params.softcap * kLog2e),
         alibi_slope_log2(params.alibi_slopes ? params.alibi_slopes[batch * params.alibi_batch_stride + head] * kLog2e
                                              : 0.f),
@@ -35,7 +35,7 @@ struct ScoreMod {
 
   /// What Q is multiplied by before the product, so that a plain score needs no instruction of its own: Q K^T then is
   /// the score in the log2 domain, or the argument of tanh.
-  CUTE_HOST_DEVICE static float query_scale(ForwardParams const& params) {
+  CUTE_HOST_DEVICE static float query_scale(Params const& params) {
     return params.softcap > 0.f ? params.softmax_scale / params.softcap : params.softmax_scale * kLog2e;
   }
 

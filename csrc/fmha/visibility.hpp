@@ -82,10 +82,6 @@ CUTE_HOST_DEVICE Range split_range(Range tiles, cutlass::FastDivmod const& split
   return {begin, begin + of_each + (split < rest)};
 }
 
-/// Positions and windows are held to 32 bits without overflow: lengths and |start_pos| stay below 2^29 (checked on the
-/// host, clamped in sequence.hpp where the device alone knows), a window from 2^30 on is unbounded.
-constexpr int kMaxPosition = 1 << 29;
-
 /// Hides from each row of `S` the keys that it does not see: element (i, j) is row `first_row + row_of(i)` and key
 /// `key_of(j)` of `visibility`.
 template <class ScoreTensor, class RowOf, class KeyOf>

@@ -1,9 +1,17 @@
-// Decoding fp16 and bf16 on mma.sync tensor cores, head_dim up to 128.
-#include "decode_kernel.hpp"
+// Decoding fp16 and bf16 on mma.sync tensor cores, head_dim up to 128; `true`: plain calls alone.
+#include "../fmha/decode/fmha.hpp"
+#include "../fmha/decode/narrow.hpp"
+#include "kernel.hpp"
 
-namespace cutlass_ext::decode {
-extern Kernel const f16_d128_rows16 = decode_kernel_of<128, cutlass::half_t, 1, 4, 16, 3>();
-extern Kernel const f16_d128_rows64 = decode_kernel_of<128, cutlass::half_t, 4, 1, 64, 3>();
-extern Kernel const bf16_d128_rows16 = decode_kernel_of<128, cutlass::bfloat16_t, 1, 4, 16, 3>();
-extern Kernel const bf16_d128_rows64 = decode_kernel_of<128, cutlass::bfloat16_t, 4, 1, 64, 3>();
-}  // namespace cutlass_ext::decode
+namespace cutlass_ext {
+static Entered const kernels_here{
+    kernel_of<decode::Decode<128, cute::half_t, 1, 4, 16, 3, true>>(),
+    kernel_of<decode::Decode<128, cute::half_t, 1, 4, 16, 3, false>>(),
+    kernel_of<decode::Decode<128, cute::half_t, 4, 1, 64, 3, false>>(),
+    kernel_of<decode::NarrowDecode<128, cute::half_t>>(),
+    kernel_of<decode::Decode<128, cute::bfloat16_t, 1, 4, 16, 3, true>>(),
+    kernel_of<decode::Decode<128, cute::bfloat16_t, 1, 4, 16, 3, false>>(),
+    kernel_of<decode::Decode<128, cute::bfloat16_t, 4, 1, 64, 3, false>>(),
+    kernel_of<decode::NarrowDecode<128, cute::bfloat16_t>>(),
+};
+}  // namespace cutlass_ext

@@ -1,9 +1,14 @@
-// Decoding fp16 and bf16 on mma.sync tensor cores, head_dim up to 256.
-#include "decode_kernel.hpp"
+// Decoding fp16 and bf16 on mma.sync tensor cores, head_dim up to 256; `true`: plain calls alone.
+#include "../fmha/decode/fmha.hpp"
+#include "kernel.hpp"
 
-namespace cutlass_ext::decode {
-extern Kernel const f16_d256_rows16 = decode_kernel_of<256, cutlass::half_t, 1, 2, 16, 2>();
-extern Kernel const f16_d256_rows64 = decode_kernel_of<256, cutlass::half_t, 4, 1, 32, 2>();
-extern Kernel const bf16_d256_rows16 = decode_kernel_of<256, cutlass::bfloat16_t, 1, 2, 16, 2>();
-extern Kernel const bf16_d256_rows64 = decode_kernel_of<256, cutlass::bfloat16_t, 4, 1, 32, 2>();
-}  // namespace cutlass_ext::decode
+namespace cutlass_ext {
+static Entered const kernels_here{
+    kernel_of<decode::Decode<256, cute::half_t, 1, 2, 16, 2, true>>(),
+    kernel_of<decode::Decode<256, cute::half_t, 1, 2, 16, 2, false>>(),
+    kernel_of<decode::Decode<256, cute::half_t, 4, 1, 32, 2, false>>(),
+    kernel_of<decode::Decode<256, cute::bfloat16_t, 1, 2, 16, 2, true>>(),
+    kernel_of<decode::Decode<256, cute::bfloat16_t, 1, 2, 16, 2, false>>(),
+    kernel_of<decode::Decode<256, cute::bfloat16_t, 4, 1, 32, 2, false>>(),
+};
+}  // namespace cutlass_ext

@@ -1,9 +1,17 @@
-// Decoding fp16 and bf16 on mma.sync tensor cores, head_dim up to 64.
-#include "decode_kernel.hpp"
+// Decoding fp16 and bf16 on mma.sync tensor cores, head_dim up to 64; `true`: plain calls alone.
+#include "../fmha/decode/fmha.hpp"
+#include "../fmha/decode/narrow.hpp"
+#include "kernel.hpp"
 
-namespace cutlass_ext::decode {
-extern Kernel const f16_d64_rows16 = decode_kernel_of<64, cutlass::half_t, 1, 4, 16, 6>();
-extern Kernel const f16_d64_rows64 = decode_kernel_of<64, cutlass::half_t, 4, 1, 64, 6>();
-extern Kernel const bf16_d64_rows16 = decode_kernel_of<64, cutlass::bfloat16_t, 1, 4, 16, 6>();
-extern Kernel const bf16_d64_rows64 = decode_kernel_of<64, cutlass::bfloat16_t, 4, 1, 64, 6>();
-}  // namespace cutlass_ext::decode
+namespace cutlass_ext {
+static Entered const kernels_here{
+    kernel_of<decode::Decode<64, cute::half_t, 1, 4, 16, 6, true>>(),
+    kernel_of<decode::Decode<64, cute::half_t, 1, 4, 16, 6, false>>(),
+    kernel_of<decode::Decode<64, cute::half_t, 4, 1, 64, 6, false>>(),
+    kernel_of<decode::NarrowDecode<64, cute::half_t>>(),
+    kernel_of<decode::Decode<64, cute::bfloat16_t, 1, 4, 16, 6, true>>(),
+    kernel_of<decode::Decode<64, cute::bfloat16_t, 1, 4, 16, 6, false>>(),
+    kernel_of<decode::Decode<64, cute::bfloat16_t, 4, 1, 64, 6, false>>(),
+    kernel_of<decode::NarrowDecode<64, cute::bfloat16_t>>(),
+};
+}  // namespace cutlass_ext

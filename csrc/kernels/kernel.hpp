@@ -1,12 +1,13 @@
-// Describes one instantiation of a family's FMHA to the dispatch. Included by kernels/*.cu, each of which names its
-// tiles.
+// Describes one instantiation of a kernel to the table, with its launch. Included by kernels/*.cu, each of which names
+// its tiles.
 #pragma once
 
 #include <type_traits>
 
 #include <cutlass/numeric_types.h>
 
-#include "../dispatch.hpp"
+#include "../host/error.hpp"
+#include "../host/kernel_table.hpp"
 
 namespace cutlass_ext {
 
@@ -15,23 +16,49 @@ constexpr DType dtype_of = std::is_same_v<Element, float>             ? DType::F
                            : std::is_same_v<Element, cutlass::half_t> ? DType::Float16
                                                                       : DType::BFloat16;
 
-/// `short_warpgroups`: see Kernel.
+/// What a kernel is given of a call, for each type of parameter that there is: made from Params, or by an overload in
+/// the namespace of the type.
+template <class Parameter, class Traits>
+struct Argument {
+  static Parameter of(Params const& params) { return Parameter(params); }
+};
+
+/// The one launch. A kernel's parameters say by their types what it is given.
+template <class Traits, int SharedBytes, class... Parameters>
+void launch(void (*kernel)(Parameters...), Params const& params, Grid const& grid, cudaStream_t stream) {
+  LaunchConfig const launch(grid, Traits::Threads, SharedBytes, stream);
+  check_cuda(cudaLaunchKernelEx(&launch.config, kernel, Argument<Parameters, Traits>::of(params)...),
+             "launching the kernel");
+}
+
+/// `Fmha::takes_shape`, where there is one.
 template <class Fmha>
-Kernel kernel_of(int short_warpgroups = 0) {
+constexpr auto shape_of(int) -> decltype(&Fmha::takes_shape) {
+  return &Fmha::takes_shape;
+}
+template <class Fmha>
+constexpr bool (*shape_of(long))(Params const&) {
+  return nullptr;
+}
+
+template <class Fmha>
+Kernel kernel_of() {
   using Traits = typename Fmha::Traits;
   return {Fmha::kFamily,
+          Fmha::kKind,
           dtype_of<typename Traits::Element>,
           Traits::HeadDim,
           Traits::HeadDimV,
           Traits::B_r,
           Traits::B_c,
-          Fmha::kScoreMods,
+          Fmha::kTakes,
           Traits::Threads,
           Fmha::kSharedBytes,
           reinterpret_cast<void const*>(Fmha::kernel),
-          [](ForwardParams const& params, cudaStream_t stream) { return Fmha{}(params, stream); },
-          Fmha::refuses,
-          short_warpgroups};
+          shape_of<Fmha>(0),
+          [](Params const& params, Grid const& grid, cudaStream_t stream) {
+            launch<Traits, Fmha::kSharedBytes>(Fmha::kernel, params, grid, stream);
+          }};
 }
 
 }  // namespace cutlass_ext

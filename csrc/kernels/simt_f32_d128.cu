@@ -3,7 +3,9 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-extern Kernel const simt_f32_d128_large = kernel_of<simt::FMHA<128, 96, 128, float, 256>>();
-extern Kernel const simt_f32_d128_medium = kernel_of<simt::FMHA<64, 64, 128, float, 128>>();
-extern Kernel const simt_f32_d128_small = kernel_of<simt::FMHA<64, 32, 128, float, 128>>();
+static Entered const kernels_here{
+    kernel_of<simt::FMHA<128, 96, 128, float, 256>>(),
+    kernel_of<simt::FMHA<64, 64, 128, float, 128>>(),
+    kernel_of<simt::FMHA<64, 32, 128, float, 128>>(),
+};
 }  // namespace cutlass_ext

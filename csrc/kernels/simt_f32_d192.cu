@@ -3,6 +3,8 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-extern Kernel const simt_f32_d192_large = kernel_of<simt::FMHA<64, 32, 192, float, 128>>();
-extern Kernel const simt_f32_d192_small = kernel_of<simt::FMHA<32, 32, 192, float, 64>>();
+static Entered const kernels_here{
+    kernel_of<simt::FMHA<64, 32, 192, float, 128>>(),
+    kernel_of<simt::FMHA<32, 32, 192, float, 64>>(),
+};
 }  // namespace cutlass_ext

@@ -3,6 +3,8 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-extern Kernel const simt_f32_d32_large = kernel_of<simt::FMHA<128, 64, 32, float, 128>>();
-extern Kernel const simt_f32_d32_small = kernel_of<simt::FMHA<64, 32, 32, float, 128>>();
+static Entered const kernels_here{
+    kernel_of<simt::FMHA<128, 64, 32, float, 128>>(),
+    kernel_of<simt::FMHA<64, 32, 32, float, 128>>(),
+};
 }  // namespace cutlass_ext

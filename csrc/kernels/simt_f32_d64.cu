@@ -3,7 +3,9 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-extern Kernel const simt_f32_d64_large = kernel_of<simt::FMHA<128, 64, 64, float, 128>>();
-extern Kernel const simt_f32_d64_medium = kernel_of<simt::FMHA<32, 64, 64, float, 64>>();
-extern Kernel const simt_f32_d64_small = kernel_of<simt::FMHA<64, 32, 64, float, 128>>();
+static Entered const kernels_here{
+    kernel_of<simt::FMHA<128, 64, 64, float, 128>>(),
+    kernel_of<simt::FMHA<32, 64, 64, float, 64>>(),
+    kernel_of<simt::FMHA<64, 32, 64, float, 128>>(),
+};
 }  // namespace cutlass_ext

@@ -3,6 +3,8 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-extern Kernel const simt_f32_d96_large = kernel_of<simt::FMHA<64, 64, 96, float, 128>>();
-extern Kernel const simt_f32_d96_small = kernel_of<simt::FMHA<64, 32, 96, float, 128>>();
+static Entered const kernels_here{
+    kernel_of<simt::FMHA<64, 64, 96, float, 128>>(),
+    kernel_of<simt::FMHA<64, 32, 96, float, 128>>(),
+};
 }  // namespace cutlass_ext

@@ -3,8 +3,10 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-extern Kernel const sm80_f16_d128_large = kernel_of<sm80::FMHA<128, 48, 128, cute::half_t, 128>>();
-extern Kernel const sm80_f16_d128_small = kernel_of<sm80::FMHA<64, 64, 128, cute::half_t, 128, 1>>();
-extern Kernel const sm80_bf16_d128_large = kernel_of<sm80::FMHA<128, 48, 128, cute::bfloat16_t, 128>>();
-extern Kernel const sm80_bf16_d128_small = kernel_of<sm80::FMHA<64, 64, 128, cute::bfloat16_t, 128, 1>>();
+static Entered const kernels_here{
+    kernel_of<sm80::FMHA<128, 48, 128, cute::half_t, 128>>(),
+    kernel_of<sm80::FMHA<64, 64, 128, cute::half_t, 128, 1>>(),
+    kernel_of<sm80::FMHA<128, 48, 128, cute::bfloat16_t, 128>>(),
+    kernel_of<sm80::FMHA<64, 64, 128, cute::bfloat16_t, 128, 1>>(),
+};
 }  // namespace cutlass_ext

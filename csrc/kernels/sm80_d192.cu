@@ -3,8 +3,10 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-extern Kernel const sm80_f16_d192_large = kernel_of<sm80::FMHA<64, 80, 192, cute::half_t, 128, 1>>();
-extern Kernel const sm80_f16_d192_small = kernel_of<sm80::FMHA<64, 32, 192, cute::half_t, 128>>();
-extern Kernel const sm80_bf16_d192_large = kernel_of<sm80::FMHA<64, 80, 192, cute::bfloat16_t, 128, 1>>();
-extern Kernel const sm80_bf16_d192_small = kernel_of<sm80::FMHA<64, 32, 192, cute::bfloat16_t, 128>>();
+static Entered const kernels_here{
+    kernel_of<sm80::FMHA<64, 80, 192, cute::half_t, 128, 1>>(),
+    kernel_of<sm80::FMHA<64, 32, 192, cute::half_t, 128>>(),
+    kernel_of<sm80::FMHA<64, 80, 192, cute::bfloat16_t, 128, 1>>(),
+    kernel_of<sm80::FMHA<64, 32, 192, cute::bfloat16_t, 128>>(),
+};
 }  // namespace cutlass_ext

@@ -1,10 +1,12 @@
-// fp16 and bf16 on mma.sync tensor cores, head_dim up to 256.
+// fp16 and bf16 on mma.sync tensor cores, head_dim up to 256; of the larger, two warps share the rows.
 #include "../fmha/sm80/fmha.hpp"
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-extern Kernel const sm80_f16_d256_large = kernel_of<sm80::FMHA<64, 64, 256, cute::half_t, 128, 1, 2>>();
-extern Kernel const sm80_f16_d256_small = kernel_of<sm80::FMHA<64, 64, 256, cute::half_t, 128, 1>>();
-extern Kernel const sm80_bf16_d256_large = kernel_of<sm80::FMHA<64, 64, 256, cute::bfloat16_t, 128, 1, 2>>();
-extern Kernel const sm80_bf16_d256_small = kernel_of<sm80::FMHA<64, 64, 256, cute::bfloat16_t, 128, 1>>();
+static Entered const kernels_here{
+    kernel_of<sm80::FMHA<64, 64, 256, cute::half_t, 128, 1, 2>>(),
+    kernel_of<sm80::FMHA<64, 64, 256, cute::half_t, 128, 1>>(),
+    kernel_of<sm80::FMHA<64, 64, 256, cute::bfloat16_t, 128, 1, 2>>(),
+    kernel_of<sm80::FMHA<64, 64, 256, cute::bfloat16_t, 128, 1>>(),
+};
 }  // namespace cutlass_ext

@@ -1,10 +1,13 @@
-// fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 128; _mods are for softcap and ALiBi.
+// fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 128; `true`: with softcap and ALiBi.
 #include "../fmha/sm90/fmha.hpp"
 #include "kernel.hpp"
+#include "tensor_maps.hpp"
 
 namespace cutlass_ext {
-extern Kernel const sm90_f16_d128 = kernel_of<sm90::FMHA<128, 128, 128, 128, cute::half_t, 2, 2, false>>();
-extern Kernel const sm90_f16_d128_mods = kernel_of<sm90::FMHA<128, 128, 128, 128, cute::half_t, 2, 2, true>>();
-extern Kernel const sm90_bf16_d128 = kernel_of<sm90::FMHA<128, 128, 128, 128, cute::bfloat16_t, 2, 2, false>>();
-extern Kernel const sm90_bf16_d128_mods = kernel_of<sm90::FMHA<128, 128, 128, 128, cute::bfloat16_t, 2, 2, true>>();
+static Entered const kernels_here{
+    kernel_of<sm90::FMHA<128, 128, 128, 128, cute::half_t, 2, 2, false>>(),
+    kernel_of<sm90::FMHA<128, 128, 128, 128, cute::half_t, 2, 2, true>>(),
+    kernel_of<sm90::FMHA<128, 128, 128, 128, cute::bfloat16_t, 2, 2, false>>(),
+    kernel_of<sm90::FMHA<128, 128, 128, 128, cute::bfloat16_t, 2, 2, true>>(),
+};
 }  // namespace cutlass_ext

@@ -1,25 +1,16 @@
-// Decoding fp16 and bf16 with a cluster of CTAs for each sequence and key head, on Hopper: cluster.hpp.
-#include "../decode_dispatch.hpp"
+// Decoding fp16 and bf16 with a cluster of CTAs for each sequence and key head, on Hopper; `true`: with new keys.
 #include "../fmha/decode/cluster.hpp"
+#include "kernel.hpp"
 
-namespace cutlass_ext::decode {
-namespace {
-
-template <int HeadDim, class Element>
-ClusterKernel cluster_kernel_of() {
-  using Fmha = ClusterDecode<HeadDim, Element>;
-  return {std::is_same_v<Element, cutlass::half_t> ? DType::Float16 : DType::BFloat16,
-          HeadDim,
-          Fmha::Traits::Threads,
-          Fmha::kSharedBytes,
-          {reinterpret_cast<void const*>(Fmha::kernel), reinterpret_cast<void const*>(Fmha::appending_kernel)},
-          [](DecodeParams const& params, cudaStream_t stream) { return Fmha{}(params, stream); }};
-}
-
-}  // namespace
-
-extern ClusterKernel const f16_d64_cluster = cluster_kernel_of<64, cutlass::half_t>();
-extern ClusterKernel const f16_d128_cluster = cluster_kernel_of<128, cutlass::half_t>();
-extern ClusterKernel const bf16_d64_cluster = cluster_kernel_of<64, cutlass::bfloat16_t>();
-extern ClusterKernel const bf16_d128_cluster = cluster_kernel_of<128, cutlass::bfloat16_t>();
-}  // namespace cutlass_ext::decode
+namespace cutlass_ext {
+static Entered const kernels_here{
+    kernel_of<decode::ClusterDecode<64, cute::half_t, false>>(),
+    kernel_of<decode::ClusterDecode<64, cute::half_t, true>>(),
+    kernel_of<decode::ClusterDecode<128, cute::half_t, false>>(),
+    kernel_of<decode::ClusterDecode<128, cute::half_t, true>>(),
+    kernel_of<decode::ClusterDecode<64, cute::bfloat16_t, false>>(),
+    kernel_of<decode::ClusterDecode<64, cute::bfloat16_t, true>>(),
+    kernel_of<decode::ClusterDecode<128, cute::bfloat16_t, false>>(),
+    kernel_of<decode::ClusterDecode<128, cute::bfloat16_t, true>>(),
+};
+}  // namespace cutlass_ext

@@ -45,7 +45,7 @@ std::tuple<int, int, int, int, int, int> packed_sequence(int b, std::vector<int>
                                                          int max_seqlen_q, std::optional<std::vector<int>> used,
                                                          std::optional<std::vector<int>> leftpad,
                                                          std::optional<std::vector<int>> start_pos) {
-  ForwardParams params;
+  Params params;
   params.batch = int(cu_q.size()) - 1;
   params.n_q = max_seqlen_q;
   params.cu_seqlens_q = cu_q.data();
@@ -64,7 +64,7 @@ std::tuple<int, int, int, int, int, int> packed_sequence(int b, std::vector<int>
 std::vector<std::tuple<int, int, int, int, int, int, int>> decode_work(std::vector<int> const& lengths, int groups,
                                                                        int num_splits) {
   constexpr int TileKeys = 16, MinChunk = 4;
-  decode::DecodeParams params;
+  Params params;
   params.batch = static_cast<int>(lengths.size());
   params.n_q = params.heads_q = params.heads_kv = 1;
   params.n_kv = 1 << 20;

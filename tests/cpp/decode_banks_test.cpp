@@ -1,4 +1,4 @@
-// Shared memory of the lean decode kernel: chunks keep apart, and what eight lanes access at a time falls in different
+// Shared memory of the narrow decode kernels: chunks keep apart, and what eight lanes access at a time falls in different
 // groups of four banks.
 #include <gtest/gtest.h>
 
@@ -25,7 +25,7 @@ void check_row(Place place, int chunks) {
   EXPECT_EQ(*places.rbegin(), chunks - 1);
 }
 
-TEST(LeanLayouts, RowsAreBijective) {
+TEST(NarrowLayouts, RowsAreBijective) {
   for (int head_dim : {64, 128}) {
     for (int row = 0; row < 16; ++row) {
       check_row([&](int chunk) { return key_place(row, chunk); }, head_dim / 8);
@@ -35,7 +35,7 @@ TEST(LeanLayouts, RowsAreBijective) {
   }
 }
 
-TEST(LeanLayouts, NothingConflicts) {
+TEST(NarrowLayouts, NothingConflicts) {
   for (int head_dim : {64, 128}) {
     for (int lane0 = 0; lane0 < 32; lane0 += 8) {
       // Q and K: lane 4g + t has chunk c + t of row g; copies, eight chunks of a row.

@@ -69,7 +69,7 @@ TEST(Visibility, WithoutCasesSeesTheSameKeys) {
 
 TEST(Sequence, LengthsAndPaddingOfTheDeviceAreHeldInBounds) {
   int const seqused[] = {50, 9000, -3}, leftpad[] = {10, 0, 7};
-  ForwardParams params;
+  Params params;
   params.n_q = 4;
   params.n_kv = 100;
   params.seqused_k = seqused;
@@ -88,7 +88,7 @@ TEST(Sequence, LengthsAndPaddingOfTheDeviceAreHeldInBounds) {
 /// Sequences of 3, 0 and 5 queries and of 4, 6 and 0 keys.
 struct PackedSequences : testing::Test {
   int const cu_q[4] = {0, 3, 3, 8}, cu_k[4] = {0, 4, 10, 10};
-  ForwardParams params;
+  Params params;
   void SetUp() override {
     params.batch = 3;
     params.heads_q = 2;
@@ -131,7 +131,7 @@ TEST(Sequence, WhateverCuSeqlensHoldsStaysInBounds) {
     for (int end : ends) {
       for (int used : {INT32_MIN, 0, 2, INT32_MAX}) {
         int const cu[] = {begin, end};
-        ForwardParams params;
+        Params params;
         params.batch = 1;
         params.n_q = 2;
         params.cu_seqlens_q = params.cu_seqlens_k = cu;
@@ -188,7 +188,7 @@ TEST(Scheduler, CoversEveryItemLongestFirstInEachSection) {
 }
 
 TEST(Scheduler, SectionsAreWholeGroupsThatFillAPartOfL2) {
-  ForwardParams params;
+  Params params;
   params.slots = 128;
   params.n_q = 1 << 10;  // 8 tiles of 128 rows
   params.n_kv = 1 << 10;

@@ -656,11 +656,11 @@ def test_two_graphs_at_once(gpu):
 def test_opcheck(target, append):
     q, k, v = target.qkv(2, 1, 4, 64, n_kv=32, heads_kv=2)
     _, k_new, v_new = target.qkv(2, 1, 2, 64)
-    new = (k_new, v_new) if append else (None, None)
-    args = (q, k, v, *new, None, None, None, target.int32([3, 20]), None, None, None, None, False, -1, -1, 0.0, True,
-            None, None, None, None, 0, target.backend)  # fmt: skip
-    op = torch.ops.cutlass_ext.fmha_kvcache_append if append else torch.ops.cutlass_ext.fmha_kvcache
-    torch.library.opcheck(op.default, args)
+    options = {"cache_seqlens": target.int32([3, 20]), "return_lse": append, "backend": target.backend}
+    op = torch.ops.cutlass_ext.fmha_kvcache
+    if append:
+        op, options = torch.ops.cutlass_ext.fmha_kvcache_append, options | {"k": k_new, "v": v_new}
+    torch.library.opcheck(op.default, (q, k, v), options)
 
 
 @pytest.mark.timeout(180)

@@ -1,6 +1,7 @@
 """`torch.ops.cutlass_ext.*` as PyTorch sees them: opcheck, torch.compile without recompiling, CUDA graphs."""
 
 import inspect
+import sys
 
 import pytest
 import torch
@@ -12,35 +13,68 @@ import cutlass_ext
 COMPILE_TIMEOUT = pytest.mark.timeout(180)
 
 
-def op_arguments(target, **changes):
-    q, k, v = target.qkv(2, 17, 4, 32, n_kv=40, heads_kv=2, d_v=16)
-    arguments = {
-        "q": q, "k": k, "v": v, "causal": True, "start_pos": 5, "return_lse": True, "start_positions": None,
-        "window_left": -1, "window_right": -1, "softmax_scale": None, "softcap": 0.0, "alibi_slopes": None,
-        "sink": None, "seqused_k": None, "leftpad_k": None, "num_splits": 0, "backend": target.backend,
-    }  # fmt: skip
-    return tuple((arguments | changes).values())
-
-
 @COMPILE_TIMEOUT
 @pytest.mark.parametrize("features", [False, True])
 def test_opcheck(target, features):
-    changes = {"return_lse": False}
+    options = {"causal": True, "backend": target.backend}
     if features:
-        changes = {"start_pos": None, "start_positions": target.int32([3, 20]), "softmax_scale": 0.3, "softcap": 4.0,
-                   "alibi_slopes": target.vector(4), "sink": target.vector(4), "seqused_k": target.int32([40, 7]),
-                   "leftpad_k": target.int32([0, 2]), "num_splits": 2}  # fmt: skip
-    torch.library.opcheck(torch.ops.cutlass_ext.fmha_forward.default, op_arguments(target, **changes))
+        options |= {"start_pos": None, "start_positions": target.int32([3, 20]), "softmax_scale": 0.3, "softcap": 4.0,
+                    "alibi_slopes": target.vector(4), "sink": target.vector(4), "seqused_k": target.int32([40, 7]),
+                    "leftpad_k": target.int32([0, 2]), "num_splits": 2, "return_lse": True}  # fmt: skip
+    tensors = tuple(target.qkv(2, 17, 4, 32, n_kv=40, heads_kv=2, d_v=16))
+    torch.library.opcheck(torch.ops.cutlass_ext.fmha.default, tensors, options)
 
 
-@pytest.mark.parametrize("name", ["fmha_forward", "fmha_varlen", "fmha_check", "fmha_varlen_explain"])
-def test_the_operators_have_the_defaults_of_fmha(name):
-    """A plain call of `fmha` leaves them out."""
+PREFILL, CACHE = cutlass_ext.fmha, cutlass_ext.flash_attn_with_kvcache
+OPERATORS = [
+    *[(PREFILL, name) for name in ("fmha", "fmha_torch", "fmha_check", "fmha_explain")],
+    *[(CACHE, f"fmha_kvcache{of}") for of in ("", "_torch", "_append", "_append_torch", "_check", "_explain")],
+]
+
+
+@pytest.mark.parametrize("function,name", OPERATORS, ids=lambda x: x if isinstance(x, str) else "")
+def test_the_operators_have_the_defaults_of_the_functions(function, name):
+    """A plain call leaves them out; start_pos it does not, which has another where the rows are aligned at the end."""
     schema = getattr(torch.ops.cutlass_ext, name).default._schema
-    got = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
-    of_fmha = {n: p.default for n, p in inspect.signature(cutlass_ext.fmha).parameters.items()}
-    of_fmha["window_left"], of_fmha["window_right"] = of_fmha["window"]
-    assert got == {n: None if n == "start_positions" else of_fmha[n] for n in got} and len(got) == 11
+    got = {a.name: a.default_value for a in schema.arguments if a.has_default_value() and a.name != "start_pos"}
+    want = {n: p.default for n, p in inspect.signature(function).parameters.items() if n != "start_pos"}
+    want["window_left"], want["window_right"] = want.pop("window", None) or want.pop("window_size")
+    want |= {"start_positions": None, "return_lse": want.pop("return_softmax_lse", False)}
+    want |= {"cache_len": None} if function is CACHE else {}
+    assert got == {n: x for n, x in want.items() if x is not inspect.Parameter.empty}
+
+
+class Recorded(Exception):
+    """Says with what an operator was called."""
+
+
+@pytest.mark.parametrize("function", [PREFILL, CACHE])
+def test_every_argument_arrives_under_its_name(function, monkeypatch):
+    """One by one, each with a value of its own, at the place that the schema gives it."""
+
+    def record(operator, arguments, _names):
+        names = [argument.name for argument in operator._schema.arguments]
+        raise Recorded(operator, dict(zip(names, arguments, strict=False)))
+
+    monkeypatch.setattr(sys.modules[function.__module__], "run", record)
+    sides = "window_left", "window_right"
+    places = {"window": sides, "window_size": sides, "return_softmax_lse": ("return_lse",)}
+    given = {"causal": True, "return_lse": True, "return_softmax_lse": True, "rotary_interleaved": False,
+             "start_pos": 3, "window": (5, 6), "window_size": (5, 6), "backend": "simt"}  # fmt: skip
+    parameters = inspect.signature(function).parameters
+    required = {n: torch.ones(1) for n, p in parameters.items() if p.default is inspect.Parameter.empty}
+    for name in parameters:
+        value = required.get(name, given.get(name, torch.ones(1)))
+        with pytest.raises(Recorded) as raised:
+            function(**required | {name: value})
+        _, got = raised.value.args
+        values = value if isinstance(value, tuple) else (value,)
+        assert all(got[n] is x for n, x in zip(places.get(name, (name,)), values, strict=True)), name
+    for name, value, place in (("start_pos", torch.ones(1), "start_positions"), ("cache_seqlens", 7, "cache_len")):
+        if name in parameters:
+            with pytest.raises(Recorded) as raised:
+                function(**required, **{name: value})
+            assert raised.value.args[1][place] is value and raised.value.args[1].get(name) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -121,7 +155,7 @@ def test_export(target_fp32):
     q, k, v = target_fp32.qkv(2, 17, 4, 32, n_kv=40)
     program = torch.export.export(Decode(), (q, k, v))
     assert torch.equal(program.module()(q, k, v), Decode()(q, k, v))
-    assert "cutlass_ext.fmha_forward" in str(program.graph)
+    assert "cutlass_ext.fmha.default" in str(program.graph)
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 3])

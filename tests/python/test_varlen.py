@@ -428,26 +428,17 @@ def test_flash_attn_seqused_k(target):
 
 
 # ------------------------------------------------------------------------------------------------ the operator
-def op_arguments(target, **changes):
-    batch = packed(target, [5, 0, 17], [9, 40, 17], d=32, d_v=16)
-    arguments = {
-        "q": batch.q, "k": batch.k, "v": batch.v, **batch.packing, "causal": True, "start_pos": 5,
-        "return_lse": True, "start_positions": None, "window_left": -1, "window_right": -1, "softmax_scale": None,
-        "softcap": 0.0, "alibi_slopes": None, "sink": None, "seqused_k": None, "leftpad_k": None, "num_splits": 0,
-        "backend": target.backend,
-    }  # fmt: skip
-    return tuple((arguments | changes).values())
-
-
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("features", [False, True])
 def test_opcheck(target, features):
-    changes = {"return_lse": False}
+    batch = packed(target, [5, 0, 17], [9, 40, 17], d=32, d_v=16)
+    options = batch.packing | {"causal": True, "backend": target.backend}
     if features:
-        changes = {"start_pos": None, "start_positions": target.int32([3, 20, 0]), "softmax_scale": 0.3, "softcap": 4.0,
-                   "alibi_slopes": target.vector(4), "sink": target.vector(4), "seqused_k": target.int32([9, 7, 0]),
-                   "leftpad_k": target.int32([0, 2, 0]), "num_splits": 2}  # fmt: skip
-    torch.library.opcheck(torch.ops.cutlass_ext.fmha_varlen.default, op_arguments(target, **changes))
+        options |= {"start_pos": None, "start_positions": target.int32([3, 20, 0]), "softmax_scale": 0.3,
+                    "softcap": 4.0, "alibi_slopes": target.vector(4), "sink": target.vector(4),
+                    "seqused_k": target.int32([9, 7, 0]), "leftpad_k": target.int32([0, 2, 0]), "num_splits": 2,
+                    "return_lse": True}  # fmt: skip
+    torch.library.opcheck(torch.ops.cutlass_ext.fmha.default, tuple(batch), options)
 
 
 @pytest.mark.timeout(180)

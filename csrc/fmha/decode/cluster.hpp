@@ -1,4 +1,4 @@
-// The decode kernel of few sequences: what lean.hpp does, with a cluster of CTAs for each key head of each sequence.
+// The decode kernel of few sequences: what narrow.hpp does, with a cluster of CTAs for each key head of each sequence.
 // Their parts meet in the shared memory of one of them: no counter, no workspace, and no length decides which tiles are
 // whose. On an H200 1024 keys of 8 heads then take 7.5 us for 9.9 (an empty kernel 3.7). Needs compute capability 9.0.
 // Instantiated by csrc/kernels/sm90_decode.cu; launched through decode_dispatch.cu.
@@ -9,15 +9,15 @@
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "../sm90/pipeline.hpp"
-#include "lean_tile.hpp"
+#include "narrow_tile.hpp"
 
 namespace cutlass_ext::decode {
 
 /// The warps of all CTAs have tiles of 16 keys in turn, each in a ring of its own. One CTA a multiprocessor, and as
 /// much in flight as fits beside the parts: four warps, in twice the CTAs, take 15.8 us for 14.0 at 8192 keys.
 template <int HeadDim, class Element>
-struct ClusterTraits : LeanTile<HeadDim, Element> {
-  using Tile = LeanTile<HeadDim, Element>;
+struct ClusterTraits : NarrowTile<HeadDim, Element> {
+  using Tile = NarrowTile<HeadDim, Element>;
   static constexpr int Warps = kClusterWarps, Threads = 32 * Warps, Stages = 384 / HeadDim;
 
   struct SharedStorage {
@@ -36,7 +36,7 @@ struct NewKeys {
   int count, capacity;
   Rotary rotary;
 
-  explicit NewKeys(DecodeParams const& p)
+  explicit NewKeys(Params const& p)
       : k(p.k_new),
         v(p.v_new),
         k_stride(p.k_new_stride),
@@ -48,14 +48,14 @@ struct NewKeys {
 
 /// For a call that does not.
 struct NoNewKeys {
-  explicit NoNewKeys(DecodeParams const&) {}
+  explicit NoNewKeys(Params const&) {}
 };
 
 /// A tile in which some keys are new: rows [old, end).
 template <class Tile>
 struct NewRows {
   using Element = typename Tile::Element;
-  LeanParams const& params;
+  NarrowParams const& params;
   NewKeys const& fresh;
   int head, batch, page, row, first_key, cached, len;
 
@@ -134,9 +134,9 @@ CUTE_DEVICE void push(uint32_t to, float2 const& x, uint32_t barrier) {
 /// A cluster has all CTAs of x, for key head blockIdx.y of sequence blockIdx.z.
 template <class Traits, class Fresh>
 __global__ void __launch_bounds__(Traits::Threads, 1)
-    cluster_kernel(__grid_constant__ LeanParams const params, __grid_constant__ Fresh const fresh) {
+    cluster_kernel(__grid_constant__ NarrowParams const params, __grid_constant__ Fresh const fresh) {
   using Tile = typename Traits::Tile;
-  using Sums = LeanSums<Tile>;
+  using Sums = NarrowSums<Tile>;
   constexpr bool Appends = std::is_same_v<Fresh, NewKeys>;
   constexpr int Chunks = Tile::Chunks, Units = Tile::Units, Warps = Traits::Warps, Stages = Traits::Stages,
                 TileKeys = Tile::TileKeys;
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int const size = gridDim.x, rank = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
   int const step = size * Warps, place = rank * Warps + warp;  // the warp has tiles place, place + step, ...
-  LeanRows<Tile> const rows{params, blockIdx.y};
+  NarrowRows<Tile> const rows{params, blockIdx.y};
 
   // The pages of the warp's tiles, in its lanes. They are asked for beside the length, which says later whether they
   // are used.
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   int len = cached;
   if constexpr (Appends) len = min(cached + fresh.count, fresh.capacity);
   Visibility const visibility = params.visibility_of(batch, len);
-  Range const tiles = tiles_of({visibility, 0, cached}, {0, params.n_q - 1, true}, TileKeys);
+  Range const tiles = tiles_of({0, 0, 0, cached, visibility}, {0, params.n_q - 1, true}, TileKeys);
   Range const seen_by_all = keys_of_all_rows(visibility);
   int const hidden = tiles.begin > place ? (tiles.begin - place + step - 1) / step : 0;
   int tile = place + hidden * step;
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   uint32_t const barrier = in_first(&shared.parts_there);
   for (unsigned index = threadIdx.x; index < rows.count() * Units; index += Traits::Threads) {
     unsigned const row = index / Units, unit = index % Units;
-    LeanPart const sum = sum_of_parts<Warps>(
+    NarrowPart const sum = sum_of_parts<Warps>(
         Warps, [&](int w) { return shared.ml[w][row]; },
         [&](int w) { return scratch_of(w)[Sums::scratch_place(row, unit)]; });
     push(in_first(&shared.parts[rank][index]), sum.o, barrier);
@@ -258,29 +258,17 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   }
 }
 
-template <int HeadDim, class Element>
+/// The kernel of one head_dim, which also appends where `Appends`.
+template <int HeadDim, class Element, bool Appends>
 struct ClusterDecode {
   using Traits = ClusterTraits<HeadDim, Element>;
+  static constexpr char const* kFamily = "sm90";
+  static constexpr Kind kKind = Kind::Cluster;
+  static constexpr Features kTakes = feature::KeyLengths | feature::StartPositions | feature::FewerKeys |
+                                     feature::Pages | (Appends ? feature::NewKeys | feature::RotaryEmbedding : 0);
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static_assert(kSharedBytes <= 227 * 1024);
-  static constexpr auto kernel = &cluster_kernel<Traits, NoNewKeys>;
-  static constexpr auto appending_kernel = &cluster_kernel<Traits, NewKeys>;
-
-  cudaError_t operator()(DecodeParams const& params, cudaStream_t stream) const {
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(params.cluster), 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(params.cluster, params.heads_kv, params.batch);
-    config.blockDim = Traits::Threads;
-    config.dynamicSmemBytes = kSharedBytes;
-    config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-    LeanParams const reading(params, Traits::TileKeys);
-    return is_plain(params) ? cudaLaunchKernelEx(&config, kernel, reading, NoNewKeys(params))
-                            : cudaLaunchKernelEx(&config, appending_kernel, reading, NewKeys(params));
-  }
+  static constexpr auto kernel = &cluster_kernel<Traits, std::conditional_t<Appends, NewKeys, NoNewKeys>>;
 };
 
 }  // namespace cutlass_ext::decode

@@ -10,11 +10,12 @@
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/tensor.hpp>
 
+#include "../features.hpp"
 #include "../online_softmax.hpp"
 #include "../score_mod.hpp"
-#include "lean.hpp"
 #include "math.hpp"
 #include "merge.hpp"
+#include "params.hpp"
 #include "traits.hpp"
 #include "walk.hpp"
 
@@ -28,7 +29,7 @@ class Loader {
 
  public:
   /// `walk` is the warp's own, in shared memory: only a change of sequence needs it.
-  CUTE_DEVICE Loader(DecodeParams const& params, Walk<Traits::TileKeys>& walk, int head, int warp)
+  CUTE_DEVICE Loader(Params const& params, Walk<Traits::TileKeys>& walk, int head, int warp)
       : params_(params),
         walk_(walk),
         head_(head),
@@ -58,7 +59,7 @@ class Loader {
     tile_ = tiles.begin + key_warp_;
     tile_end_ = tiles.end;
     Sequence const& s = walk_.sequence();
-    leftpad_ = s.leftpad;
+    leftpad_ = s.k_row0;
     cached_ = s.cached;
     len_ = s.visibility.len_kv;
     if (!params_.block_table && !walk_.done())
@@ -128,7 +129,7 @@ class Loader {
     }
   }
 
-  DecodeParams const& params_;
+  Params const& params_;
   Walk<Traits::TileKeys>& walk_;
   int head_, key_warp_, row0_, lane_;
   int tile_, tile_end_;
@@ -138,9 +139,9 @@ class Loader {
 
 /// The row of the cache that holds key `key` of a sequence.
 template <class Element, int TileKeys>
-CUTE_DEVICE Element* cache_row(DecodeParams const& params, void const* cache, Strides const& stride,
+CUTE_DEVICE Element* cache_row(Params const& params, void const* cache, Strides const& stride,
                                Walk<TileKeys> const& walk, int head, int key) {
-  int const row = key + walk.sequence().leftpad, batch = walk.batch();
+  int const row = key + walk.sequence().k_row0, batch = walk.batch();
   int64_t const page = params.block_table
                            ? params.block_table[batch * params.block_table_stride + (row >> params.page_shift)]
                        : params.batch_idx ? params.batch_idx[batch]
@@ -152,7 +153,7 @@ CUTE_DEVICE Element* cache_row(DecodeParams const& params, void const* cache, St
 /// Writes the new keys (rotated) and values among key tiles `tiles` to the cache. The CTAs of all row tiles do, and
 /// write the same.
 template <class Traits>
-CUTE_DEVICE void append(DecodeParams const& params, Walk<Traits::TileKeys> const& walk, int head, Range tiles) {
+CUTE_DEVICE void append(Params const& params, Walk<Traits::TileKeys> const& walk, int head, Range tiles) {
   using Element = typename Traits::Element;
   constexpr int Chunks = Traits::HeadDim / Traits::Vector;
   int const cached = walk.sequence().cached;
@@ -183,7 +184,7 @@ CUTE_DEVICE void append(DecodeParams const& params, Walk<Traits::TileKeys> const
 /// Puts the rotated new keys in the place of those that the warp has copied to a tile of K. `append` has left them in
 /// the cache.
 template <class Traits>
-CUTE_DEVICE void take_rotated(DecodeParams const& params, Walk<Traits::TileKeys> const& walk, int head, int first_key,
+CUTE_DEVICE void take_rotated(Params const& params, Walk<Traits::TileKeys> const& walk, int head, int first_key,
                               typename Traits::Element* tile) {
   using Element = typename Traits::Element;
   int const lane = threadIdx.x % 32, row0 = Traits::RowWarps == 1 ? 0 : threadIdx.x / 32 * Traits::LoadRows;
@@ -201,7 +202,7 @@ CUTE_DEVICE void take_rotated(DecodeParams const& params, Walk<Traits::TileKeys>
 
 /// The first work of a CTA. The lengths are on the device: every CTA sums up the tiles of all sequences before its own.
 template <class Traits>
-CUTE_DEVICE Walk<Traits::TileKeys> first_walk(DecodeParams const& params, unsigned group, Tokens const& tokens,
+CUTE_DEVICE Walk<Traits::TileKeys> first_walk(Params const& params, unsigned group, Tokens const& tokens,
                                               typename Traits::SharedStorage& shared) {
   constexpr int TileKeys = Traits::TileKeys;
   constexpr unsigned MinChunk = kMinChunkKeys > TileKeys ? kMinChunkKeys / TileKeys : 1;
@@ -258,18 +259,18 @@ CUTE_DEVICE Walk<Traits::TileKeys> first_walk(DecodeParams const& params, unsign
 template <class Traits>
 struct Output {
   using Element = typename Traits::Element;
-  DecodeParams const& params;
+  Params const& params;
   Place const& place;
   /// Rows of the tile.
   CUTE_DEVICE int rows() const {
-    return min(Traits::Rows, params.n_q * params.group_heads - place.row_tile * Traits::Rows);
+    return min(Traits::Rows, params.n_q * params.heads_per_kv.divisor - place.row_tile * Traits::Rows);
   }
   CUTE_DEVICE int token(int row) const {
     unsigned const packed = place.row_tile * Traits::Rows + row;
-    return params.group_magic == 0 ? packed : __umulhi(packed, params.group_magic);
+    return params.heads_per_kv.div(packed);
   }
   CUTE_DEVICE int head(int row) const {
-    return (place.head - token(row)) * params.group_heads + place.row_tile * Traits::Rows + row;
+    return (place.head - token(row)) * params.heads_per_kv.divisor + place.row_tile * Traits::Rows + row;
   }
   CUTE_DEVICE Element* out(int batch, int row) const {
     return static_cast<Element*>(params.o) + batch * params.o_stride.batch + token(row) * params.o_stride.row +
@@ -300,8 +301,8 @@ struct Output {
 
 /// Chunk `chunk` of row `row` of the tile of Q, rotated; zeros where it does not exist.
 template <class Traits>
-CUTE_DEVICE uint4 query_chunk(DecodeParams const& params, Output<Traits> const& output,
-                              Walk<Traits::TileKeys> const& walk, int row, int chunk, bool rotate) {
+CUTE_DEVICE uint4 query_chunk(Params const& params, Output<Traits> const& output, Walk<Traits::TileKeys> const& walk,
+                              int row, int chunk, bool rotate) {
   using Element = typename Traits::Element;
   if (row >= output.rows() || chunk * Traits::Vector >= params.head_dim) return make_uint4(0, 0, 0, 0);
   int const token = output.token(row);
@@ -327,7 +328,7 @@ class Query {
 
  public:
   /// Asks for the rows of the sequence that `walk` stands at.
-  CUTE_DEVICE void ask(DecodeParams const& params, Output<Traits> const& output, Walk<Traits::TileKeys> const& walk) {
+  CUTE_DEVICE void ask(Params const& params, Output<Traits> const& output, Walk<Traits::TileKeys> const& walk) {
     if constexpr (Ahead) {
       CUTE_UNROLL
       for (int i = 0; i < Each; ++i) {
@@ -338,7 +339,7 @@ class Query {
   }
 
   /// Puts them to `sQ`, tiles of 16 rows; rotated ones, which take chunks from two places, are read here.
-  CUTE_DEVICE void put(DecodeParams const& params, Output<Traits> const& output, Walk<Traits::TileKeys> const& walk,
+  CUTE_DEVICE void put(Params const& params, Output<Traits> const& output, Walk<Traits::TileKeys> const& walk,
                        Element* sQ) const {
     if (Ahead && !params.rotary.cos) {
       CUTE_UNROLL
@@ -370,7 +371,7 @@ struct Partial {
   float* o;
   float2* ml;
 
-  CUTE_DEVICE Partial(DecodeParams const& params, Place const& place, Work const& work, unsigned part) {
+  CUTE_DEVICE Partial(Params const& params, Place const& place, Work const& work, unsigned part) {
     int64_t const cta = int64_t(work.first_slot_group + part) * place.lanes + place.lane;
     int64_t const slot = params.fixed_splits ? cta : kSlots * cta + (part == 0 && work.begins_inside);
     o = params.o_partial + slot * Traits::Rows * params.head_dim_v;
@@ -382,8 +383,8 @@ struct Partial {
 /// stage. All copies of a batch are under way before the first is waited for (one load after the other took 8 us for 33
 /// parts on an H200), and the loops stay loops: code that runs once costs its fetch.
 template <class Traits>
-CUTE_DEVICE void merge_parts(DecodeParams const& params, Place const& place, Work const& work,
-                             Output<Traits> const& output, float* scratch) {
+CUTE_DEVICE void merge_parts(Params const& params, Place const& place, Work const& work, Output<Traits> const& output,
+                             float* scratch) {
   constexpr int HeadDim = Traits::HeadDim, Turns = (HeadDim + 127) / 128,
                 Batch = sizeof(typename Traits::Stage) / Traits::RowWarps / (HeadDim * sizeof(float));
   static_assert(32 % Batch == 0);
@@ -453,7 +454,7 @@ CUTE_DEVICE void merge_parts(DecodeParams const& params, Place const& place, Wor
 
 /// The zeros of sequences of which no query row sees a key: they are nobody's work.
 template <class Traits>
-CUTE_DEVICE void write_empty(DecodeParams const& params, Place const& place, Tokens const& tokens,
+CUTE_DEVICE void write_empty(Params const& params, Place const& place, Tokens const& tokens,
                              Output<Traits> const& output) {
   for (int b = place.group + threadIdx.x * params.groups; b < params.batch; b += Traits::Threads * params.groups) {
     if (tiles_of(sequence_of(params, b), tokens, Traits::TileKeys).size() > 0) continue;
@@ -477,8 +478,8 @@ CUTE_DEVICE void meet() {
 
 /// The parameters with what `is_plain` has found out as constants, or as they are.
 template <bool Plain>
-CUTE_DEVICE DecodeParams specialised(DecodeParams const& params) {
-  DecodeParams p = params;
+CUTE_DEVICE Params specialised(Params const& params) {
+  Params p = params;
   if constexpr (Plain) {
     p.n_new = 0;
     p.rotary.cos = nullptr;
@@ -491,8 +492,8 @@ CUTE_DEVICE DecodeParams specialised(DecodeParams const& params) {
 }
 
 template <class Traits, bool Plain>
-__global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_constant__ DecodeParams const all_params) {
-  DecodeParams const params = specialised<Plain>(all_params);
+__global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_constant__ Params const all_params) {
+  Params const params = specialised<Plain>(all_params);
   using Element = typename Traits::Element;
   constexpr int HeadDim = Traits::HeadDim, TileKeys = Traits::TileKeys, Stages = Traits::Stages,
                 kWarpTile = kWarpRows * HeadDim;
@@ -701,37 +702,20 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
   cp_async_wait<0>();
 }
 
-/// The kernels of one tile shape: `Decode<...>{}(params, stream)` launches one of them.
-template <int HeadDim, class Element, int RowWarps, int KeyWarps, int TileKeys, int Stages>
+/// The kernel of one tile shape; without what a plain call does not need where `Plain`.
+template <int HeadDim, class Element, int RowWarps, int KeyWarps, int TileKeys, int Stages, bool Plain>
 struct Decode {
   using Traits = decode::Traits<HeadDim, Element, RowWarps, KeyWarps, TileKeys, Stages>;
-  static constexpr bool HasLean = RowWarps == 1 && sizeof(Element) == 2 && HeadDim <= 128;
-  using Lean = LeanTraits<HasLean ? HeadDim : 64, std::conditional_t<HasLean, Element, cutlass::half_t>>;
+  static constexpr char const* kFamily = Traits::TensorCores ? "sm80" : "simt";
+  static constexpr Kind kKind = Kind::Decode;
+  static constexpr Features kPlain =
+      feature::KeyLengths | feature::StartPositions | feature::FewerKeys | feature::Pages;
+  static constexpr Features kTakes =
+      Plain ? kPlain
+            : kPlain | feature::kScoreMods | feature::Sink | feature::kUnlike | feature::kCache | feature::FixedSplits;
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
-  static constexpr int kLeanSharedBytes = HasLean ? sizeof(typename Lean::SharedStorage) : 0;
-  static constexpr auto kernel = &decode_kernel<Traits, false>;
-  static constexpr auto plain_kernel = &decode_kernel < Traits, RowWarps == 1 && Traits::TensorCores > ;
-  static void const* lean_entry() {
-    if constexpr (HasLean) return reinterpret_cast<void const*>(&lean_kernel<Lean>);
-    return nullptr;
-  }
-
-  cudaError_t operator()(DecodeParams const& params, cudaStream_t stream) const {
-    int64_t const groups = params.fixed_splits ? int64_t(params.batch) * params.num_splits : params.groups;
-    int64_t const blocks = groups * params.row_tiles * params.heads_kv;
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-    if constexpr (HasLean) {
-      if (params.lean) {
-        dim3 const grid(params.heads_kv, params.groups);
-        lean_kernel<Lean><<<grid, Lean::Threads, kLeanSharedBytes, stream>>>(LeanParams(params, Lean::TileKeys));
-        return cudaGetLastError();
-      }
-    }
-    auto const chosen = is_plain(params) ? plain_kernel : kernel;
-    chosen<<<static_cast<unsigned>(blocks), Traits::Threads, kSharedBytes, stream>>>(params);
-    return cudaGetLastError();
-  }
+  static_assert(kSharedBytes <= 99 * 1024, "what a block has on compute capability 8.6");
+  static constexpr auto kernel = &decode_kernel<Traits, Plain>;
 };
 
 }  // namespace cutlass_ext::decode

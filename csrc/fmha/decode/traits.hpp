@@ -1,4 +1,4 @@
-// Tile shapes and shared memory of the decode kernels. Used by fmha.hpp, its two ways to multiply and lean.hpp;
+// Tile shapes and shared memory of the decode kernels. Used by fmha.hpp, its two ways to multiply and narrow.hpp;
 // tests/cpp checks where things lie.
 #pragma once
 
@@ -23,6 +23,7 @@ struct Traits {
                        Stages = Stages_;
   static constexpr int Warps = RowWarps * KeyWarps, Threads = 32 * Warps;
   static constexpr int Rows = kWarpRows * RowWarps;  // packed query rows of a CTA
+  static constexpr int B_r = Rows, B_c = TileKeys, HeadDimV = HeadDim;
   static constexpr bool TensorCores = sizeof(Element) == 2;
 
   static constexpr int Vector = 16 / sizeof(Element);      // elements of a 16-byte chunk
@@ -63,7 +64,7 @@ CUTE_HOST_DEVICE int chunk_offset(int row, int chunk) {
   return ((chunk / 8 * Rows + row) * 8 + (chunk % 8 ^ row % 8)) * int(16 / sizeof(Element));
 }
 
-/// Of the lean kernel: where chunk `chunk` of a row lies, so that the eight lanes that read at a time find theirs in
+/// Of the narrow kernels: where chunk `chunk` of a row lies, so that the eight lanes that read at a time find theirs in
 /// different banks: of Q and K they read four chunks of two rows, of V two chunks of four even or odd rows.
 CUTE_HOST_DEVICE int key_place(int row, int chunk) { return chunk ^ row % 2 * 4; }
 CUTE_HOST_DEVICE int value_place(int row, int chunk) { return chunk ^ (row & 6); }

@@ -11,7 +11,7 @@ struct Place {
   int head, row_tile;
   unsigned lanes, group, lane;  // CTA `lane` of the group's `lanes`
 
-  CUTE_HOST_DEVICE Place(DecodeParams const& params, unsigned cta) : lanes(params.heads_kv * params.row_tiles) {
+  CUTE_HOST_DEVICE Place(Params const& params, unsigned cta) : lanes(params.heads_kv * params.row_tiles) {
     group = cta / lanes;
     lane = cta - group * lanes;
     row_tile = params.row_tiles == 1 ? 0 : lane / params.heads_kv;
@@ -19,9 +19,9 @@ struct Place {
   }
 
   /// The query rows of the CTA, of tiles of `rows` packed ones.
-  CUTE_HOST_DEVICE Tokens tokens(DecodeParams const& params, int rows) const {
-    int const last = ((row_tile + 1) * rows - 1) / params.group_heads;
-    return {row_tile * rows / params.group_heads, last < params.n_q ? last : params.n_q - 1,
+  CUTE_HOST_DEVICE Tokens tokens(Params const& params, int rows) const {
+    int const last = ((row_tile + 1) * rows - 1) / params.heads_per_kv.divisor;
+    return {row_tile * rows / params.heads_per_kv.divisor, last < params.n_q ? last : params.n_q - 1,
             row_tile == params.row_tiles - 1};
   }
 };
@@ -40,7 +40,7 @@ template <int TileKeys>
 class Walk {
  public:
   /// For a caller-fixed number of splits: one sequence, its tiles cut by its own length.
-  CUTE_HOST_DEVICE static Walk of_split(DecodeParams const& params, unsigned group, Tokens const& tokens) {
+  CUTE_HOST_DEVICE static Walk of_split(Params const& params, unsigned group, Tokens const& tokens) {
     Walk walk(Partition(0, 1, 1), tokens);
     walk.split_ = group % params.num_splits;
     walk.batch_ = group / params.num_splits;
@@ -53,7 +53,7 @@ class Walk {
   }
 
   /// For equal chunks of the batch: from its tile `at` to `end`; sequence `batch` begins at tile `first`.
-  CUTE_HOST_DEVICE static Walk of_chunk(DecodeParams const& params, Partition const& partition, unsigned group,
+  CUTE_HOST_DEVICE static Walk of_chunk(Params const& params, Partition const& partition, unsigned group,
                                         unsigned batch, unsigned first, Tokens const& tokens) {
     Walk walk(partition, tokens);
     walk.at_ = partition.begin_of(group);
@@ -72,7 +72,7 @@ class Walk {
     return {tiles_.begin + begin, end < tiles_.size() ? tiles_.begin + end : tiles_.end};
   }
 
-  CUTE_HOST_DEVICE void next(DecodeParams const& params) {
+  CUTE_HOST_DEVICE void next(Params const& params) {
     do {
       first_ += tiles_.size();
       at_ = first_;
@@ -86,7 +86,7 @@ class Walk {
   CUTE_HOST_DEVICE int batch() const { return batch_; }
   CUTE_HOST_DEVICE Sequence const& sequence() const { return sequence_; }
 
-  CUTE_HOST_DEVICE Work work(DecodeParams const& params, unsigned group) const {
+  CUTE_HOST_DEVICE Work work(Params const& params, unsigned group) const {
     if (params.fixed_splits) {
       return {batch_, here(), unsigned(split_), unsigned(params.num_splits), unsigned(batch_ * params.num_splits),
               false};
@@ -98,7 +98,7 @@ class Walk {
  private:
   CUTE_HOST_DEVICE Walk(Partition const& partition, Tokens const& tokens) : partition_(partition), tokens_(tokens) {}
 
-  CUTE_HOST_DEVICE void enter(DecodeParams const& params) {
+  CUTE_HOST_DEVICE void enter(Params const& params) {
     sequence_ = sequence_of(params, batch_);
     tiles_ = tiles_of(sequence_, tokens_, TileKeys);
   }

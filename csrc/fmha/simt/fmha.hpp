@@ -5,9 +5,8 @@
 #include <cute/tensor.hpp>
 
 #include "../copy_tile.hpp"
-#include "../launch.hpp"
 #include "../online_softmax.hpp"
-#include "../params.hpp"
+#include "../features.hpp"
 #include "../score_mod.hpp"
 #include "../sequence.hpp"
 #include "traits.hpp"
@@ -174,8 +173,7 @@ CUTE_DEVICE void gemm_pv(OutTensor& O, RowTensor const& rescale, float const* sP
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
-    fmha_kernel(__grid_constant__ ForwardParams const params) {
+__global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(__grid_constant__ Params const params) {
   constexpr int B_r = Traits::B_r, B_c = Traits::B_c, Rows = Traits::Rows, Stages = Traits::Stages;
   extern __shared__ __align__(128) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
@@ -277,12 +275,9 @@ struct FMHA {
   static constexpr char const* kFamily = "simt";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
-  static constexpr bool kScoreMods = true;
-  static constexpr char const* (*refuses)(ForwardParams const&) = nullptr;
-
-  cudaError_t operator()(ForwardParams const& params, cudaStream_t stream) const {
-    return launch_work_items<FMHA>(params, stream);
-  }
+  static constexpr Kind kKind = Kind::Tiles;
+  static constexpr Features kTakes = feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike |
+                                     feature::FixedSplits | feature::UnalignedRows;
 };
 
 }  // namespace cutlass_ext::simt

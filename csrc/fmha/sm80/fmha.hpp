@@ -8,10 +8,9 @@
 #include <cute/tensor.hpp>
 
 #include "../copy_tile.hpp"
-#include "../launch.hpp"
 #include "../online_softmax.hpp"
 #include "../pack.hpp"
-#include "../params.hpp"
+#include "../features.hpp"
 #include "../score_mod.hpp"
 #include "../sequence.hpp"
 #include "mma.hpp"
@@ -153,7 +152,7 @@ CUTE_HOST_DEVICE constexpr int row_of_accumulator(int i) { return i / 2 * kAtom 
 
 /// Writes the warp's part of O and lse, or of a split's.
 template <class Traits, class OutTensor, class Softmax>
-CUTE_DEVICE void store(ForwardParams const& params, typename Traits::SharedStorage& shared, WorkItem const& work,
+CUTE_DEVICE void store(Params const& params, typename Traits::SharedStorage& shared, WorkItem const& work,
                        OutTensor& out, Softmax& softmax, int warp_row, int part, int lane) {
   using Element = typename Traits::Element;
   constexpr int B_r = Traits::B_r, Rows = Traits::Rows;
@@ -219,7 +218,7 @@ enum class KeyTile {
 };
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__ ForwardParams const params) {
+__global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__ Params const params) {
   using Element = typename Traits::Element;
   constexpr int B_r = Traits::B_r, B_c = Traits::B_c, Rows = Traits::Rows, Threads = Traits::Threads;
   constexpr uint32_t TileBytes = B_c * Traits::HeadDim * sizeof(Element);
@@ -479,12 +478,9 @@ struct FMHA {
   static constexpr char const* kFamily = "sm80";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
-  static constexpr bool kScoreMods = true;
-  static constexpr char const* (*refuses)(ForwardParams const&) = nullptr;
-
-  cudaError_t operator()(ForwardParams const& params, cudaStream_t stream) const {
-    return launch_work_items<FMHA>(params, stream);
-  }
+  static constexpr Kind kKind = Kind::Tiles;
+  static constexpr Features kTakes = feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike |
+                                     feature::FixedSplits | feature::UnalignedRows;
 };
 
 }  // namespace cutlass_ext::sm80

@@ -9,11 +9,11 @@
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "../params.hpp"
+#include "../features.hpp"
 #include "../score_mod.hpp"
 #include "../visibility.hpp"
 #include "jobs.hpp"
-#include "tensor_map.hpp"
+#include "tensor_maps.hpp"
 #include "traits.hpp"
 #include "warpgroup.hpp"
 
@@ -34,7 +34,7 @@ CUTE_DEVICE void zero_rows(typename Traits::Element* v, int first) {
 /// The scheduling warp: works out the jobs of this CTA, each when the copying warps are ready for it, and lets them
 /// know of it before the rest is worked out.
 template <class Traits>
-CUTE_DEVICE void schedule(ForwardParams const& params, typename Traits::SharedStorage& shared) {
+CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& shared) {
   constexpr int B_r = Traits::B_r, B_c = Traits::B_c;
   int const lane = threadIdx.x % 32;
   RingPosition<Traits::StagesJobs> slot;
@@ -132,7 +132,7 @@ constexpr int kTilesAhead = 2;
 
 /// The warp that keeps the rings of K and V full.
 template <class Traits>
-CUTE_DEVICE void copy_keys_and_values(ForwardParams const& params, TensorMaps const& maps,
+CUTE_DEVICE void copy_keys_and_values(Params const& params, TensorMaps const& maps,
                                       typename Traits::SharedStorage& shared) {
   constexpr int B_c = Traits::B_c;
   bool const leader = threadIdx.x % 32 == 0;
@@ -216,7 +216,7 @@ struct Results {
 
 /// The same of a job whose sums are complete; writes lse.
 template <class Traits>
-CUTE_DEVICE Results finish(ForwardParams const& params, Job<Traits::Consumers> const& job,
+CUTE_DEVICE Results finish(Params const& params, Job<Traits::Consumers> const& job,
                            typename Traits::Softmax const& softmax, int warp_row, int lane) {
   bool const split = params.num_splits > 1;
   int64_t const result_row = job.result_row0 + warp_row;
@@ -235,8 +235,8 @@ CUTE_DEVICE Results finish(ForwardParams const& params, Job<Traits::Consumers> c
 
 /// Writes the warp's part of O, or of a split's.
 template <class Traits, class OutTensor>
-CUTE_DEVICE void store(ForwardParams const& params, Results const& results, OutTensor& O,
-                       typename Traits::Element* staging, int lane) {
+CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& O, typename Traits::Element* staging,
+                       int lane) {
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
     CUTE_UNROLL
@@ -262,8 +262,8 @@ CUTE_DEVICE void store(ForwardParams const& params, Results const& results, OutT
 
 /// The same where no key is visible.
 template <class Traits>
-CUTE_DEVICE void store_empty(ForwardParams const& params, Job<Traits::Consumers> const& job,
-                             typename Traits::Element* staging, int warp_row, int lane) {
+CUTE_DEVICE void store_empty(Params const& params, Job<Traits::Consumers> const& job, typename Traits::Element* staging,
+                             int warp_row, int lane) {
   Tensor O = make_tensor<float>(Shape<_2, Int<Traits::HeadDimV / 4>>{});
   clear(O);
   store<Traits>(params, finish<Traits>(params, job, typename Traits::Softmax{}, warp_row, lane), O, staging, lane);
@@ -278,7 +278,7 @@ struct TilesOfRows {
 
 /// A consumer warpgroup: S = Q K^T, softmax, O += P V for its 64 query rows of every job.
 template <class Traits>
-CUTE_DEVICE void consume(ForwardParams const& params, typename Traits::SharedStorage& shared, int warpgroup) {
+CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& shared, int warpgroup) {
   using Element = typename Traits::Element;
   constexpr int B_c = Traits::B_c;
   int const lane = threadIdx.x % 32, warp_row = warpgroup * kAtomRows + threadIdx.x % kWarpgroup / 32 * 16;
@@ -463,7 +463,7 @@ CUTE_DEVICE void set_up_barriers(TensorMaps const& maps, typename Traits::Shared
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, 1)
-    fmha_kernel(__grid_constant__ ForwardParams const params, __grid_constant__ TensorMaps const maps) {
+    fmha_kernel(__grid_constant__ Params const params, __grid_constant__ TensorMaps const maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
@@ -492,21 +492,11 @@ struct FMHA {
   static constexpr char const* kFamily = "sm90";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
-  static constexpr bool kScoreMods = ScoreMods;
-  static constexpr auto refuses = &why_no_tensor_maps;
+  static constexpr Kind kKind = Kind::Persistent;
+  static constexpr Features kTakes =
+      (ScoreMods ? feature::kScoreMods : 0) | feature::Sink | feature::Packed | feature::kUnlike | feature::FixedSplits;
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
   static_assert(Traits::Consumers > 1, "warpgroups take turns with each other");
-
-  cudaError_t operator()(ForwardParams const& params, cudaStream_t stream) const {
-    int64_t const items = params.scheduler.size();
-    if (items == 0) return cudaSuccess;
-    if (items > INT32_MAX) return cudaErrorInvalidConfiguration;
-    TensorMaps maps;
-    if (cudaError_t e = make_tensor_maps<Element>(&maps, params, B_r, B_c)) return e;
-    unsigned const grid = static_cast<unsigned>(items < params.slots ? items : params.slots);
-    kernel<<<grid, Traits::Threads, kSharedBytes, stream>>>(params, maps);
-    return cudaGetLastError();
-  }
 };
 
 }  // namespace cutlass_ext::sm90

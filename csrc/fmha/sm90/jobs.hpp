@@ -32,17 +32,17 @@ struct Job {
 /// operation there; from then on the next one to whoever is free. Called by a whole warp.
 class WorkQueue {
  public:
-  CUTE_DEVICE WorkQueue(ForwardParams const& params, int block_r) : params_(params), block_r_(block_r) {}
+  CUTE_DEVICE WorkQueue(Params const& params, int block_r) : params_(params), block_r_(block_r) {}
 
   /// The next work item of this CTA and its sequence; false once there is none.
   CUTE_DEVICE bool next(WorkItem* work, Sequence* sequence) {
     bool const leader = threadIdx.x % 32 == 0;
     unsigned index = blockIdx.x;
-    if (dealt_first_) index = gridDim.x + __shfl_sync(0xffffffffu, leader ? atomicAdd(params_.work_counter, 1u) : 0, 0);
+    if (dealt_first_) index = gridDim.x + __shfl_sync(0xffffffffu, leader ? atomicAdd(params_.counters, 1u) : 0, 0);
     dealt_first_ = true;
     if (!(params_.packed() ? find_packed(index, work) : find(index, work))) {
       // The last CTA to be told so leaves the counters as it found them.
-      if (leader && atomicInc(params_.work_counter + 1, gridDim.x - 1) == gridDim.x - 1) *params_.work_counter = 0;
+      if (leader && atomicInc(params_.counters + 1, gridDim.x - 1) == gridDim.x - 1) *params_.counters = 0;
       return false;
     }
     *sequence = sequence_of(params_, work->batch);
@@ -86,7 +86,7 @@ class WorkQueue {
     return false;
   }
 
-  ForwardParams const& params_;
+  Params const& params_;
   int block_r_;
   bool dealt_first_ = false;
   int first_sequence_ = 0;

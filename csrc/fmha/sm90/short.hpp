@@ -10,18 +10,18 @@
 #include <cutlass/arch/barrier.h>
 
 #include "../online_softmax.hpp"
-#include "../params.hpp"
+#include "../features.hpp"
 #include "../score_mod.hpp"
 #include "../sequence.hpp"
 #include "../visibility.hpp"
-#include "tensor_map.hpp"
+#include "tensor_maps.hpp"
 #include "traits.hpp"
 #include "warpgroup.hpp"
 
 namespace cutlass_ext::sm90 {
 
 /// What the kernel is told, in the order in which it asks. 64 bytes of parameters come from memory at a time, and each
-/// time a warp waits: with ForwardParams as they are, whose first copy wants six such lines, causal (1, 512, 32 heads
+/// time a warp waits: with Params as they are, whose first copy wants six such lines, causal (1, 512, 32 heads
 /// on 8, 128) took 14.8 us for 14.4.
 struct ShortParams {
   int n_q, n_kv, start_pos, window_left, window_right;
@@ -34,7 +34,7 @@ struct ShortParams {
   float* lse;
   float const* sink;
 
-  explicit ShortParams(ForwardParams const& p)
+  explicit ShortParams(Params const& p)
       : n_q(p.n_q),
         n_kv(p.n_kv),
         start_pos(sequence_of(p, 0).visibility.start_pos),
@@ -269,18 +269,9 @@ struct ShortFMHA {
   static constexpr char const* kFamily = "sm90";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &short_kernel<Traits>;
-  static constexpr bool kScoreMods = false;
-  static constexpr auto refuses = &why_no_tensor_maps;
+  static constexpr Kind kKind = Kind::Short;
+  static constexpr Features kTakes = feature::Sink;
   static_assert(Traits::CtasAtOnce * (kSharedBytes + 1024) <= 228 * 1024, "what a multiprocessor of Hopper has");
-
-  cudaError_t operator()(ForwardParams const& params, cudaStream_t stream) const {
-    if (params.batch == 0 || params.n_q == 0 || params.heads_q == 0) return cudaSuccess;
-    TensorMaps maps;
-    if (cudaError_t e = make_tensor_maps<Element>(&maps, params, kAtomRows, B_c)) return e;
-    dim3 const grid(params.heads_q, Scheduler::tiles_of(params.n_q, kAtomRows), params.batch);
-    kernel<<<grid, Traits::Threads, kSharedBytes, stream>>>(ShortParams(params), maps);
-    return cudaGetLastError();
-  }
 };
 
 }  // namespace cutlass_ext::sm90

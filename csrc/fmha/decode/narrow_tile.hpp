@@ -1,5 +1,5 @@
 // What the decode kernels of at most eight packed query rows share: their parameters, a tile of 16 keys, which one warp
-// copies and multiplies by itself, and the rows of Q and O. Used by lean.hpp and cluster.hpp.
+// copies and multiplies by itself, and the rows of Q and O. Used by narrow.hpp and cluster.hpp.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,12 @@
 #include <cute/arch/copy_sm80.hpp>
 #include <cutlass/fast_math.h>
 
+#include "../features.hpp"
 #include "../online_softmax.hpp"
 #include "../sm80/mma.hpp"
 #include "math.hpp"
 #include "merge.hpp"
+#include "params.hpp"
 #include "partition.hpp"
 #include "sequence.hpp"
 #include "traits.hpp"
@@ -21,13 +23,13 @@ namespace cutlass_ext::decode {
 
 /// What the kernels are told of a call, in the order in which they ask: 64 bytes of parameters come from memory at a
 /// time, and each time a warp waits for them.
-struct LeanParams {
+struct NarrowParams {
   int const* seqused_k;        // null: every sequence has `keys`
   int const* start_positions;  // null: `start_pos`, or the end
   int n_q, keys, start_pos;
   StartPos start_pos_kind;
   int window_left, window_right, batch, groups;
-  // For lean.hpp, where the host knows the lengths: the tiles of a group, those of a sequence. Else 0.
+  // For narrow.hpp, where the host knows the lengths: the tiles of a group, those of a sequence. Else 0.
   unsigned chunk = 0;
   cutlass::FastDivmod tiles;
 
@@ -37,7 +39,7 @@ struct LeanParams {
   int64_t block_table_stride;
   int page_shift;
 
-  unsigned group_heads, group_magic;
+  cutlass::FastDivmod heads_per_kv;
   float scale;  // from products to scores in the log2 domain
   void const* q;
   Strides q_stride;
@@ -49,11 +51,11 @@ struct LeanParams {
   float *o_partial, *lse_partial;
   unsigned* counters;
 
-  LeanParams(DecodeParams const& p, int tile_keys)
+  explicit NarrowParams(Params const& p)
       : seqused_k(p.seqused_k),
         start_positions(p.start_positions),
         n_q(p.n_q),
-        keys(p.seqused_k ? p.n_kv : std::min(p.cached, p.n_kv)),
+        keys(p.seqused_k ? p.n_kv : std::min(p.n_cached, p.n_kv)),
         start_pos(p.start_pos),
         start_pos_kind(p.start_pos_kind),
         window_left(p.window_left),
@@ -67,8 +69,7 @@ struct LeanParams {
         block_table(p.block_table),
         block_table_stride(p.block_table_stride),
         page_shift(p.page_shift),
-        group_heads(p.group_heads),
-        group_magic(p.group_magic),
+        heads_per_kv(p.heads_per_kv),
         scale(p.softmax_scale * kLog2e),
         q(p.q),
         q_stride(p.q_stride),
@@ -81,10 +82,10 @@ struct LeanParams {
         lse_partial(p.lse_partial),
         counters(p.counters) {
     if (!all_alike(p)) return;
-    unsigned const of_each = visibility_of(0).tiles_of(0, n_q, tile_keys).size();
+    unsigned const of_each = visibility_of(0).tiles_of(0, n_q, 1 << kNarrowTileShift).size();
     if (of_each == 0) return;
     tiles = cutlass::FastDivmod(of_each);
-    chunk = Partition(batch * of_each, groups, kMinChunkKeys / tile_keys).chunk;
+    chunk = Partition(batch * of_each, groups, kMinChunkKeys >> kNarrowTileShift).chunk;
   }
 
   /// Reads the keys in the cache of sequence `b`. Whatever the device holds stays in bounds.
@@ -103,14 +104,15 @@ struct LeanParams {
 
 /// Sizes, and the shared memory of a tile.
 template <int HeadDim_, class Element_>
-struct LeanTile {
+struct NarrowTile {
   using Element = Element_;
   static constexpr int HeadDim = HeadDim_, TileKeys = 16;
-  static constexpr int Rows = kLeanRows;      // packed query rows: the narrow side of an mma.m16n8k16
+  static constexpr int Rows = kNarrowRows;  // packed query rows: the narrow side of an mma.m16n8k16
+  static constexpr int B_r = Rows, B_c = TileKeys, HeadDimV = HeadDim;
   static constexpr int Chunks = HeadDim / 8;  // of 16 bytes in a row
   static constexpr int Units = HeadDim / 4;   // float4 in a row of O
   static_assert(HeadDim == 64 || HeadDim == 128);
-  static_assert(TileKeys == 1 << kLeanPageShift);
+  static_assert(TileKeys == 1 << kNarrowTileShift);
 
   struct Stage {
     alignas(128) uint4 k[TileKeys][Chunks], v[TileKeys][Chunks];
@@ -119,7 +121,7 @@ struct LeanTile {
 
 /// Starts a warp's copy of a tile: `keys` rows of `page`, or sequence, from row `row` on; the others become zeros.
 template <class Tile>
-CUTE_DEVICE void copy_tile(typename Tile::Stage& stage, LeanParams const& params, int head, int page, int row,
+CUTE_DEVICE void copy_tile(typename Tile::Stage& stage, NarrowParams const& params, int head, int page, int row,
                            int keys) {
   using Element = typename Tile::Element;
   // Eight lanes copy 128 bytes of a row.
@@ -144,29 +146,29 @@ CUTE_DEVICE void copy_tile(typename Tile::Stage& stage, LeanParams const& params
 CUTE_DEVICE uint32_t word(uint4 const& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
 /// Four columns of a row of O, not normalised: sums relative to the row's maximum, and the row's sum.
-struct LeanPart {
+struct NarrowPart {
   float4 o{};
   float m = -INFINITY, l = 0.f;
 };
 
 /// What of Q, O and lse belongs to key head `head`: packed row r is query row r / G of query head `head` * G + r % G.
 template <class Tile>
-struct LeanRows {
+struct NarrowRows {
   using Element = typename Tile::Element;
-  LeanParams const& params;
+  NarrowParams const& params;
   unsigned head;
 
-  CUTE_DEVICE unsigned count() const { return params.n_q * params.group_heads; }
-  CUTE_DEVICE unsigned token(unsigned row) const {
-    return params.group_magic == 0 ? row : __umulhi(row, params.group_magic);
+  CUTE_DEVICE unsigned count() const { return params.n_q * params.heads_per_kv.divisor; }
+  CUTE_DEVICE unsigned token(unsigned row) const { return params.heads_per_kv.div(row); }
+  CUTE_DEVICE unsigned query_head(unsigned row) const {
+    return (head - token(row)) * params.heads_per_kv.divisor + row;
   }
-  CUTE_DEVICE unsigned query_head(unsigned row) const { return (head - token(row)) * params.group_heads + row; }
   CUTE_DEVICE Element const* row_of(int batch, unsigned row) const {
     return static_cast<Element const*>(params.q) + batch * params.q_stride.batch + token(row) * params.q_stride.row +
            query_head(row) * params.q_stride.head;
   }
 
-  /// Chunk `chunk` of row `row` of Q, zeros past the last row; words 1 and 2 change places, as LeanSums wants them.
+  /// Chunk `chunk` of row `row` of Q, zeros past the last row; words 1 and 2 change places, as NarrowSums wants them.
   CUTE_DEVICE uint4 query(int batch, unsigned row, unsigned chunk) const {
     if (row >= count()) return make_uint4(0, 0, 0, 0);
     uint4 const x = __ldg(reinterpret_cast<uint4 const*>(row_of(batch, row)) + chunk);
@@ -184,7 +186,7 @@ struct LeanRows {
   }
 
   /// Normalises float4 `unit` of a row and writes it, and with unit 0 the row's lse.
-  CUTE_DEVICE void write(int batch, unsigned row, unsigned unit, LeanPart const& x) const {
+  CUTE_DEVICE void write(int batch, unsigned row, unsigned unit, NarrowPart const& x) const {
     float const factor = x.l == 0.f ? 0.f : reciprocal(x.l);
     Element* const to = static_cast<Element*>(params.o) + batch * params.o_stride.batch +
                         token(row) * params.o_stride.row + query_head(row) * params.o_stride.head;
@@ -204,7 +206,7 @@ CUTE_DEVICE Range keys_of_all_rows(Visibility const& visibility) {
 
 /// What a warp has of all rows: of its lane 4g + t, maximum and sum of row g, and O of rows 2t and 2t + 1.
 template <class Tile>
-struct LeanSums {
+struct NarrowSums {
   using Element = typename Tile::Element;
   static constexpr int HeadDim = Tile::HeadDim, Chunks = Tile::Chunks, Units = Tile::Units, TileKeys = Tile::TileKeys;
   float O[HeadDim / 16][4], m, l;
@@ -215,10 +217,10 @@ struct LeanSums {
     for (int j = 0; j < HeadDim / 16; ++j) O[j][0] = O[j][1] = O[j][2] = O[j][3] = 0.f;
   }
 
-  /// Adds the keys from `first_key` on, in `tile`. `query(c)` is LeanRows::query of row g and chunk c + t; keys outside
-  /// `seen_by_all` are masked.
+  /// Adds the keys from `first_key` on, in `tile`. `query(c)` is NarrowRows::query of row g and chunk c + t; keys
+  /// outside `seen_by_all` are masked.
   template <class Query>
-  CUTE_DEVICE void add(typename Tile::Stage const& tile, Query const& query, LeanRows<Tile> const& rows,
+  CUTE_DEVICE void add(typename Tile::Stage const& tile, Query const& query, NarrowRows<Tile> const& rows,
                        Visibility const& visibility, Range const& seen_by_all, int first_key, float scale) {
     constexpr unsigned kAll = 0xffffffffu;
     int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -305,8 +307,8 @@ struct LeanSums {
 
 /// The sum of the first `parts` of at most `Most`, in their order: `ml(i)` and `o(i)` of part i.
 template <int Most, class Ml, class O>
-CUTE_DEVICE LeanPart sum_of_parts(int parts, Ml const& ml, O const& o) {
-  LeanPart sum;
+CUTE_DEVICE NarrowPart sum_of_parts(int parts, Ml const& ml, O const& o) {
+  NarrowPart sum;
   CUTE_UNROLL
   for (int i = 0; i < Most; ++i) {
     if (i < parts) sum.m = fmaxf(sum.m, ml(i).x);

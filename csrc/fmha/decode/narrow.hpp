@@ -4,7 +4,7 @@
 // csrc/kernels/decode_*.cu; launched through decode_dispatch.cu, where cluster.hpp does not serve.
 #pragma once
 
-#include "lean_tile.hpp"
+#include "narrow_tile.hpp"
 
 namespace cutlass_ext::decode {
 
@@ -17,17 +17,17 @@ struct Segment {
 
 /// Four warps have tiles of 16 keys in turn, each in a ring of its own, and meet once a sequence.
 template <int HeadDim, class Element>
-struct LeanTraits : LeanTile<HeadDim, Element> {
-  using Tile = LeanTile<HeadDim, Element>;
+struct NarrowTraits : NarrowTile<HeadDim, Element> {
+  using Tile = NarrowTile<HeadDim, Element>;
   static constexpr int Warps = 4, Threads = 32 * Warps, Stages = 3;
-  static_assert(kLeanBatch % 32 == 0);
+  static_assert(kNarrowBatch % 32 == 0);
 
   struct SharedStorage {
     typename Tile::Stage ring[Warps][Stages];
     alignas(128) uint4 q[Tile::Rows][Tile::Chunks];
     float2 ml[Warps][Tile::Rows];
     int scratch_stage[Warps];
-    Segment segments[kLeanBatch];
+    Segment segments[kNarrowBatch];
     unsigned chunk;        // tiles of a CTA
     int batch, batch_end;  // its sequences, with those between them that have no tile
     bool is_last;
@@ -43,8 +43,8 @@ struct LeanTraits : LeanTile<HeadDim, Element> {
 
 /// A warp's way through the tiles ahead of those that it works on.
 template <class Traits>
-struct LeanLoader {
-  LeanParams const& params;
+struct NarrowLoader {
+  NarrowParams const& params;
   typename Traits::SharedStorage const& shared;
   int head, warp, lane;
   unsigned begin, end;  // the CTA's tiles
@@ -94,8 +94,8 @@ struct LeanLoader {
 
 /// Where the parts of a sequence lie in the workspace.
 template <class Traits>
-struct LeanParts {
-  LeanParams const& params;
+struct NarrowParts {
+  NarrowParams const& params;
   unsigned head;
   Sharing sharing;
 
@@ -111,7 +111,7 @@ struct LeanParts {
   }
 
   /// Merges all parts in their order, a warp a row. A round of them is under way before the first is waited for.
-  CUTE_DEVICE void merge(LeanRows<typename Traits::Tile> const& rows, int batch) const {
+  CUTE_DEVICE void merge(NarrowRows<typename Traits::Tile> const& rows, int batch) const {
     constexpr unsigned Round = 16;
     unsigned const lane = threadIdx.x % 32, unit = lane % Traits::Units;
     for (unsigned row = threadIdx.x / 32; row < rows.count(); row += Traits::Warps) {
@@ -156,7 +156,7 @@ struct LeanParts {
 
 /// Shares out the tiles of sequences whose lengths the host knows, by all threads.
 template <class Traits>
-CUTE_DEVICE void share_alike(LeanParams const& params, typename Traits::SharedStorage& shared, unsigned group) {
+CUTE_DEVICE void share_alike(NarrowParams const& params, typename Traits::SharedStorage& shared, unsigned group) {
   unsigned const of_each = params.tiles.divisor, total = params.batch * of_each;
   unsigned const at = min(group * params.chunk, total), stop = min((group + 1) * params.chunk, total);
   Visibility const visibility = params.visibility_of(0);
@@ -177,7 +177,7 @@ CUTE_DEVICE void share_alike(LeanParams const& params, typename Traits::SharedSt
 /// The same of others, by one warp, which reads their lengths: lane i has sequence b0 + i, and the batch's tiles are
 /// counted from the first sequence on.
 template <class Traits>
-CUTE_DEVICE void share_by_lengths(LeanParams const& params, typename Traits::SharedStorage& shared, unsigned group) {
+CUTE_DEVICE void share_by_lengths(NarrowParams const& params, typename Traits::SharedStorage& shared, unsigned group) {
   constexpr unsigned kAll = 0xffffffffu;
   int const lane = threadIdx.x % 32;
   unsigned total = 0, first, end;
@@ -227,9 +227,9 @@ CUTE_DEVICE void share_by_lengths(LeanParams const& params, typename Traits::Sha
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::Threads, 2) lean_kernel(__grid_constant__ LeanParams const params) {
+__global__ void __launch_bounds__(Traits::Threads, 2) narrow_kernel(__grid_constant__ NarrowParams const params) {
   using Tile = typename Traits::Tile;
-  using Sums = LeanSums<Tile>;
+  using Sums = NarrowSums<Tile>;
   constexpr int Chunks = Tile::Chunks, Units = Tile::Units, Warps = Traits::Warps, Stages = Traits::Stages;
   static_assert(Tile::Rows * Chunks <= Traits::Threads);
   extern __shared__ __align__(128) unsigned char smem[];
@@ -247,9 +247,9 @@ __global__ void __launch_bounds__(Traits::Threads, 2) lean_kernel(__grid_constan
 
   unsigned const chunk = shared.chunk;
   int const batch_end = shared.batch_end;
-  LeanRows<Tile> const rows{params, head};
-  LeanLoader<Traits> loader{params, shared,        int(head),           warp,
-                            lane,   group * chunk, (group + 1) * chunk, shared.batch - 1};
+  NarrowRows<Tile> const rows{params, head};
+  NarrowLoader<Traits> loader{params, shared,        int(head),           warp,
+                              lane,   group * chunk, (group + 1) * chunk, shared.batch - 1};
   auto& ring = shared.ring[warp];
   float const scale = params.scale;
 
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) lean_kernel(__grid_constan
       int const next = shared.next(batch);
       if (batch != before_all) {
         if (next < batch_end) query = rows.query(next, q_row, q_chunk);
-        LeanParts<Traits> const parts{params, head, sharing};
+        NarrowParts<Traits> const parts{params, head, sharing};
         auto const scratch_of = [&](int w, int s) { return reinterpret_cast<float4*>(&shared.ring[w][s]); };
         __syncwarp();  // V of the last tile has been read where O is now written
         sums.put(scratch_of(warp, stage), shared.ml[warp], rows.count());
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) lean_kernel(__grid_constan
         __syncthreads();
         for (unsigned index = threadIdx.x; index < rows.count() * Units; index += Traits::Threads) {
           unsigned const row = index / Units, unit = index % Units;
-          LeanPart const sum = sum_of_parts<Warps>(
+          NarrowPart const sum = sum_of_parts<Warps>(
               Warps, [&](int w) { return shared.ml[w][row]; },
               [&](int w) { return scratch_of(w, shared.scratch_stage[w])[Sums::scratch_place(row, unit)]; });
           if (sharing.parts == 1) {
@@ -338,5 +338,17 @@ __global__ void __launch_bounds__(Traits::Threads, 2) lean_kernel(__grid_constan
       rows.write(b, index / Units, index % Units, {});
   }
 }
+
+/// The kernel of one head_dim.
+template <int HeadDim, class Element>
+struct NarrowDecode {
+  using Traits = NarrowTraits<HeadDim, Element>;
+  static constexpr char const* kFamily = "sm80";
+  static constexpr Kind kKind = Kind::Narrow;
+  static constexpr Features kTakes =
+      feature::KeyLengths | feature::StartPositions | feature::FewerKeys | feature::Pages;
+  static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
+  static constexpr auto kernel = &narrow_kernel<Traits>;
+};
 
 }  // namespace cutlass_ext::decode

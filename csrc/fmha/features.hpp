@@ -1,0 +1,96 @@
+// Features: what a call asks of a kernel beyond plain attention, a bit each. A kernel says which bits it takes; a call
+// runs on none that does not take all of its bits. Used by the kernels' structs, host/kernel_table.cpp and the tests.
+#pragma once
+
+#include <cstdint>
+
+#include "params.hpp"
+
+namespace cutlass_ext {
+
+using Features = uint32_t;
+
+/// How a kernel carries a call out; its grid and its workspace follow from it.
+enum class Kind {
+  Persistent,  ///< CTAs that take query tiles until there are none left
+  Tiles,       ///< a CTA for each query tile and split
+  Short,       ///< a CTA for each query tile, for launches that are over before a pipeline is full
+  Decode,      ///< few query rows, those of all heads that share a key head in one tile
+  Narrow,      ///< the same of at most decode::kNarrowRows such rows, reading only
+  Cluster,     ///< the same, a cluster of CTAs for each sequence and key head
+};
+
+// A bit, the argument that asks for it, and when it does. A new line here is taken by no kernel until one says so.
+#define CUTLASS_EXT_FEATURES(FEATURE)                                          \
+  FEATURE(Softcap, "softcap", p.softcap > 0.f)                                 \
+  FEATURE(Alibi, "alibi_slopes", p.alibi_slopes)                               \
+  FEATURE(Sink, "sink", p.sink)                                                \
+  FEATURE(Packed, "cu_seqlens_q", p.packed())                                  \
+  FEATURE(KeyLengths, "seqused_k", p.seqused_k)                                \
+  FEATURE(LeftPadding, "leftpad_k", p.leftpad_k)                               \
+  FEATURE(StartPositions, "start_pos", p.start_pos_kind == StartPos::PerBatch) \
+  FEATURE(FewerKeys, "cache_seqlens", p.n_cached < p.n_kv)                     \
+  FEATURE(Pages, "block_table", p.block_table)                                 \
+  FEATURE(BatchIndex, "cache_batch_idx", p.batch_idx)                          \
+  FEATURE(NewKeys, "k", p.n_new > 0)                                           \
+  FEATURE(RotaryEmbedding, "rotary_cos", p.rotary.cos)                         \
+  FEATURE(FixedSplits, "num_splits", p.fixed_splits)                           \
+  FEATURE(UnalignedRows, "q, k, v", !rows_are_aligned(p))
+
+namespace feature {
+enum Index : int {
+#define FEATURE(name, argument, asked) name##Index,
+  CUTLASS_EXT_FEATURES(FEATURE)
+#undef FEATURE
+      kCount
+};
+#define FEATURE(name, argument, asked) constexpr Features name = Features(1) << name##Index;
+CUTLASS_EXT_FEATURES(FEATURE)
+#undef FEATURE
+
+/// What changes scores between the two products.
+constexpr Features kScoreMods = Softcap | Alibi;
+/// What tells the sequences of a padded batch apart by numbers on the device.
+constexpr Features kUnlike = KeyLengths | LeftPadding | StartPositions;
+/// What belongs to a cache.
+constexpr Features kCache = FewerKeys | Pages | BatchIndex | NewKeys | RotaryEmbedding;
+}  // namespace feature
+
+/// Whether every row that is read begins at a multiple of 16 bytes, as vectors and the copy engine (TMA) want it.
+/// Strides of dimensions of size 1 are never used.
+CUTE_HOST_DEVICE bool rows_are_aligned(Params const& p) {
+  auto const aligned = [&](void const* data, Strides const& stride, int batch, int rows, int heads) {
+    auto const step = [&](int64_t elements, int size) { return size <= 1 || elements * p.element_bytes % 16 == 0; };
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && step(stride.batch, batch) && step(stride.row, rows) &&
+           step(stride.head, heads);
+  };
+  int const batch = p.stored_batch(), keys = p.block_table ? 1 << p.page_shift : p.stored_keys(),
+            places = p.pages > 0 ? p.pages : batch;
+  return aligned(p.q, p.q_stride, batch, p.stored_rows(), p.heads_q) &&
+         aligned(p.k, p.k_stride, places, keys, p.heads_kv) && aligned(p.v, p.v_stride, places, keys, p.heads_kv) &&
+         aligned(p.k_new, p.k_new_stride, batch, p.n_new, p.heads_kv) &&
+         aligned(p.v_new, p.v_new_stride, batch, p.n_new, p.heads_kv);
+}
+
+/// The bits of a call.
+CUTE_HOST_DEVICE Features features_of(Params const& p) {
+  Features features = 0;
+#define FEATURE(name, argument, asked) features |= (asked) ? feature::name : 0;
+  CUTLASS_EXT_FEATURES(FEATURE)
+#undef FEATURE
+  return features;
+}
+
+/// The argument that asks for the lowest bit of `features`, which is not 0.
+inline char const* argument_of(Features features) {
+  static constexpr char const* kArguments[] = {
+#define FEATURE(name, argument, asked) argument,
+      CUTLASS_EXT_FEATURES(FEATURE)
+#undef FEATURE
+  };
+  int index = 0;
+  while (!(features >> index & 1)) ++index;
+  return index < feature::kCount ? kArguments[index] : "(unknown)";
+}
+
+}  // namespace cutlass_ext

@@ -1,0 +1,35 @@
+// What the host knows of a GPU, asked once, and how many CTAs of a kernel it holds. Used by plan.cpp.
+#pragma once
+
+#include "kernel_table.hpp"
+
+namespace cutlass_ext {
+
+struct Device {
+  int index = 0;
+  int multiprocessors = 0;
+  int shared_bytes = 0;  // that a block may opt in to
+  int l2_bytes = 0;
+  int capability = 0;  // 90 for 9.0
+};
+
+/// The current device.
+Device const& current_device();
+
+/// Whether the kernel's instructions and shared memory are there. Hopper's run on compute capability 9.0 and nowhere
+/// else.
+inline bool runs_on(Kernel const& kernel, Device const& device) {
+  bool const hopper = kernel.family[2] == '9';
+  return (!hopper || device.capability == 90) && kernel.shared_bytes <= device.shared_bytes;
+}
+
+/// What a device holds of a kernel that runs on it.
+struct Occupancy {
+  int ctas_a_multiprocessor = 0;
+  int clusters[3] = {};  // of 2, 4 and 8 CTAs, at once; of kernels that run in clusters
+};
+
+/// The first call for a kernel and a device raises the kernel's shared-memory limit there.
+Occupancy const& occupancy_of(Kernel const& kernel, Device const& device);
+
+}  // namespace cutlass_ext

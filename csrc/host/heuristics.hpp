@@ -1,0 +1,164 @@
+// What was measured about which kernel, how many splits and which order of work are fastest: small functions of a call
+// and a GPU, with their reasons. They choose speed alone; what a kernel can do at all its features say. Called by
+// plan.cpp, by the benchmarks and by the tests.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../fmha/decode/params.hpp"
+#include "../fmha/decode/partition.hpp"
+#include "../fmha/sequence.hpp"
+#include "device.hpp"
+
+namespace cutlass_ext {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// ------------------------------------------------------------------------------------------ which kind of kernel
+/// Query rows up to which a call decodes: its keys are then read once for all heads that share them, and its splits
+/// merged in the same launch. Speculative decoding's.
+constexpr int kMaxDecodeRows = 16;
+
+/// Whether a call that the short kernels do not take is done before the pipeline of Hopper's persistent ones is full.
+/// Microseconds there and in sm80, 32 heads on 8: 11.2 and 9.3 at (8, 64, 64), 10.4 and 10.0 at (1, 128, 128), 15.4
+/// and 19.4 at (8, 128, 128).
+inline bool is_tiny(Params const& p, Device const& device) {
+  return std::max(p.n_q, p.n_kv) <= 128 && std::max(p.head_dim, p.head_dim_v) <= 128 &&
+         int64_t(p.batch) * p.heads_q * ceil_div(p.n_q, 64) * ceil_div(p.n_kv, 64) <= 4 * device.multiprocessors;
+}
+
+/// How many warpgroups a query tile gets in the short kernels of Hopper; 0 where the persistent ones are faster. For
+/// calls whose sequences are alike. Blocks are of 64 rows and keys, figures (batch, N) in us there and in the
+/// persistent kernels, 32 heads on 8 where no others are named.
+/// Two where every query tile has a multiprocessor of its own: causal (1, 256) at head_dim 128 8.9 for 11.2, (1, 2048,
+/// 4 heads) 23.0 for 26.5. From 16 blocks a tile on splits are faster where they find multiprocessors idle: (1, 2048, 1
+/// head) 22.1 for 20.8. One, on several CTAs a multiprocessor, while this has few blocks. At head_dim 128 up to 6, or 9
+/// where a causal mask makes the tiles unequal, which several CTAs level out: (1, 512) causal, 8.7 blocks, 14.2
+/// for 14.5, (1, 384) in full, as many, 13.5 for 12.4. At 64 up to 80 of query tiles that see no more than four, up to
+/// 18 of others: (32, 197) causal, 77 blocks, 43 for 53, (2, 512) causal, 17.5, 14.3 for 16.0, (1, 1024) causal,
+/// 33, 21.2 for 20.2. The figures of one at 128 are of two CTAs with three stages.
+inline int warpgroups_of_short(Params const& p, Device const& device) {
+  constexpr int kBlock = 64, kMaxTiles = 64;
+  int const head_dim = std::max(p.head_dim, p.head_dim_v), query_tiles = Scheduler::tiles_of(p.n_q, kBlock);
+  if (device.capability != 90 || head_dim > 128 || query_tiles > kMaxTiles) return 0;
+  Visibility const visibility = sequence_of(p, 0).visibility;
+  int64_t blocks_of_head = 0, longest = 0;
+  for (int tile = 0; tile < query_tiles; ++tile) {
+    int64_t const blocks = std::max(1, visibility.tiles_of(tile * kBlock, kBlock, kBlock).size());  // a CTA at least
+    blocks_of_head += blocks;
+    longest = std::max(longest, blocks);
+  }
+  int64_t const heads = int64_t(p.batch) * p.heads_q, tiles = heads * query_tiles;
+  int64_t const multiprocessors = device.multiprocessors;
+  if (1 < longest && longest <= (2 * tiles > multiprocessors ? 32 : 16) && tiles <= multiprocessors) return 2;
+  bool const unequal = 4 * blocks_of_head < 3 * longest * query_tiles;
+  int64_t const most = head_dim <= 64 ? (longest <= 4 ? 80 : 18) : unequal ? 9 : 6;
+  return heads * blocks_of_head <= most * multiprocessors ? 1 : 0;
+}
+
+/// CTAs of a cluster for each sequence and key head of a decoding call: as many as all of them can have at once; 0
+/// where the other kernels win. Where the sequences differ, the longest decides how long theirs take, and the narrow
+/// kernel shares them out evenly; where they are alike, clusters win what its counter and merge cost (H200, head_dim
+/// 128: 7.5 us for 9.9 at 1024 keys of 8 heads, 14.0 for 15.9 at 8192; 14.0 for 15.6 at 2 x 4096 keys of 8), and lose
+/// in long ones where their CTAs do not fill the GPU (73.5 for 67.9 at 16,384 keys of 32 heads, 30.2 for 24.9 at 32,768
+/// of 4, which have 64 and 32 CTAs).
+inline int cluster_of(Params const& p, int const (&resident_clusters)[3]) {
+  constexpr int kTurnsOfUnlike = 8, kEnoughCtas = 48;
+  int64_t const wanted = int64_t(p.batch) * p.heads_kv;
+  int size = 0;
+  for (int i = 0; i < 3; ++i) {
+    if (wanted <= resident_clusters[i]) size = 2 << i;
+  }
+  if (size == 0) return 0;
+  int64_t keys = p.n_kv;
+  // Beside what a window shows a cluster goes through the new keys, which lie next to it, or anywhere.
+  if (p.window_left >= 0 && p.window_right >= 0 && (p.n_new == 0 || p.start_pos_kind == StartPos::End))
+    keys = std::min<int64_t>(keys, int64_t(p.window_left) + p.window_right + p.n_q + p.n_new);
+  bool const alike = (p.batch == 1 || all_alike(p)) && wanted * size >= kEnoughCtas;
+  int64_t const turns = alike ? decode::kClusterTurns : kTurnsOfUnlike;
+  return keys <= turns * size * decode::kClusterWarps << decode::kNarrowTileShift ? size : 0;
+}
+
+// ------------------------------------------------------------------------------------------ which tile
+/// Whether `tiles` query tiles fill the CTAs that the GPU holds at once. Under a causal mask the tiles of a sequence
+/// differ in length, and a single wave lasts as long as its longest: (1, 2048, 16, 64) took 341 us in 256 tiles of 128
+/// rows for 264 CTAs, 266 in 1024 of 32 for 528.
+inline bool fills(Params const& p, int block_r, int64_t tiles, int64_t resident_ctas) {
+  return p.window_right >= 0 && p.n_q > block_r ? 4 * tiles >= 5 * resident_ctas : 4 * tiles >= 3 * resident_ctas;
+}
+
+// ------------------------------------------------------------------------------------------ how many splits
+/// Key tiles that the busiest query tile visits, as far as the host knows.
+inline int64_t key_tiles(Params const& p, Kernel const& kernel) {
+  int64_t keys = p.n_kv;
+  if (p.window_left >= 0 && p.window_right >= 0)
+    keys = std::min<int64_t>(keys, int64_t(p.window_left) + p.window_right + kernel.block_r);
+  return ceil_div(keys, kernel.block_c);
+}
+
+/// Key tiles that a split has at least, since the merge costs about as much: on Hopper (1, 1024, 8, 128) takes 19.4 us
+/// in one split and 22.4 in two, (1, 2048, 4, 128) 28.6 and 27.1.
+inline int least_key_tiles(Kernel const& kernel) { return kernel.kind == Kind::Persistent ? 640 / kernel.block_c : 2; }
+
+/// Splits of the keys that fill `resident_ctas` (CTAs that the GPU holds at once) when `work_tiles` query tiles do not:
+/// 1 while they fill three quarters of them; never fewer than `least_key_tiles` a split; no split count that only makes
+/// tails shorter.
+inline int choose_num_splits(int64_t work_tiles, int64_t key_tiles, int64_t resident_ctas, int64_t least_key_tiles) {
+  if (work_tiles == 0 || key_tiles < 2 * least_key_tiles || 4 * work_tiles >= 3 * resident_ctas) return 1;
+  int64_t const wanted = std::min(resident_ctas / work_tiles, key_tiles / least_key_tiles);
+  return static_cast<int>(ceil_div(key_tiles, ceil_div(key_tiles, wanted)));
+}
+
+/// Groups of CTAs among which a decoding kernel shares the keys of the batch; a group has `ctas_a_group`. As many as
+/// fill 96 KB of a multiprocessor with copies: twice as much, in twice the CTAs, is slower on an H200 where sequences
+/// are shared by groups (130 us for 126 at 16 x 8192 keys of 8 heads, 19.3 for 17.5 at 1 x 8192: more parts to merge),
+/// and faster where a group has several: one CTA then copies while another ends a sequence (the narrow kernel: 235 us
+/// for 238 at 64 ragged sequences; but 243 for 240 at 64 x 4096, where all end at the same time).
+inline int decode_groups(Params const& p, Kernel const& kernel, Device const& device, int ctas_a_multiprocessor,
+                         int64_t ctas_a_group) {
+  constexpr int kWantedBytes = 96 * 1024;
+  auto const groups_of = [&](int64_t ctas) {
+    return static_cast<int>(std::max<int64_t>(1, ctas * device.multiprocessors / ctas_a_group));
+  };
+  int const enough = std::clamp<int>(ceil_div(kWantedBytes, kernel.shared_bytes), 1, ctas_a_multiprocessor);
+  int const groups = groups_of(enough);
+  bool const ends_together = kernel.kind == Kind::Narrow && all_alike(p);
+  return p.batch > groups && !ends_together ? groups_of(ctas_a_multiprocessor) : groups;
+}
+
+// ------------------------------------------------------------------------------------------ in which order
+/// Pairs of (batch, query head) that `limit` allows, where each key head takes `cost` of it; whole groups that share a
+/// key head, and at least one.
+inline int64_t section_of(int64_t limit, int64_t cost, int heads_per_kv) {
+  return heads_per_kv * std::clamp<int64_t>(cost > 0 ? limit / cost : limit, 1, 1 << 16);
+}
+
+/// `section` pairs or fewer, at least half as many, so that `pairs` fall into sections of one size where whole groups
+/// of `heads_per_kv` allow it; else `section`. A short last section begins its longest tiles when little else is left
+/// to do beside them: causal (2, 8192, 16, 128) took 7% longer in sections of 7, 7, 7, 7, 4 than in eight of 4.
+inline int64_t even_section(int64_t pairs, int64_t section, int heads_per_kv) {
+  for (int64_t s = section; 2 * s >= section && s > 0; s -= heads_per_kv) {
+    if (pairs % s == 0) return s;
+  }
+  return section;
+}
+
+/// The section of a launch on a GPU that holds `p.resident_ctas` CTAs at once and has `l2_bytes` of L2: what fits an
+/// eighth of L2, since b8 N2048 d128 is 5% slower with half of it (an H200's 60 MB). Under a causal mask the last tiles
+/// of the last section are to be short of the whole work, so from eight query tiles on (shorter ones differ too little)
+/// three waves of tiles, at most five eighths of L2. Causal rows of an H200 at head_dim 256: two heads of N 16384 at a
+/// time are 10% faster than one, four of N 8192 9% faster than two; at N 512, 32 are 2% faster than 64.
+inline int64_t section_for(Params const& p, int block_r, int64_t l2_bytes) {
+  int64_t const bytes_a_head = int64_t(p.n_kv) * (p.head_dim + p.head_dim_v) * p.element_bytes;
+  int const heads_per_kv = p.heads_q / p.heads_kv, tiles = Scheduler::tiles_of(p.n_q, block_r);
+  int64_t section = section_of(l2_bytes / 8, bytes_a_head, heads_per_kv);
+  if (p.window_right >= 0 && tiles >= 8) {
+    int64_t const tiles_a_group = int64_t(heads_per_kv) * tiles * p.num_splits;
+    section = std::min(section_of(l2_bytes / 8 * 5, bytes_a_head, heads_per_kv),
+                       section_of(3 * int64_t(p.resident_ctas), tiles_a_group, heads_per_kv));
+  }
+  return even_section(int64_t(p.batch) * p.heads_q, section, heads_per_kv);
+}
+
+}  // namespace cutlass_ext

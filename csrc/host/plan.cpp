@@ -1,0 +1,257 @@
+// The choice among the kernels of the table, the grid, and the launch with its merge. See plan.hpp; what is faster
+// where stands in heuristics.hpp.
+#include "plan.hpp"
+
+#include <algorithm>
+#include <sstream>
+#include <tuple>
+
+#include "counters.hpp"
+#include "error.hpp"
+#include "heuristics.hpp"
+#include "merge.hpp"
+
+namespace cutlass_ext {
+namespace {
+
+/// A call on its way to a plan.
+struct Call {
+  Params& params;
+  Request const& request;
+  Device const& device;
+  Features features;
+
+  bool could_run(Kernel const& kernel) const {
+    return (request.backend == "auto" || request.backend == kernel.family) && runs_on(kernel, device) &&
+           kernel.takes_sizes(params);
+  }
+  bool temporary(Kernel const& k) const {
+    if (k.kind != Kind::Narrow && k.kind != Kind::Cluster) return true;
+    return params.head_dim == k.head_dim && params.head_dim_v == k.head_dim && int64_t(params.n_q) * params.heads_q / params.heads_kv <= 8 && params.n_q > 0 &&
+         params.batch <= 256 && (!params.block_table || params.page_shift >= 4);
+  }
+  bool runs(Kernel const& kernel) const { return temporary(kernel) && could_run(kernel) && kernel.takes_features(features); }
+
+  int ctas_a_multiprocessor(Kernel const& kernel) const { return occupancy_of(kernel, device).ctas_a_multiprocessor; }
+};
+
+int count_bits(Features features) {
+  int bits = 0;
+  for (; features; features &= features - 1) ++bits;
+  return bits;
+}
+
+/// Smaller tiles of head_dim come first, then kernels without what the call does not need.
+std::tuple<int, int> cost_of(Kernel const& kernel) {
+  return {kernel.head_dim + kernel.head_dim_v, count_bits(kernel.takes)};
+}
+
+/// Of the kernels of `kinds` that `accepts`, the one of the least `cost`.
+template <class Accepts, class Cost>
+Kernel const* cheapest(std::initializer_list<Kind> kinds, DType dtype, Accepts const& accepts, Cost const& cost) {
+  Kernel const* best = nullptr;
+  for (Kind const kind : kinds) {
+    for (Kernel const* kernel : kernels_of(kind, dtype)) {
+      if (accepts(*kernel) && (!best || cost(*kernel) < cost(*best))) best = kernel;
+    }
+  }
+  return best;
+}
+
+// ------------------------------------------------------------------------------------------------ few query rows
+/// Whether the kernels that decode are for the call: they alone know pages and new keys, and few rows are theirs unless
+/// a prefill kernel has to read them element by element.
+bool decodes(Call const& call) {
+  Features constexpr kTheirs = feature::kCache & ~feature::FewerKeys;
+  bool const few_rows = !call.params.packed() && call.params.n_q <= kMaxDecodeRows;
+  return (call.features & kTheirs) || (few_rows && !(call.features & feature::UnalignedRows));
+}
+
+void plan_decode(Call const& call, Plan* plan) {
+  Params& p = call.params;
+  int64_t const rows = int64_t(p.n_q) * p.heads_per_kv.divisor;
+  auto const of = [&](Kind kind) {
+    // The smallest tile that holds the rows, else the largest.
+    auto const cost = [&](Kernel const& k) {
+      return std::tuple(k.head_dim, k.block_r < rows, k.block_r < rows ? -k.block_r : k.block_r, count_bits(k.takes));
+    };
+    return cheapest({kind}, call.request.dtype, [&](Kernel const& k) { return call.runs(k); }, cost);
+  };
+  if (Kernel const* const kernel = of(Kind::Cluster)) {
+    plan->splits = cluster_of(p, occupancy_of(*kernel, call.device).clusters);
+    if (plan->splits > 0) plan->kernel = kernel;
+  }
+  if (!plan->kernel) plan->kernel = of(Kind::Narrow);
+  if (!plan->kernel) plan->kernel = of(Kind::Decode);
+  if (!plan->kernel) return;
+
+  Kernel const& kernel = *plan->kernel;
+  p.row_tiles = static_cast<int>(std::max<int64_t>(1, ceil_div(rows, kernel.block_r)));
+  unsigned const heads = p.heads_kv, batch = p.batch;
+  if (kernel.kind == Kind::Cluster) {
+    unsigned const size = plan->splits;
+    plan->grid = {dim3(size, heads, batch), size};
+    return;
+  }
+  int64_t const ctas_a_group = int64_t(p.row_tiles) * p.heads_kv;
+  p.groups = decode_groups(p, kernel, call.device, call.ctas_a_multiprocessor(kernel), ctas_a_group);
+  int64_t const groups = p.fixed_splits ? int64_t(p.batch) * p.num_splits : p.groups;
+  int64_t const ctas = groups * ctas_a_group;
+  if (ctas > INT32_MAX) fail("ValueError", "q: asks for ", ctas, " CTAs; a launch has room for fewer than 2^31");
+  plan->splits = p.fixed_splits ? p.num_splits : 0;
+  bool const has_parts = p.fixed_splits ? p.num_splits > 1 : p.groups > 1;
+  plan->partial_rows = has_parts ? (p.fixed_splits ? 1 : decode::kSlots) * ctas * kernel.block_r : 0;
+  plan->floats_a_part = 2;
+  plan->counters = has_parts ? size_t(p.batch) * ctas_a_group : 0;
+  plan->grid.ctas = kernel.kind == Kind::Narrow ? dim3(heads, p.groups) : dim3(static_cast<unsigned>(ctas));
+}
+
+// ------------------------------------------------------------------------------------------------ query tiles
+/// The grid of a kernel of query tiles, the order of its work and its splits.
+void lay_out(Device const& device, Params* params, Plan* plan) {
+  Params& p = *params;
+  Kernel const& kernel = *plan->kernel;
+  int64_t const tiles = int64_t(p.batch) * p.heads_q * Scheduler::tiles_of(p.n_q, kernel.block_r);
+  p.resident_ctas = occupancy_of(kernel, device).ctas_a_multiprocessor * device.multiprocessors;
+  if (kernel.kind == Kind::Short) {
+    plan->grid.ctas = dim3(p.heads_q, Scheduler::tiles_of(p.n_q, kernel.block_r), p.batch);
+    return;
+  }
+  if (!p.fixed_splits)
+    p.num_splits = choose_num_splits(tiles, key_tiles(p, kernel), p.resident_ctas, least_key_tiles(kernel));
+  p.scheduler = Scheduler(p.batch, p.heads_q, p.n_q, kernel.block_r, p.num_splits,
+                          section_for(p, kernel.block_r, device.l2_bytes));
+  int64_t const items = p.scheduler.size();
+  if (items > INT32_MAX) fail("ValueError", "q: has ", items, " tiles of query rows; a launch has room for 2^31");
+  bool const persistent = kernel.kind == Kind::Persistent;
+  plan->grid.ctas = dim3(static_cast<unsigned>(persistent ? std::min<int64_t>(items, p.resident_ctas) : items));
+  plan->counters = persistent ? 2 : 0;
+  plan->splits = p.num_splits;
+  plan->merges_apart = p.num_splits > 1;
+  plan->partial_rows = plan->merges_apart ? p.num_splits * p.result_rows() : 0;
+  plan->floats_a_part = 1;
+}
+
+void plan_prefill(Call const& call, Plan* plan) {
+  Params& p = call.params;
+  int const warpgroups = (call.features & ~feature::Sink) == 0 ? warpgroups_of_short(p, call.device) : 0;
+  // With the number of splits fixed nothing may depend on the batch.
+  bool const tiny = call.request.backend == "auto" && !p.fixed_splits && is_tiny(p, call.device);
+  DType const dtype = call.request.dtype;
+  auto const accepts = [&](Kernel const& k) {
+    if (k.kind == Kind::Short) return k.threads / 128 == warpgroups && call.runs(k);
+    return !(k.kind == Kind::Persistent && tiny) && call.runs(k);
+  };
+  Kernel const* best = warpgroups > 0 ? cheapest({Kind::Short}, dtype, accepts, cost_of) : nullptr;
+  if (!best) best = cheapest({Kind::Persistent}, dtype, accepts, cost_of);  // Hopper's come first
+  if (!best) best = cheapest({Kind::Tiles}, dtype, accepts, cost_of);
+  if (!best) return;
+
+  // Its tiles of other sizes, the largest first: the first whose query tiles fill the GPU is taken, else the last.
+  std::vector<Kernel const*> sizes;
+  for (Kernel const* k : kernels_of(best->kind, dtype)) {
+    if (cost_of(*k) == cost_of(*best) && accepts(*k)) sizes.push_back(k);
+  }
+  std::sort(sizes.begin(), sizes.end(), [](Kernel const* a, Kernel const* b) {
+    auto const size = [](Kernel const* k) { return std::tuple(k->block_r * k->block_c, k->block_c, k->shared_bytes); };
+    return size(a) > size(b);
+  });
+  for (Kernel const* kernel : sizes) {
+    plan->kernel = kernel;
+    int64_t const tiles = int64_t(p.batch) * p.heads_q * Scheduler::tiles_of(p.n_q, kernel->block_r);
+    int64_t const resident_ctas = call.ctas_a_multiprocessor(*kernel) * call.device.multiprocessors;
+    bool const tall = 2 * p.n_q > kernel->block_r;  // else half of the tile or more would be empty
+    // With the number of splits fixed a sequence's bits must not depend on the batch that it comes in: then the choice
+    // rests on N_q alone, and on nothing where sequences are packed, since each has an N_q of its own.
+    if (p.fixed_splits ? tall || p.packed() : tall && fills(p, kernel->block_r, tiles, resident_ctas)) break;
+  }
+  lay_out(call.device, &p, plan);
+  if (plan->kernel->kind != Kind::Tiles || call.request.backend != "auto" || call.device.capability != 90) return;
+  if (tiny) plan->passed_over = "sm90 would not have its pipeline full before so few scores are done";
+  if (call.features & feature::UnalignedRows)
+    plan->passed_over = "sm90 wants rows of q, k and v that begin at multiples of 16 bytes";
+}
+
+/// What keeps every kernel from the call: the head dims, or the argument that the nearest one does not take.
+std::string refusal_of(Call const& call) {
+  auto const missing = [&](Kernel const& k) { return call.features & ~k.takes; };
+  Kernel const* const nearest = cheapest(
+      {Kind::Persistent, Kind::Tiles, Kind::Decode}, call.request.dtype,
+      [&](Kernel const& k) { return call.could_run(k); }, [&](Kernel const& k) { return count_bits(missing(k)); });
+  std::string const where = call.request.backend == "auto" ? "" : " of backend \"" + call.request.backend + "\"";
+  std::ostringstream text;
+  if (!nearest) {
+    text << "q: no kernel" << where << " for this GPU takes " << name_of(call.request.dtype) << " with head_dim "
+         << std::max(call.params.head_dim, call.params.head_dim_v);
+  } else if (missing(*nearest) & feature::UnalignedRows) {
+    text << "q, k, v: no kernel" << where << " takes rows that do not begin at multiples of 16 bytes; copy them with "
+         << ".contiguous()";
+  } else {
+    text << argument_of(missing(*nearest)) << ": no kernel" << where << " takes it together with what else is asked";
+  }
+  text << "; use backend=\"" << (call.request.backend == "auto" ? "torch\"" : "auto\" or \"torch\"");
+  return text.str();
+}
+
+}  // namespace
+
+Plan plan(Params* params, Request const& request) {
+  params->heads_per_kv = cutlass::FastDivmod(params->heads_q / params->heads_kv);
+  params->fixed_splits = request.num_splits > 0;
+  params->num_splits = std::max(request.num_splits, 1);
+  Call const call{*params, request, current_device(), features_of(*params)};
+  Plan plan;
+  if (decodes(call)) plan_decode(call, &plan);
+  if (!plan.kernel) plan_prefill(call, &plan);
+  if (!plan.kernel) plan.refusal = refusal_of(call);
+  if (params->batch == 0 || (params->n_q == 0 && params->n_new == 0)) plan.grid.ctas = dim3(0);
+  return plan;
+}
+
+Plan plan_with(Kernel const& kernel, Params* params) {
+  params->heads_per_kv = cutlass::FastDivmod(params->heads_q / params->heads_kv);
+  params->fixed_splits = true;
+  Plan plan;
+  plan.kernel = &kernel;
+  lay_out(current_device(), params, &plan);
+  return plan;
+}
+
+std::string Plan::reason(Params const& params, Request const& request) const {
+  std::ostringstream text;
+  text << name_of(kernel->kind) << " kernel, " << name_of(request.dtype) << ", head_dim "
+       << std::max(params.head_dim, params.head_dim_v) << " in tiles of B_r " << kernel->block_r << ", B_c "
+       << kernel->block_c << ", head_dim " << kernel->head_dim << "; "
+       << int64_t(grid.ctas.x) * grid.ctas.y * grid.ctas.z << " CTAs";
+  if (kernel->kind == Kind::Persistent) text << " for " << params.scheduler.size() << " tiles of query rows";
+  if (grid.cluster > 1)
+    text << " in clusters of " << grid.cluster << " that share the keys of a sequence";
+  else if (splits == 0)
+    text << ", the keys of the batch shared out among " << params.groups << " groups of them";
+  else
+    text << ", " << splits << (splits == 1 ? " split" : " splits") << " of the keys";
+  if (params.fixed_splits) text << " as asked";
+  if (!passed_over.empty()) text << "; " << passed_over;
+  return text.str();
+}
+
+void run(Plan const& plan, Params params, cudaStream_t stream, std::function<void*(size_t)> const& allocate) {
+  if (plan.grid.ctas.x == 0) return;
+  if (plan.partial_rows > 0) {
+    size_t const floats = size_t(plan.partial_rows) * (params.head_dim_v + plan.floats_a_part);
+    params.o_partial = static_cast<float*>(allocate(floats * sizeof(float)));
+    params.lse_partial = params.o_partial + plan.partial_rows * params.head_dim_v;
+  }
+  if (plan.counters > 0) {
+    params.counters = zero_counters(current_device().index, stream, plan.counters);
+    if (!params.counters) {
+      size_t const bytes = plan.counters * sizeof(unsigned);
+      params.counters = static_cast<unsigned*>(allocate(bytes));
+      check_cuda(cudaMemsetAsync(params.counters, 0, bytes, stream), "zeroing counters");
+    }
+  }
+  plan.kernel->launch(params, plan.grid, stream);
+  if (plan.merges_apart) merge_splits(plan.kernel->dtype, params, stream);
+}
+
+}  // namespace cutlass_ext

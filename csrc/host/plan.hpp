@@ -1,0 +1,46 @@
+// From a call to a launch: chooses a kernel of the table for the current device, completes the parameters, launches.
+// Called by torch/operators.cpp and bench/; knows no torch.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "device.hpp"
+
+namespace cutlass_ext {
+
+/// What a caller decides about a call's execution. `backend` is "auto" or a family's name; `num_splits` 0 leaves the
+/// number to the heuristics.
+struct Request {
+  DType dtype = DType::Float32;
+  std::string backend = "auto";
+  int num_splits = 0;
+};
+
+struct Plan {
+  Kernel const* kernel = nullptr;  // null: nothing here runs the call
+  Grid grid;
+  int splits = 1;             // parts of a sequence's keys; 0 where the batch's keys are shared out by their lengths
+  int64_t partial_rows = 0;   // rows of parts that are merged: d_v floats each
+  int floats_a_part = 0;      // and so many: its lse, or m and l
+  size_t counters = 0;        // that the kernel wants
+  bool merges_apart = false;  // parts are merged by a launch of its own
+  std::string refusal;        // where there is no kernel, the argument that none takes, and what would do
+  std::string passed_over;    // why a family that would have come first does not run the call
+
+  /// Why this kernel, in a sentence.
+  std::string reason(Params const& params, Request const& request) const;
+};
+
+/// Chooses, and completes `params` by what is decided of the work. Follows from host-known shapes alone, never from
+/// device memory.
+Plan plan(Params* params, Request const& request);
+
+/// The same with a kernel of query tiles that the caller has chosen, and `params->num_splits`.
+Plan plan_with(Kernel const& kernel, Params* params);
+
+/// Launches; `allocate` gives so many bytes of device memory that live until the work is done in stream order.
+void run(Plan const& plan, Params params, cudaStream_t stream, std::function<void*(size_t)> const& allocate);
+
+}  // namespace cutlass_ext

@@ -1,0 +1,164 @@
+// Schemas and the reader of boxed calls, and Params from arguments. See arguments.hpp.
+#include "arguments.hpp"
+
+#include <cmath>
+
+namespace cutlass_ext {
+namespace {
+
+constexpr int64_t kUnboundedWindow = int64_t(1) << 30;
+
+template <class T>
+void read(StableIValue from, T* to) {
+  *to = torch::stable::detail::to<T>(from);
+}
+void read(StableIValue from, Tensor* to) { *to = Tensor(torch::stable::detail::to<AtenTensorHandle>(from)); }
+/// torch 2.10's own conversion leaks a string a call.
+void read(StableIValue from, std::string* to) {
+  auto const handle = torch::stable::detail::to<StringHandle>(from);
+  size_t length;
+  char const* text;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &text));
+  to->assign(text, length);
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+}
+void read_optional(StableIValue from, Tensor* to) {
+  if (auto* const found = torch::stable::detail::to<StableIValue*>(from)) {
+    read(*found, to);
+    delete found;
+  }
+}
+
+/// `schema` tells optional tensors from others; every other type says so itself.
+template <class T>
+void read(char const*, StableIValue from, T* to) {
+  read(from, to);
+}
+void read(char const* schema, StableIValue from, Tensor* to) {
+  schema[6] == '?' ? read_optional(from, to) : read(from, to);
+}
+
+int bounded_window(int64_t window) { return window >= kUnboundedWindow ? -1 : static_cast<int>(window); }
+
+/// Of [batch, row, head, head_dim], or of packed [row, head, head_dim].
+Strides strides_of(Tensor const& t) { return {t.dim() == 4 ? t.stride(0) : 0, t.stride(-3), t.stride(-2)}; }
+
+void set_cache(Arguments const& a, Params* p) {
+  p->n_kv = static_cast<int>(a.capacity());
+  p->n_cached = static_cast<int>(a.cache_len.value_or(p->n_kv));
+  p->seqused_k = a.cache_seqlens.as<int>();
+  p->leftpad_k = a.cache_leftpad.as<int>();
+  p->batch_idx = a.cache_batch_idx.as<int>();
+  p->pages = static_cast<int>(a.k.size(0));
+  if (a.block_table) {
+    p->block_table = a.block_table.as<int>();
+    p->block_table_stride = a.block_table.stride(0);
+    p->page_shift = 0;
+    while ((int64_t(1) << p->page_shift) < a.page_rows()) ++p->page_shift;
+  }
+  if (a.new_keys() > 0) {
+    p->k = a.k.mutable_data();
+    p->v = a.v.mutable_data();
+    p->k_new = a.k_new.data;
+    p->v_new = a.v_new.data;
+    p->k_new_stride = strides_of(a.k_new);
+    p->v_new_stride = strides_of(a.v_new);
+    p->n_new = static_cast<int>(a.new_keys());
+  }
+  if (a.rotary_cos) {
+    p->rotary = {a.rotary_cos.data,
+                 a.rotary_sin.data,
+                 a.rotary_cos.stride(0),
+                 static_cast<int>(a.rotary_cos.size(0)),
+                 static_cast<int>(2 * a.rotary_cos.size(1)),
+                 a.rotary_interleaved};
+  }
+}
+
+}  // namespace
+
+Arguments::Arguments(Operator of, StableIValue const* stack) : of(of) {
+  read(*stack++, &q);
+  read(*stack++, &k);
+  read(*stack++, &v);
+  if (is_cache()) {
+    read_optional(*stack++, &k_new);
+    read_optional(*stack++, &v_new);
+  }
+#define SHARED_OPTION(schema, type, name, default_value) read(schema, *stack++, &name);
+#define PREFILL_OPTION(schema, type, name, default_value) \
+  if (!is_cache()) read(schema, *stack++, &name);
+#define CACHE_OPTION(schema, type, name, default_value) \
+  if (is_cache()) read(schema, *stack++, &name);
+#include "../options.def"
+}
+
+std::string schema_of(Operator of, std::string const& name, bool appends, char const* returns) {
+  bool const is_cache = of == Operator::KVCache;
+  std::string text = name + (!is_cache ? "(Tensor q, Tensor k, Tensor v"
+                             : appends ? "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache"
+                                       : "(Tensor q, Tensor k_cache, Tensor v_cache");
+  if (is_cache) text += ", Tensor? k=None, Tensor? v=None";
+  auto const add = [&](char const* schema, char const* option, char const* default_value) {
+    text = text + ", " + schema + " " + option + "=" + default_value;
+  };
+#define SHARED_OPTION(schema, type, name, default_value) add(schema, #name, default_value);
+#define PREFILL_OPTION(schema, type, name, default_value) \
+  if (!is_cache) add(schema, #name, default_value);
+#define CACHE_OPTION(schema, type, name, default_value) \
+  if (is_cache) add(schema, #name, default_value);
+#include "../options.def"
+  return text + ") -> " + returns;
+}
+
+Params params_of(Arguments const& a) {
+  Params p;
+  p.q = a.q.data;
+  p.k = a.k.data;
+  p.v = a.v.data;
+  p.q_stride = strides_of(a.q);
+  p.k_stride = strides_of(a.k);
+  p.v_stride = strides_of(a.v);
+  p.element_bytes = a.q.dtype == kFloat32 ? 4 : 2;
+  p.batch = static_cast<int>(a.batch());
+  p.n_q = static_cast<int>(a.q.size(-3));
+  p.heads_q = static_cast<int>(a.q.size(-2));
+  p.head_dim = static_cast<int>(a.q.size(-1));
+  p.n_kv = static_cast<int>(a.k.size(-3));
+  p.heads_kv = static_cast<int>(a.k.size(-2));
+  p.head_dim_v = static_cast<int>(a.v.size(-1));
+  p.seqused_k = a.seqused_k.as<int>();
+  p.leftpad_k = a.leftpad_k.as<int>();
+  if (a.packed()) {
+    p.cu_seqlens_q = a.cu_seqlens_q.as<int>();
+    p.cu_seqlens_k = a.cu_seqlens_k.as<int>();
+    p.total_q = p.n_q;
+    p.total_k = p.n_kv;
+    p.n_q = static_cast<int>(std::min<int64_t>(*a.max_seqlen_q, p.total_q));
+    p.n_kv = static_cast<int>(std::min<int64_t>(*a.max_seqlen_k, p.total_k));
+  }
+  if (a.is_cache()) set_cache(a, &p);
+
+  p.softmax_scale =
+      static_cast<float>(a.softmax_scale ? *a.softmax_scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim)));
+  p.softcap = static_cast<float>(a.softcap);
+  p.alibi_slopes = a.alibi_slopes.as<float>();
+  p.alibi_batch_stride = a.alibi_slopes && a.alibi_slopes.dim() == 2 ? a.alibi_slopes.stride(0) : 0;
+  p.sink = a.sink.as<float>();
+  p.start_pos_kind = a.start_positions ? StartPos::PerBatch : a.start_pos ? StartPos::Scalar : StartPos::End;
+  p.start_pos = static_cast<int>(a.start_pos.value_or(0));
+  p.start_positions = a.start_positions.as<int>();
+  p.window_left = bounded_window(a.window_left);
+  p.window_right = a.causal ? 0 : bounded_window(a.window_right);
+  return p;
+}
+
+Request request_of(Arguments const& a) {
+  return {a.q.dtype == kFloat32   ? DType::Float32
+          : a.q.dtype == kFloat16 ? DType::Float16
+                                  : DType::BFloat16,
+          a.backend, static_cast<int>(a.num_splits)};
+}
+
+}  // namespace cutlass_ext

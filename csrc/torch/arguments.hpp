@@ -1,0 +1,51 @@
+// The operators' arguments as one struct, with their schemas and the reader of boxed calls, all made of options.def;
+// and what becomes of them. Used by torch/ alone.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "../host/plan.hpp"
+#include "tensor.hpp"
+
+namespace cutlass_ext {
+
+/// `fmha` has q, k, v; `fmha_kvcache` q, k_cache, v_cache and perhaps new k and v.
+enum class Operator { Fmha, KVCache };
+
+struct Arguments {
+  Operator of;
+  Tensor q, k, v;       // k and v are the caches of fmha_kvcache
+  Tensor k_new, v_new;  // of fmha_kvcache
+#define SHARED_OPTION(schema, type, name, default_value) type name{};
+#define PREFILL_OPTION(schema, type, name, default_value) type name{};
+#define CACHE_OPTION(schema, type, name, default_value) type name{};
+#include "../options.def"
+
+  /// Reads the arguments off a boxed call's stack, which owns them no longer.
+  Arguments(Operator of, StableIValue const* stack);
+
+  bool is_cache() const { return of == Operator::KVCache; }
+  bool packed() const { return bool(cu_seqlens_q); }
+  bool on_cuda() const { return q.device_type == kCuda; }
+  int64_t batch() const { return packed() ? cu_seqlens_q.size(0) - 1 : q.size(0); }
+  int64_t new_keys() const { return k_new ? k_new.size(1) : 0; }
+  int64_t page_rows() const { return k.size(1); }
+  /// Keys that a sequence of a cache has room for.
+  int64_t capacity() const { return block_table ? block_table.size(1) * page_rows() : page_rows(); }
+
+  static inline int32_t const kCuda = aoti_torch_device_type_cuda();
+};
+
+/// "name(arguments) -> returns". A cache that is written to is marked so where `appends`.
+std::string schema_of(Operator of, std::string const& name, bool appends, char const* returns);
+
+/// Throws what is wrong with the arguments, naming the argument, what came and what would do.
+void check(Arguments const& arguments);
+
+/// What checked arguments come to, results and work aside.
+Params params_of(Arguments const& arguments);
+Request request_of(Arguments const& arguments);
+
+}  // namespace cutlass_ext

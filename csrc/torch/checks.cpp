@@ -1,0 +1,289 @@
+// The checks of the operators' arguments: the only ones there are, on every device. See arguments.hpp.
+#include <cfloat>
+#include <cmath>
+#include <initializer_list>
+#include <tuple>
+#include <utility>
+
+#include "arguments.hpp"
+
+namespace cutlass_ext {
+namespace {
+
+constexpr int64_t kMaxLength = kMaxPosition;
+constexpr int64_t kMaxSplits = 1024;
+
+void check_same_device(char const* name, Tensor const& t, Tensor const& q) {
+  if (t.device_type != q.device_type || t.device_index != q.device_index)
+    fail("ValueError", name, ": is on another device than q; move it there");
+}
+
+void check_dtype(char const* name, Tensor const& t, int32_t dtype) {
+  if (t.dtype != dtype) fail("TypeError", name, ": has dtype ", dtype_name(t.dtype), "; expected ", dtype_name(dtype));
+}
+
+void check_contiguous_rows(char const* name, Tensor const& t) {
+  if (t.size(-1) > 1 && t.stride(-1) != 1)
+    fail("ValueError", name, ": its last dimension is not contiguous; call .contiguous() on it");
+}
+
+void check_vector(char const* name, Tensor const& t, Tensor const& q, int32_t dtype, int64_t length,
+                  char const* meaning) {
+  if (!t) return;
+  check_dtype(name, t, dtype);
+  if (t.dim() != 1 || t.size(0) != length)
+    fail("ValueError", name, ": has shape ", t.shape_text(), "; expected ", meaning, " = [", length, "]");
+  if (length > 1 && t.stride(0) != 1) fail("ValueError", name, ": is not contiguous; call .contiguous() on it");
+  check_same_device(name, t, q);
+}
+
+/// A tensor of heads next to q: `layout` are its `dims` dimensions, the last of them rows, heads and the head dim.
+void check_heads(char const* name, Tensor const& t, Tensor const& q, int dims, char const* layout) {
+  if (t.dim() != dims)
+    fail("ValueError", name, ": has shape ", t.shape_text(), "; expected ", dims, " dimensions ", layout);
+  if (t.dtype != kFloat32 && t.dtype != kFloat16 && t.dtype != kBFloat16)
+    fail("TypeError", name, ": has dtype ", dtype_name(t.dtype), "; expected float32, float16 or bfloat16");
+  if (t.dtype != q.dtype) {
+    fail("TypeError", name, ": has dtype ", dtype_name(t.dtype), " and q ", dtype_name(q.dtype),
+         "; give q, k and v one dtype");
+  }
+  check_same_device(name, t, q);
+  int64_t const step = t.dtype == kFloat32 ? 4 : 8, d = t.size(-1);
+  if (d < step || d > 256 || d % step != 0) {
+    fail("ValueError", name, ": has head_dim ", d, "; expected a multiple of ", step, " from ", step,
+         " to 256: pad the last dimension with zeros");
+  }
+  if (t.stride(-1) != 1 && !t.empty()) {
+    fail("ValueError", name, ": its last dimension has stride ", t.stride(-1),
+         "; expected 1: call .contiguous() on it");
+  }
+  if (t.size(-3) >= kMaxLength) fail("ValueError", name, ": has ", t.size(-3), " rows; expected fewer than 2^29");
+}
+
+void check_operands(Arguments const& a) {
+  char const* const k_name = a.is_cache() ? "k_cache" : "k";
+  char const* const v_name = a.is_cache() ? "v_cache" : "v";
+  char const* const plain = a.is_cache() ? "[batch, seq, heads, head_dim]"
+                            : a.packed() ? "[total, heads, head_dim], which is what cu_seqlens_q goes with"
+                                         : "[batch, seq, heads, head_dim], or cu_seqlens_q for packed sequences";
+  char const* const layout = a.block_table ? "[pages, page size, heads, head_dim]" : plain;
+  int const dims = a.packed() ? 3 : 4;
+  check_heads("q", a.q, a.q, dims, plain);
+  check_heads(k_name, a.k, a.q, dims, layout);
+  check_heads(v_name, a.v, a.q, dims, layout);
+  if (!a.is_cache() && !a.packed()) {
+    for (auto [name, t] : {std::pair("k", &a.k), std::pair("v", &a.v)}) {
+      if (t->size(0) != a.q.size(0))
+        fail("ValueError", name, ": has batch ", t->size(0), " and q has ", a.q.size(0), "; they must be equal");
+    }
+  }
+  int64_t const heads_q = a.q.size(-2), heads_kv = a.k.size(-2);
+  if (a.q.size(-1) != a.k.size(-1)) {
+    fail("ValueError", k_name, ": has head_dim ", a.k.size(-1), " and q has ", a.q.size(-1), "; they must be equal");
+  }
+  for (int i = 0; i < dims - 1; ++i) {
+    if (a.v.size(i) != a.k.size(i)) {
+      fail("ValueError", v_name, ": has shape ", a.v.shape_text(), " and ", k_name, " ", a.k.shape_text(),
+           "; they must agree in all but the last dimension");
+    }
+  }
+  if (heads_q < 1) fail("ValueError", "q: has no heads; expected at least 1");
+  if (heads_kv < 1 || heads_q % heads_kv != 0) {
+    fail("ValueError", k_name, ": has ", heads_kv, " heads and q has ", heads_q,
+         "; the heads of q must be a multiple of those of ", a.is_cache() ? "the cache" : "k and v");
+  }
+  if (a.q.size(-3) * heads_q > INT32_MAX) {
+    fail("ValueError", "q: has ", a.q.size(-3), " rows of ", heads_q, " heads; expected fewer than 2^31 in all");
+  }
+}
+
+void check_packing(Arguments const& a) {
+  auto const given = {std::pair("cu_seqlens_q", bool(a.cu_seqlens_q)), std::pair("cu_seqlens_k", bool(a.cu_seqlens_k)),
+                      std::pair("max_seqlen_q", a.max_seqlen_q.has_value()),
+                      std::pair("max_seqlen_k", a.max_seqlen_k.has_value())};
+  bool any = false;
+  for (auto const& [name, is_given] : given) any |= is_given;
+  if (!any) return;
+  for (auto const& [name, is_given] : given) {
+    if (!is_given)
+      fail("ValueError", name,
+           ": is None; packed sequences need cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k");
+  }
+  Tensor const& ends = a.cu_seqlens_q;
+  if (ends.dim() != 1 || ends.size(0) < 1) {
+    fail("ValueError", "cu_seqlens_q: has shape ", ends.shape_text(),
+         "; expected [batch + 1], the row where each sequence begins and the end of the last");
+  }
+  check_vector("cu_seqlens_q", a.cu_seqlens_q, a.q, kInt32, ends.size(0), "[batch + 1]");
+  check_vector("cu_seqlens_k", a.cu_seqlens_k, a.q, kInt32, ends.size(0), "[batch + 1] of cu_seqlens_q");
+  for (auto const& [name, n] :
+       {std::pair("max_seqlen_q", *a.max_seqlen_q), std::pair("max_seqlen_k", *a.max_seqlen_k)}) {
+    if (n < 0) fail("ValueError", name, ": is ", n, "; expected the length of the longest sequence");
+  }
+}
+
+void check_cache(Arguments const& a) {
+  int64_t const batch = a.q.size(0);
+  if (a.block_table) {
+    Tensor const& t = a.block_table;
+    check_dtype("block_table", t, kInt32);
+    if (t.dim() != 2 || t.size(0) != batch) {
+      fail("ValueError", "block_table: has shape ", t.shape_text(),
+           "; expected [batch, pages of a sequence], batch = ", batch);
+    }
+    check_contiguous_rows("block_table", t);
+    check_same_device("block_table", t, a.q);
+    int64_t const rows = a.page_rows();
+    if (rows < 1 || rows > 256 || (rows & (rows - 1)) != 0) {
+      fail("ValueError", "k_cache: has pages of ", rows,
+           " rows; with a block_table its shape is [pages, page size, heads, head_dim], the page size a power of two "
+           "up to 256");
+    }
+    if (a.cache_batch_idx) fail("ValueError", "cache_batch_idx: does not go with block_table, whose rows say the same");
+  } else if (!a.cache_batch_idx && a.k.size(0) != batch) {
+    fail("ValueError", "k_cache: has batch ", a.k.size(0), " and q has ", batch,
+         "; they must be equal, or cache_batch_idx say which sequence is where");
+  }
+  if (a.capacity() >= kMaxLength || batch * (a.capacity() / 8 + 1) >= (int64_t(1) << 31)) {
+    fail("ValueError", a.block_table ? "block_table" : "k_cache", ": has room for ", batch, " x ", a.capacity(),
+         " keys; expected fewer than 2^29 a sequence and 2^34 in all");
+  }
+  check_vector("cache_seqlens", a.cache_seqlens, a.q, kInt32, batch, "[batch]");
+  check_vector("cache_batch_idx", a.cache_batch_idx, a.q, kInt32, batch, "[batch]");
+  check_vector("cache_leftpad", a.cache_leftpad, a.q, kInt32, batch, "[batch]");
+}
+
+void check_new(Arguments const& a) {
+  int64_t const batch = a.q.size(0), fresh = a.new_keys();
+  if (bool(a.k_new) != bool(a.v_new))
+    fail("ValueError", a.k_new ? "v" : "k", ": is None and ", a.k_new ? "k" : "v", " is not; give both or neither");
+  if (a.k_new) {
+    for (auto const& [name, t, cache] : {std::tuple("k", &a.k_new, &a.k), std::tuple("v", &a.v_new, &a.v)}) {
+      check_heads(name, *t, a.q, 4, "[batch, new tokens, heads, head_dim]");
+      if (t->size(0) != batch || t->size(1) != fresh || t->size(2) != a.k.size(2) || t->size(3) != cache->size(3)) {
+        fail("ValueError", name, ": has shape ", t->shape_text(), "; expected [batch, new tokens, heads of ", name,
+             "_cache, its head_dim] = [", batch, ", ", fresh, ", ", a.k.size(2), ", ", cache->size(3), "]");
+      }
+      for (int i = 0; i < 3; ++i) {
+        if (fresh > 0 && cache->size(i) > 1 && cache->stride(i) == 0) {
+          fail("ValueError", name, "_cache: is expanded, so that new keys would be written to one place; ",
+               "call .contiguous() on it");
+        }
+      }
+    }
+    if (!a.cache_len && !a.cache_seqlens)
+      fail("ValueError",
+           "cache_seqlens: is None; expected where the new k and v go, an int or an int32 tensor [batch]");
+  }
+  if (a.cache_len && a.cache_seqlens) fail("ValueError", "cache_seqlens: is given twice");
+  if (a.cache_len && (*a.cache_len < 0 || *a.cache_len + fresh > a.capacity())) {
+    fail("ValueError", "cache_seqlens: is ", *a.cache_len, ", with ", fresh,
+         " new tokens; the cache has room for 0 to ", a.capacity(), " keys");
+  }
+  if (fresh > a.capacity())
+    fail("ValueError", "k: has ", fresh, " new tokens, and the cache has room for ", a.capacity());
+}
+
+void check_rotary(Arguments const& a) {
+  if (bool(a.rotary_cos) != bool(a.rotary_sin)) {
+    fail("ValueError", a.rotary_cos ? "rotary_sin" : "rotary_cos", ": is None and ",
+         a.rotary_cos ? "rotary_cos" : "rotary_sin", " is not; give both or neither");
+  }
+  if (!a.rotary_cos) return;
+  if (!a.k_new) fail("ValueError", "rotary_cos: rotates q and the new keys; give k and v");
+  Tensor const& cos = a.rotary_cos;
+  for (auto const& [name, t] : {std::pair("rotary_cos", &a.rotary_cos), std::pair("rotary_sin", &a.rotary_sin)}) {
+    if (t->dtype != a.q.dtype) {
+      fail("TypeError", name, ": has dtype ", dtype_name(t->dtype), " and q ", dtype_name(a.q.dtype),
+           "; they must be equal");
+    }
+    if (t->dim() != 2 || t->size(0) < 1 || t->size(1) < 1 || 2 * t->size(1) > a.q.size(3)) {
+      fail("ValueError", name, ": has shape ", t->shape_text(),
+           "; expected [positions, rotary_dim / 2], rotary_dim at most head_dim = ", a.q.size(3));
+    }
+    if (t->size(0) != cos.size(0) || t->size(1) != cos.size(1))
+      fail("ValueError", name, ": has shape ", t->shape_text(), " and rotary_cos ", cos.shape_text());
+    if (t->stride(1) != 1 || t->stride(0) != cos.stride(0))
+      fail("ValueError", name, ": is not contiguous; call .contiguous() on it");
+    check_same_device(name, *t, a.q);
+    if (t->size(0) >= kMaxLength) fail("ValueError", name, ": has ", t->size(0), " rows; expected fewer than 2^29");
+  }
+}
+
+/// Whether `x`, which is computed with as float32 times log2(e), is a normal number there.
+bool is_normal_float(double x) { return x >= FLT_MIN && x <= FLT_MAX / 2; }
+
+void check_scores(Arguments const& a) {
+  int64_t const heads_q = a.q.size(-2);
+  check_vector("sink", a.sink, a.q, kFloat32, heads_q, "[heads_q]");
+  Tensor const& slopes = a.alibi_slopes;
+  if (slopes && slopes.dim() == 2) {
+    check_dtype("alibi_slopes", slopes, kFloat32);
+    if (slopes.size(0) != a.batch() || slopes.size(1) != heads_q) {
+      fail("ValueError", "alibi_slopes: has shape ", slopes.shape_text(), "; expected [heads_q] = [", heads_q,
+           "] or [batch, heads_q] = [", a.batch(), ", ", heads_q, "]");
+    }
+    check_contiguous_rows("alibi_slopes", slopes);
+    check_same_device("alibi_slopes", slopes, a.q);
+  } else {
+    check_vector("alibi_slopes", slopes, a.q, kFloat32, heads_q, "[heads_q] or [batch, heads_q], here [heads_q]");
+  }
+  if (a.softmax_scale && !is_normal_float(*a.softmax_scale)) {
+    fail("ValueError", "softmax_scale: is ", *a.softmax_scale,
+         "; expected a finite number above 0 that float32 holds, from 1.2e-38 to 1.7e38, or None for 1/sqrt(head_dim)");
+  }
+  if (a.softcap != 0 && !is_normal_float(a.softcap)) {
+    fail("ValueError", "softcap: is ", a.softcap,
+         "; expected a finite number above 0 that float32 holds, from 1.2e-38 to 1.7e38, or 0 for none");
+  }
+  if (a.softcap != 0 && a.softmax_scale && !(*a.softmax_scale / a.softcap <= FLT_MAX)) {
+    fail("ValueError", "softcap: is ", a.softcap, " beside a softmax_scale of ", *a.softmax_scale,
+         "; expected a ratio that float32 holds");
+  }
+}
+
+void check_positions(Arguments const& a) {
+  check_vector("start_pos", a.start_positions, a.q, kInt32, a.batch(), "[batch]");
+  if (a.start_pos && (*a.start_pos <= -kMaxLength || *a.start_pos >= kMaxLength))
+    fail("ValueError", "start_pos: is ", *a.start_pos, "; expected a position between -2^29 and 2^29");
+  for (auto const& [side, before, window] :
+       {std::tuple("left", "before", a.window_left), std::tuple("right", "after", a.window_right)}) {
+    if (window < -1) {
+      fail("ValueError", "window: its ", side, " side is ", window, "; expected the number of keys ", before,
+           " a row's own, or -1 for all");
+    }
+  }
+}
+
+void check_execution(Arguments const& a) {
+  if (a.num_splits < 0 || a.num_splits > kMaxSplits) {
+    fail("ValueError", "num_splits: is ", a.num_splits, "; expected 1 to ", kMaxSplits, ", or 0 to have it chosen");
+  }
+  if (a.backend != "auto" && a.backend != "torch" && a.backend != "simt" && a.backend != "sm80" &&
+      a.backend != "sm90") {
+    fail("ValueError", "backend: is \"", a.backend, "\"; expected \"auto\", \"simt\", \"sm80\", \"sm90\" or \"torch\"");
+  }
+  if (!a.on_cuda() && a.backend != "auto" && a.backend != "torch") {
+    fail("ValueError", "backend: \"", a.backend,
+         "\" runs on a CUDA device and q is not on one; move q, k and v there, or use \"auto\" or \"torch\"");
+  }
+}
+
+}  // namespace
+
+void check(Arguments const& a) {
+  if (!a.is_cache()) check_packing(a);
+  check_operands(a);
+  if (a.is_cache()) {
+    check_cache(a);
+    check_new(a);
+    check_rotary(a);
+  }
+  check_vector("seqused_k", a.seqused_k, a.q, kInt32, a.batch(), "[batch]");
+  check_vector("leftpad_k", a.leftpad_k, a.q, kInt32, a.batch(), "[batch]");
+  check_positions(a);
+  check_scores(a);
+  check_execution(a);
+}
+
+}  // namespace cutlass_ext

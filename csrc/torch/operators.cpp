@@ -1,0 +1,133 @@
+// torch.ops.cutlass_ext.*: registers the operators and carries calls out. Imported as cutlass_ext._C.
+#include <Python.h>
+
+#include <string>
+#include <vector>
+
+#include "arguments.hpp"
+
+namespace cutlass_ext {
+namespace {
+
+/// out, and lse: empty where nobody asked for it.
+void forward(Arguments const& a, StableIValue* results) {
+  check(a);
+  Params params = params_of(a);
+  int const device = a.q.device_index;
+  DeviceGuard const guard(device);
+  Plan const planned = plan(&params, request_of(a));
+  if (!planned.kernel) fail("NotImplementedError", planned.refusal);
+
+  int64_t const batch = params.stored_batch(), rows = params.stored_rows(), heads = params.heads_q;
+  int64_t const head_dim_v = params.head_dim_v, row_stride = heads * head_dim_v;
+  Allocation out = a.packed() ? Allocation({rows, heads, head_dim_v}, a.q.dtype, device)
+                              : Allocation({batch, rows, heads, head_dim_v}, a.q.dtype, device);
+  Allocation lse = !a.return_lse ? Allocation({0}, kFloat32, device)
+                   : a.packed()  ? Allocation({heads, rows}, kFloat32, device)
+                                 : Allocation({batch, heads, rows}, kFloat32, device);
+  params.o = out.data;
+  params.o_stride = {rows * row_stride, row_stride, head_dim_v};
+  std::vector<Allocation> workspace;
+  params.lse = a.return_lse ? static_cast<float*>(lse.data) : nullptr;
+  if (!a.return_lse && planned.kernel->kind < Kind::Decode) {  // TEMPORARY
+    workspace.push_back(Allocation({batch * heads * rows}, kFloat32, device));
+    params.lse = static_cast<float*>(workspace.back().data);
+  }
+  run(planned, params, current_stream(device), [&](size_t bytes) {
+    workspace.push_back(Allocation({int64_t(bytes + 3) / 4}, kFloat32, device));
+    return workspace.back().data;
+  });
+  results[0] = torch::stable::detail::from(out.release());
+  results[1] = torch::stable::detail::from(lse.release());
+}
+
+StableIValue string_value(std::string const& text) { return torch::stable::detail::from(text); }
+
+/// backend, kernel, B_r, B_c, splits, CTAs, reason.
+void explain(Arguments const& a, StableIValue* results) {
+  check(a);
+  auto const answer = [&](std::string const& backend, std::string const& kernel, int64_t block_r, int64_t block_c,
+                          int64_t splits, int64_t ctas, std::string const& reason) {
+    using torch::stable::detail::from;
+    StableIValue const values[] = {string_value(backend), string_value(kernel), from(block_r),       from(block_c),
+                                   from(splits),          from(ctas),           string_value(reason)};
+    for (int i = 0; i < 7; ++i) results[i] = values[i];
+  };
+  if (!a.on_cuda()) return answer("torch", "torch", 0, 0, 1, 0, "the tensors are not on a CUDA device");
+  if (a.backend == "torch") return answer("torch", "torch", 0, 0, 1, 0, "asked for by backend=\"torch\"");
+  DeviceGuard const guard(a.q.device_index);
+  Params params = params_of(a);
+  Request const request = request_of(a);
+  Plan const planned = plan(&params, request);
+  if (!planned.kernel) fail("NotImplementedError", planned.refusal);
+  Kernel const& kernel = *planned.kernel;
+  dim3 const& ctas = planned.grid.ctas;
+  answer(kernel.family, name_of(kernel.kind), kernel.block_r, kernel.block_c, planned.splits,
+         int64_t(ctas.x) * ctas.y * ctas.z, planned.reason(params, request));
+}
+
+void check_alone(Arguments const& a, StableIValue*) { check(a); }
+
+/// An operator's boxed form.
+template <Operator Of, auto Body>
+void boxed(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments const arguments(Of, stack);
+  Body(arguments, stack);
+}
+
+/// The kernels whose features hold all of `features`, by family, kind, dtype and tile: what the tests hold features.hpp
+/// against.
+void kernels_taking(StableIValue* stack, uint64_t, uint64_t) {
+  auto const features = static_cast<Features>(torch::stable::detail::to<int64_t>(stack[0]));
+  std::string names;
+  for (Kernel const& k : kernels()) {
+    if (!k.takes_features(features)) continue;
+    names += std::string(k.family) + " " + name_of(k.kind) + " " + name_of(k.dtype) + " " + std::to_string(k.block_r) +
+             "x" + std::to_string(k.block_c) + " " + std::to_string(k.head_dim) + "_" + std::to_string(k.head_dim_v) +
+             "\n";
+  }
+  stack[0] = string_value(names);
+}
+
+constexpr char kExplanation[] =
+    "(str backend, str kernel, int tile_rows, int tile_keys, int splits, int ctas, str reason)";
+constexpr char kResults[] = "(Tensor out, Tensor lse)";
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(cutlass_ext, library) {
+  for (auto const& [of, name] : {std::pair(Operator::Fmha, "fmha"), std::pair(Operator::KVCache, "fmha_kvcache")}) {
+    std::string const prefix = name;
+    library.def(schema_of(of, prefix, false, kResults).c_str());
+    library.def(schema_of(of, prefix + "_check", false, "()").c_str());
+    library.def(schema_of(of, prefix + "_explain", false, kExplanation).c_str());
+  }
+  library.def(schema_of(Operator::KVCache, "fmha_kvcache_append", true, kResults).c_str());
+  library.def("kernels_taking(int features) -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(cutlass_ext, CUDA, library) {
+  library.impl("fmha", &boxed<Operator::Fmha, forward>);
+  library.impl("fmha_kvcache", &boxed<Operator::KVCache, forward>);
+  library.impl("fmha_kvcache_append", &boxed<Operator::KVCache, forward>);
+}
+
+// Checks and explanations run on every device.
+STABLE_TORCH_LIBRARY_IMPL(cutlass_ext, CompositeExplicitAutograd, library) {
+  library.impl("fmha_check", &boxed<Operator::Fmha, check_alone>);
+  library.impl("fmha_explain", &boxed<Operator::Fmha, explain>);
+  library.impl("fmha_kvcache_check", &boxed<Operator::KVCache, check_alone>);
+  library.impl("fmha_kvcache_explain", &boxed<Operator::KVCache, explain>);
+  library.impl("kernels_taking", &kernels_taking);
+}
+
+}  // namespace cutlass_ext
+
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() {
+  static PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C", "Registers torch.ops.cutlass_ext.", -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  PyObject* const created = PyModule_Create(&module);
+  if (created)
+    PyModule_AddIntConstant(created, "CUDART_VERSION", CUDART_VERSION);  // for the check of the driver at import
+  return created;
+}

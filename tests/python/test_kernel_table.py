@@ -1,0 +1,61 @@
+"""The table of kernels: who takes which features. What no kernel takes is refused, by the name of its argument."""
+
+import re
+
+import pytest
+import torch
+
+from cutlass_ext import _ops  # noqa: F401  (loads the operators)
+
+kernels_taking = torch.ops.cutlass_ext.kernels_taking.default
+HEADER = "csrc/fmha/features.hpp"
+
+
+@pytest.fixture(scope="module")
+def bits(pytestconfig):
+    """Feature to bit, in the order in which features.hpp lists them."""
+    text = (pytestconfig.rootpath / HEADER).read_text()
+    names = re.findall(r"^  FEATURE\((\w+), \"", text, re.MULTILINE)
+    assert len(names) > 10
+    return {name: 1 << i for i, name in enumerate(names)}
+
+
+def kinds(features):
+    return {line.split()[1] for line in kernels_taking(features).splitlines()}
+
+
+def test_every_kind_is_there():
+    assert kinds(0) == {"persistent", "tiles", "short", "decode", "narrow", "cluster"}
+    rows = kernels_taking(0).splitlines()
+    assert len(rows) > 80
+    families = {row.split()[0] for row in rows}
+    assert families == {"simt", "sm80", "sm90"}
+
+
+def test_a_new_feature_is_refused_by_every_kernel(bits):
+    new = 1 << len(bits)
+    assert kernels_taking(new) == ""
+    assert kernels_taking(new | bits["Sink"]) == ""
+
+
+def test_who_takes_what(bits):
+    """What a kernel must not be given in silence; a kernel that learns a feature is entered here."""
+    tiles, cache = {"persistent", "tiles"}, {"decode", "narrow", "cluster"}
+    expected = {
+        "Softcap": tiles | {"decode"},
+        "Alibi": tiles | {"decode"},
+        "Sink": tiles | {"short", "decode"},
+        "Packed": tiles,
+        "KeyLengths": tiles | cache,
+        "LeftPadding": tiles | {"decode"},
+        "StartPositions": tiles | cache,
+        "FewerKeys": tiles | cache,
+        "Pages": cache,
+        "BatchIndex": {"decode"},
+        "NewKeys": {"decode", "cluster"},
+        "RotaryEmbedding": {"decode", "cluster"},
+        "FixedSplits": tiles | {"decode"},
+        "UnalignedRows": {"tiles", "decode"},
+    }
+    assert expected.keys() == bits.keys()
+    assert {name: kinds(bit) for name, bit in bits.items()} == expected
