@@ -10,7 +10,7 @@ JOBS   := $(if $(MAX_JOBS),-j $(MAX_JOBS))
 LINTERS := ruff==0.17.5 clang-format==23.1.5
 FORMATTED = $(shell find csrc bench tests/cpp -name '*.[ch]pp' -o -name '*.cu')
 
-.PHONY: demo test record soak bench sweep sweep-sm90 verify-gpu build cpp configure lint format clean
+.PHONY: demo test record test-sm80 soak bench sweep sweep-sm90 verify-gpu build cpp configure lint format clean
 
 demo: build                                  ## attention on the best device, next to PyTorch; table, plot; generation
 	$(PY) -m cutlass_ext.bench --plot build/demo --json build/demo/bench.json
@@ -24,6 +24,11 @@ test: record lint build cpp                  ## every test that this machine can
 
 record:                                      # the first line of the log: whether the GPU's record is of these sources
 	@$(PYTHON) tests/source_tree.py
+
+test-sm80: $(VENV)/ready                     ## on a Hopper GPU: the kernels of 8.0, from their PTX, which it compiles itself
+	CUTLASS_EXT_ARCHS=80 $(PY) setup.py -q build_ext --inplace
+	$(PY) -m pytest -m gpu -k "simt or sm80"
+	$(PY) setup.py -q build_ext --inplace
 
 SECONDS ?= 120
 soak: build                                  ## random calls against the oracle for SECONDS, on the GPU or the CPU
@@ -61,7 +66,7 @@ $(VENV)/ready: requirements.txt tools/setup_venv.py
 lint: $(VENV)/ready
 	$(PIP) $(LINTERS)
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
-	$(VENV)/bin/clang-format --dry-run --Werror $(FORMATTED)
+	@$(VENV)/bin/clang-format --dry-run --Werror $(FORMATTED)
 
 format: $(VENV)/ready
 	$(PIP) $(LINTERS)

@@ -8,8 +8,8 @@
 #include <pybind11/stl.h>
 
 #include "fmha/decode/walk.hpp"
-#include "fmha/work_order.hpp"
 #include "fmha/sequence.hpp"
+#include "host/heuristics.hpp"
 #include "simt_banks.hpp"
 
 namespace py = pybind11;

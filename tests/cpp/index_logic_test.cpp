@@ -5,8 +5,8 @@
 #include <set>
 #include <tuple>
 
-#include "fmha/work_order.hpp"
 #include "fmha/sequence.hpp"
+#include "host/heuristics.hpp"
 
 namespace cutlass_ext {
 namespace {
@@ -189,28 +189,31 @@ TEST(Scheduler, CoversEveryItemLongestFirstInEachSection) {
 
 TEST(Scheduler, SectionsAreWholeGroupsThatFillAPartOfL2) {
   Params params;
-  params.slots = 128;
+  params.resident_ctas = 128;
+  params.element_bytes = 2;
   params.n_q = 1 << 10;  // 8 tiles of 128 rows
   params.n_kv = 1 << 10;
   params.head_dim = params.head_dim_v = 128;  // 512 KB a key head in 16 bits
   params.heads_q = 8;
   params.heads_kv = 2;
   int const l2 = 32 << 20;
-  EXPECT_EQ(section_for(params, 128, l2, 2), 4 * 8);
-  EXPECT_EQ(section_for(params, 128, l2, 4), 4 * 4);
+  EXPECT_EQ(section_for(params, 128, l2), 4 * 8);
+  params.element_bytes = 4;
+  EXPECT_EQ(section_for(params, 128, l2), 4 * 4);
+  params.element_bytes = 2;
   params.window_right = 0;  // three waves are 384 tiles: those of 48 heads
-  EXPECT_EQ(section_for(params, 128, l2, 2), 4 * 12);
-  EXPECT_EQ(section_for(params, 256, l2, 2), 4 * 8);  // four tiles a head
+  EXPECT_EQ(section_for(params, 128, l2), 4 * 12);
+  EXPECT_EQ(section_for(params, 256, l2), 4 * 8);  // four tiles a head
   params.num_splits = 2;
-  EXPECT_EQ(section_for(params, 128, l2, 2), 4 * 6);
+  EXPECT_EQ(section_for(params, 128, l2), 4 * 6);
   params.n_kv = 1 << 14;  // five eighths of L2 hold the keys and values of two heads
-  EXPECT_EQ(section_for(params, 128, l2, 2), 4 * 2);
+  EXPECT_EQ(section_for(params, 128, l2), 4 * 2);
   params.n_kv = 1 << 20;
-  EXPECT_EQ(section_for(params, 128, l2, 2), 4);
+  EXPECT_EQ(section_for(params, 128, l2), 4);
   params.n_kv = 0;
-  EXPECT_GT(section_for(params, 128, l2, 2), 0);
+  EXPECT_GT(section_for(params, 128, l2), 0);
   params.n_q = 0;
-  EXPECT_GT(section_for(params, 128, l2, 2), 0);
+  EXPECT_GT(section_for(params, 128, l2), 0);
 }
 
 TEST(Splits, FillAnIdleGpuAndNoMore) {

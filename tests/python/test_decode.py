@@ -4,6 +4,8 @@ import pytest
 import torch
 from oracle import expect, peer_tolerance
 
+import cutlass_ext
+
 N, HEADS, D = 256, 4, 64
 
 
@@ -81,3 +83,15 @@ def test_the_output_does_not_depend_on_return_lse(target, options, n_q, heads_kv
     q, k, v = target.qkv(2, n_q, 2 * heads_kv, D, n_kv=300, heads_kv=heads_kv)
     want, _lse = target.fmha(q, k, v, **options)
     assert torch.equal(target.fmha(q, k, v, return_lse=False, **options), want)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_32_tiles():
+    """32,768 sequences on one million keys that all of them share: 2^32 tiles of 8 keys, which 32 bits do not count. K
+    and V lie in L2, so this takes some seconds."""
+    batch, n_kv = 32_768, 1 << 20
+    q = torch.randn(batch, 1, 1, 4, device="cuda")
+    k, v = (torch.randn(1, n_kv, 1, 4, device="cuda").expand(batch, -1, -1, -1) for _ in "kv")
+    out, lse = cutlass_ext.fmha(q, k, v, return_lse=True)
+    some = [0, 1, batch // 2, batch - 1]
+    expect(q[some], k[some], v[some]).check(out[some], lse[some], small=True)

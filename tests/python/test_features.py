@@ -116,6 +116,14 @@ def test_torch_backend_on_cuda(gpu, feature):
     expect(q, k, v, **options).check(*cutlass_ext.fmha(q, k, v, backend="torch", return_lse=True, **options))
 
 
+@pytest.mark.parametrize("side", [2**30, 2**31 - 1, 2**31, 2**63, 2**70])
+def test_a_window_of_2_to_the_30_is_none(target, side):
+    q, k, v = target.qkv(2, 40, 4, 32)
+    for window, same in (((side, side), (-1, -1)), ((5, side), (5, -1)), ((side, 3), (-1, 3))):
+        for a, b in zip(target.fmha(q, k, v, window=window), target.fmha(q, k, v, window=same), strict=True):
+            assert torch.equal(a, b)
+
+
 def test_slopes_in_a_larger_buffer(target):
     """[B, H] slopes of any batch stride: rows of a table, and one row for all sequences."""
     q, k, v = target.qkv(3, 40, 4, 32)

@@ -1,8 +1,6 @@
 """Where rings of buffers fill and come round, and where the work runs out: the edges of pipelined and persistent
 kernels, by the tiles that `explain` names. Against the oracle."""
 
-import re
-
 import pytest
 import torch
 from oracle import expect
@@ -15,8 +13,7 @@ MOST_STAGES = 4  # tiles of K and V in flight: two or three today
 
 def tile_of(target, q, k, v, **options):
     """(B_r, B_c) of the kernel that runs a call."""
-    reason = cutlass_ext.explain(q, k, v, backend=target.backend, **options).reason
-    return [int(n) for n in re.search(r"B_r (\d+), B_c (\d+)", reason).groups()]
+    return cutlass_ext.explain(q, k, v, backend=target.backend, **options).tile
 
 
 @pytest.mark.parametrize("features", [{"causal": True, "start_pos": "end"}, {"softcap": 20.0}], ids=str)
@@ -28,7 +25,7 @@ def test_keys_around_the_stages_of_a_pipeline(kernels, d, d_v, features):
     B_r, B_c = tile_of(kernels, *kernels.qkv(1, 300, 2, d, d_v=d_v), **options)
     for n_kv in (tiles * B_c + more for tiles in range(1, MOST_STAGES + 2) for more in (-1, 0, 1)):
         q, k, v = kernels.qkv(1, B_r + 1, 2, d, n_kv=n_kv, heads_kv=1, d_v=d_v)
-        assert tile_of(kernels, q, k, v, **options) == [B_r, B_c]
+        assert tile_of(kernels, q, k, v, **options) == (B_r, B_c)
         expect(q, k, v, **features).check(*kernels.fmha(q, k, v, **options), small=True, what=f"{n_kv=}")
 
 

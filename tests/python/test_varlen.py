@@ -251,6 +251,22 @@ def test_longer_maxima_change_nothing(target, num_splits):
     assert_same_bits(target.fmha(*batch, num_splits=num_splits, **longer), want)
 
 
+@pytest.mark.parametrize("d,heads,lengths,options", [
+    (104, (12, 12), (14, 722), {}), (64, (12, 12), (14, 722), {}), (64, (12, 4), (14, 722), {"causal": True}),
+    (96, (28, 4), (159, 233), {"softmax_scale": 0.05}), (128, (8, 2), (1, 500), {}), (224, (4, 4), (65, 129), {}),
+])  # fmt: skip
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_bits_do_not_depend_on_what_lies_around(target, num_splits, d, heads, lengths, options):
+    """With num_splits fixed: one sequence, with larger maxima, with rows behind it in the buffers, and both."""
+    batch = packed(target, [lengths[0]], [lengths[1]], heads, d)
+    want = target.fmha(*batch, num_splits=num_splits, **batch.packing, **options)
+    for more_rows, longer in itertools.product((0, 1, 5, 70, 1000), (0, 1, 50, 400)):
+        q, k, v = (torch.cat([t, t[:1].expand(more_rows, -1, -1)]) for t in batch)
+        packing = batch.packing | {"max_seqlen_q": lengths[0] + longer, "max_seqlen_k": lengths[1] + longer}
+        out, lse = target.fmha(q, k, v, num_splits=num_splits, **packing, **options)
+        assert_same_bits((out[: lengths[0]], lse[:, : lengths[0]]), want)
+
+
 def test_packed_buffers_of_any_stride(target):
     """q, k and v as parts of one buffer, a token apart, and as [heads, total, head_dim]."""
     lengths = [70, 0, 33]
@@ -473,6 +489,7 @@ def test_cuda_graph(gpu, num_splits):
 def test_explain(target):
     batch = packed(target, *MIXED)
     explanation = cutlass_ext.explain(*batch, causal=True, backend=target.backend, **batch.packing)
-    assert explanation.backend == target.family and len(explanation.reason) > 10
+    assert explanation.backend == target.family
+    assert explanation.kernel in ("torch", "tiles", "persistent")
     with pytest.raises(ValueError, match="cu_seqlens_k"):
         cutlass_ext.explain(*batch, backend=target.backend, **batch.packing | {"cu_seqlens_k": None})
