@@ -1,6 +1,7 @@
 // See counters.hpp. The counters are the module's own device memory, which is zero from its load on.
 #include "counters.hpp"
 
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -17,7 +18,8 @@ constexpr int kSlices = 256;             // streams and captures of a process; w
 __device__ unsigned pool[kSlices * kSliceCounters];
 
 /// Which slice of a device's pool is whose. Streams are known by their ids, which no other stream of the process gets
-/// (handles come back, and cudaStreamPerThread is one for many).
+/// (handles come back, and cudaStreamPerThread is one for many); those of a capture, where the id may not be asked for,
+/// by their handles, which are theirs alone as long as it lasts.
 class Owners {
  public:
   using Key = std::tuple<int, unsigned long long, unsigned long long>;  // device, capture or 0, stream
@@ -95,8 +97,12 @@ unsigned* zero_counters(int device, cudaStream_t stream, size_t count) {
   check_cuda(cudaStreamGetCaptureInfo_v2(stream, &capturing, &capture, &graph),
              "asking whether the stream is captured");
 #endif
-  if (capturing != cudaStreamCaptureStatusActive) capture = 0;
-  check_cuda(cudaStreamGetId(stream, &id), "asking for the stream's id");
+  if (capturing == cudaStreamCaptureStatusActive) {
+    id = reinterpret_cast<uintptr_t>(stream);
+  } else {
+    capture = 0;
+    check_cuda(cudaStreamGetId(stream, &id), "asking for the stream's id");
+  }
   Owners::Key const key{device, capture, id};
   bool fresh;
   int const slice = owners().slice_of(key, &fresh);

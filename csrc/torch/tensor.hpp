@@ -141,6 +141,11 @@ struct Allocation {
   }
   Allocation(Allocation&& other) noexcept
       : handle(std::exchange(other.handle, nullptr)), data(std::exchange(other.data, nullptr)) {}
+  Allocation& operator=(Allocation&& other) noexcept {
+    std::swap(handle, other.handle);
+    std::swap(data, other.data);
+    return *this;
+  }
   AtenTensorHandle release() { return std::exchange(handle, nullptr); }
 };
 
