@@ -7,13 +7,13 @@
 
 #include <cute/tensor.hpp>
 
-#include "../copy_tile.hpp"
-#include "../online_softmax.hpp"
-#include "../pack.hpp"
+#include "../copy/cp_async.hpp"
+#include "../softmax.hpp"
+#include "../operand.hpp"
 #include "../features.hpp"
-#include "../score_mod.hpp"
+#include "../score.hpp"
 #include "../sequence.hpp"
-#include "mma.hpp"
+#include "../mma/mma_sync.hpp"
 #include "traits.hpp"
 
 namespace cutlass_ext::sm80 {
@@ -161,12 +161,11 @@ CUTE_DEVICE void store(Params const& params, typename Traits::SharedStorage& sha
   int const rows = sequence.visibility.n_q - work.row0, first_column = part * Traits::WarpColumns;
   int64_t const result_row0 = sequence.result_row0(params, work.head, work.split) + work.row0;
   float const sink_log2 = is_split ? -INFINITY : shared.score_mod.sink_log2;
-  float* const lse = (is_split ? params.lse_partial : params.lse) + result_row0;
   CUTE_UNROLL
   for (int i = 0; i < Rows; ++i) {
-    float const row_lse = softmax.template finish<true>(i, out, sink_log2);
+    Finish const finished = softmax.template finish<Element>(i, sink_log2, out);
     int const row = warp_row + row_of_accumulator(i) + lane / 4;
-    if (lane % 4 == 0 && part == 0 && row < rows) lse[row] = row_lse;
+    if (lane % 4 == 0 && part == 0 && row < rows) store_lse(params, result_row0 + row, finished);
   }
   if (is_split) {
     CUTE_UNROLL

@@ -6,7 +6,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
 
-#include "../pack.hpp"
+#include "../operand.hpp"
 #include "../swizzle.hpp"
 #include "../visibility.hpp"
 #include "traits.hpp"

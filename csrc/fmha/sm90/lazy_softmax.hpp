@@ -6,8 +6,8 @@
 
 #include <cute/tensor.hpp>
 
-#include "../online_softmax.hpp"
-#include "../pack.hpp"
+#include "../softmax.hpp"
+#include "../operand.hpp"
 
 namespace cutlass_ext::sm90 {
 
