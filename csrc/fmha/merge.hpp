@@ -1,15 +1,34 @@
-// Merges the splits of each query row by their lse, in split order, and lets the sink in (Flash-Decoding's second step,
-// in a launch of its own). Launched by dispatch.cu after a kernel that ran with num_splits > 1.
+// The one merge of parts: several (O, m, l) of a row, each over keys of its own, become one (Flash-Decoding's second
+// step). Called by kernels whose warps, warpgroups or CTAs share a row's keys, and here, in a launch of its own, for
+// splits.
 #pragma once
 
-#include "online_softmax.hpp"
 #include "params.hpp"
+#include "softmax.hpp"
 
 namespace cutlass_ext {
 
+/// How often what a part has summed up (l, O) counts beside parts whose common maximum has `base_of` it `base`.
+CUTE_DEVICE float weight_of(Part const& part, float base) { return exp2_approx(part.m - base); }
+
+/// All parts of a row as one, in their order; O is to be the sum of the parts' O times `weights`.
+template <int Parts>
+CUTE_DEVICE Part merge(Part const (&parts)[Parts], float (&weights)[Parts]) {
+  Part all{parts[0].m, 0.f};
+  CUTE_UNROLL
+  for (int i = 1; i < Parts; ++i) all.m = fmaxf(all.m, parts[i].m);
+  CUTE_UNROLL
+  for (int i = 0; i < Parts; ++i) {
+    weights[i] = weight_of(parts[i], base_of(all.m));
+    all.l = fmaf(parts[i].l, weights[i], all.l);
+  }
+  return all;
+}
+
 constexpr int kMergeRows = 4;  // query rows of a block, a warp each
 
-/// One warp a query row. O = sum_s exp(lse_s - lse) O_s: the bits depend on the number of splits alone.
+/// Merges the splits of each query row and lets the sink in, a warp a row. The bits depend on the number of splits
+/// alone. Launched after a kernel that ran with num_splits > 1.
 template <class Element>
 __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_constant__ Params const params) {
   int const n = params.stored_rows(), blocks = (n + kMergeRows - 1) / kMergeRows;
@@ -21,20 +40,19 @@ __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_co
   int const lane = threadIdx.x % 32, head = batch_head % params.heads_q;
   int64_t const b = batch_head / params.heads_q;
 
-  float const sink = params.sink ? params.sink[head] : -INFINITY;
-  float lse_max = sink;
-  for (int s = 0; s < params.num_splits; ++s) lse_max = fmaxf(lse_max, params.lse_partial[s * rows + index]);
-  float const base = lse_max == -INFINITY ? 0.f : lse_max;
-  float sum = expf(sink - base);
-  for (int s = 0; s < params.num_splits; ++s) sum += expf(params.lse_partial[s * rows + index] - base);
-  float const factor = sum == 0.f ? 0.f : reciprocal(sum);
+  auto const part_of = [&](int split) { return Part{params.lse_partial[split * rows + index], 1.f}; };
+  Part all{-INFINITY, 0.f};
+  for (int s = 0; s < params.num_splits; ++s) all.m = fmaxf(all.m, part_of(s).m);
+  float const base = base_of(all.m);
+  for (int s = 0; s < params.num_splits; ++s) all.l += weight_of(part_of(s), base);
+  Finish const finished = finish<Element>(all, params.sink ? params.sink[head] * kLog2e : -INFINITY);
 
   Element* out = static_cast<Element*>(params.o) + b * params.o_stride.batch + row * params.o_stride.row +
                  head * params.o_stride.head;
   for (int col = lane * 4; col < params.head_dim_v; col += 32 * 4) {
     float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
     for (int s = 0; s < params.num_splits; ++s) {
-      float const weight = expf(params.lse_partial[s * rows + index] - base) * factor;
+      float const weight = weight_of(part_of(s), base) * finished.factor;
       float4 const part =
           *reinterpret_cast<float4 const*>(params.o_partial + (s * rows + index) * params.head_dim_v + col);
       acc = make_float4(acc.x + weight * part.x, acc.y + weight * part.y, acc.z + weight * part.z,
@@ -43,7 +61,7 @@ __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_co
     Element* to = out + col;
     to[0] = Element(acc.x), to[1] = Element(acc.y), to[2] = Element(acc.z), to[3] = Element(acc.w);
   }
-  if (lane == 0) params.lse[index] = sum == 0.f ? -INFINITY : base + logf(sum);
+  if (lane == 0) params.lse[index] = finished.lse();
 }
 
 }  // namespace cutlass_ext

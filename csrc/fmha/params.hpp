@@ -65,7 +65,7 @@ struct Work {
                                      // that found none), of decode kernels [B, row_tiles, H_kv], parts finished
   float* o_partial = nullptr;        // parts of O, each normalised by itself where splits are merged by a launch
                                      // of its own: [num_splits, (shape of lse), d_v]; else as merge.hpp has them
-  float* lse_partial = nullptr;      // their lse, [num_splits, (shape of lse)]; else (m, l)
+  float* lse_partial = nullptr;      // their lse in the log2 domain, [num_splits, (shape of lse)]; else (m, l)
   // Of the decode kernels
   bool fixed_splits = false;  // num_splits parts of every sequence; else the batch's keys in equal parts
   int row_tiles = 1;          // tiles of the packed query rows, N_q * G of them

@@ -11,8 +11,8 @@
 #include <cute/tensor.hpp>
 
 #include "../features.hpp"
-#include "../online_softmax.hpp"
-#include "../score_mod.hpp"
+#include "../softmax.hpp"
+#include "../score.hpp"
 #include "math.hpp"
 #include "merge.hpp"
 #include "params.hpp"

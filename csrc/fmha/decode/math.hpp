@@ -4,7 +4,7 @@
 
 #include <cute/tensor.hpp>
 
-#include "../sm80/mma.hpp"
+#include "../mma/mma_sync.hpp"
 #include "params.hpp"
 #include "traits.hpp"
 

@@ -10,8 +10,8 @@
 #include <cutlass/fast_math.h>
 
 #include "../features.hpp"
-#include "../online_softmax.hpp"
-#include "../sm80/mma.hpp"
+#include "../softmax.hpp"
+#include "../mma/mma_sync.hpp"
 #include "math.hpp"
 #include "merge.hpp"
 #include "params.hpp"

@@ -4,10 +4,10 @@
 
 #include <cute/tensor.hpp>
 
-#include "../copy_tile.hpp"
-#include "../online_softmax.hpp"
+#include "../copy/cp_async.hpp"
+#include "../softmax.hpp"
 #include "../features.hpp"
-#include "../score_mod.hpp"
+#include "../score.hpp"
 #include "../sequence.hpp"
 #include "traits.hpp"
 
@@ -250,13 +250,13 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
   int64_t const result_row0 = sequence.result_row0(params, work.head, work.split);
   CUTE_UNROLL
   for (int i = 0; i < Rows; ++i) {
-    float const lse = softmax.finish(i, O, is_split ? -INFINITY : score_mod.sink_log2);
+    Finish const finished = softmax.template finish<float>(i, is_split ? -INFINITY : score_mod.sink_log2, O);
     int const row = first_row + row_of(i);
     if (row >= visibility.n_q) continue;
     float* out = is_split ? params.o_partial + (result_row0 + row) * params.head_dim_v
                           : static_cast<float*>(params.o) + sequence.batch * params.o_stride.batch +
                                 int64_t(sequence.q_row0 + row) * params.o_stride.row + work.head * params.o_stride.head;
-    if (place.col == 0) (is_split ? params.lse_partial : params.lse)[result_row0 + row] = lse;
+    if (place.col == 0) store_lse(params, result_row0 + row, finished);
     CUTE_UNROLL
     for (int j = 0; j < Traits::OutCols / kVector; ++j) {
       int const col = j * kPanel + place.col * kVector;

@@ -8,7 +8,7 @@
 #include <cute/swizzle_layout.hpp>
 #include <cutlass/numeric_types.h>
 
-#include "../score_mod.hpp"
+#include "../score.hpp"
 #include "../sequence.hpp"
 #include "../swizzle.hpp"
 

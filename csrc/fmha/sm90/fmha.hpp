@@ -10,7 +10,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "../features.hpp"
-#include "../score_mod.hpp"
+#include "../score.hpp"
 #include "../visibility.hpp"
 #include "jobs.hpp"
 #include "tensor_maps.hpp"
@@ -226,9 +226,9 @@ CUTE_DEVICE Results finish(Params const& params, Job<Traits::Consumers> const& j
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
     int const row = lane / 4 + i * 8;
-    float lse;
-    results.factor[i] = softmax.template factor<true>(i, sink_log2, &lse);
-    if (row < results.rows && lane % 4 == 0) (split ? params.lse_partial : params.lse)[result_row + row] = lse;
+    Finish const finished = softmax.template finish<typename Traits::Element>(i, sink_log2);
+    results.factor[i] = finished.factor;
+    if (row < results.rows && lane % 4 == 0) store_lse(params, result_row + row, finished);
   }
   return results;
 }

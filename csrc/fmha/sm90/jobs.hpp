@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "../params.hpp"
-#include "../score_mod.hpp"
+#include "../score.hpp"
 #include "../sequence.hpp"
 
 namespace cutlass_ext::sm90 {

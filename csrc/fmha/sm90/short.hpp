@@ -9,9 +9,9 @@
 #include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
 
-#include "../online_softmax.hpp"
 #include "../features.hpp"
-#include "../score_mod.hpp"
+#include "../merge.hpp"
+#include "../score.hpp"
 #include "../sequence.hpp"
 #include "../visibility.hpp"
 #include "tensor_maps.hpp"
@@ -37,7 +37,7 @@ struct ShortParams {
   explicit ShortParams(Params const& p)
       : n_q(p.n_q),
         n_kv(p.n_kv),
-        start_pos(sequence_of(p, 0).visibility.start_pos),
+        start_pos(visibility_of_all(p).start_pos),
         window_left(p.window_left),
         window_right(p.window_right),
         query_tiles(Scheduler::tiles_of(p.n_q, kAtomRows)),
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
     CUTE_UNROLL
     for (int j = 0; j < size<1>(S); j += 2) {
       CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) words(j + i) = pack<Element>(S(i, j), S(i, j + 1));
+      for (int i = 0; i < 2; ++i) put_operand<Element>(words, i, j, S(i, j), S(i, j + 1));
     }
     if (tile < first) {
       CUTE_UNROLL
@@ -231,23 +231,21 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
     if (warpgroup == 1) return;
     if (tiles.size() > 1) {
       float4 const ml = handed.ml[thread];
-      float const other_m[] = {ml.x, ml.y}, other_l[] = {ml.z, ml.w};
-      float own[2], other[2];  // what each one's sums are multiplied by
+      float weights[2][2];  // of both warpgroups' sums, for each row
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
-        float const m = fmaxf(softmax.m[i], other_m[i]), base = m == -INFINITY ? 0.f : m;
-        own[i] = exp2_approx(softmax.m[i] - base);
-        other[i] = exp2_approx(other_m[i] - base);
-        softmax.m[i] = m;
-        softmax.l[i] = softmax.l[i] * own[i] + other_l[i] * other[i];
+        Part const parts[] = {{softmax.m[i], softmax.l[i]}, {i ? ml.y : ml.x, i ? ml.w : ml.z}};
+        Part const all = merge(parts, weights[i]);
+        softmax.m[i] = all.m;
+        softmax.l[i] = all.l;
       }
       CUTE_UNROLL
       for (int j = 0; j < size<1>(O); j += 2) {
         float4 const x = handed.o[j / 2][thread];
-        O(0, j) = O(0, j) * own[0] + x.x * other[0];
-        O(1, j) = O(1, j) * own[1] + x.y * other[1];
-        O(0, j + 1) = O(0, j + 1) * own[0] + x.z * other[0];
-        O(1, j + 1) = O(1, j + 1) * own[1] + x.w * other[1];
+        O(0, j) = O(0, j) * weights[0][0] + x.x * weights[0][1];
+        O(1, j) = O(1, j) * weights[1][0] + x.y * weights[1][1];
+        O(0, j + 1) = O(0, j + 1) * weights[0][0] + x.z * weights[0][1];
+        O(1, j + 1) = O(1, j + 1) * weights[1][0] + x.w * weights[1][1];
       }
     }
   }
@@ -255,8 +253,8 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
     int const row = lane / 4 + i * 8;
-    float const lse = softmax.template finish<true>(i, O, sink_log2);
-    if (row < rows && lane % 4 == 0) lse_out[row] = lse;
+    Finish const finished = softmax.template finish<Element>(i, sink_log2, O);
+    if (row < rows && lane % 4 == 0) lse_out[row] = finished.lse();
   }
   cutlass::arch::NamedBarrier::sync(kWarpgroup, 2);  // nobody reads Q any more
   store_rows<Traits>(out, row_stride, rows, head_dim_v, O, shared.q + warp_row * Traits::StagedPanels * kPanel, lane);

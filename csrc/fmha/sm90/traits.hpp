@@ -10,7 +10,7 @@
 
 #include "jobs.hpp"
 #include "pipeline.hpp"
-#include "softmax.hpp"
+#include "lazy_softmax.hpp"
 
 namespace cutlass_ext::sm90 {
 

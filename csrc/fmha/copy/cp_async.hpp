@@ -5,8 +5,8 @@
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/tensor.hpp>
 
-#include "params.hpp"
-#include "swizzle.hpp"
+#include "../params.hpp"
+#include "../swizzle.hpp"
 
 namespace cutlass_ext {
 

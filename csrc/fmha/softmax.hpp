@@ -1,11 +1,11 @@
 // The online softmax (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691, section 3.1) in the
-// exp2 domain: running maximum m, running sum l, rescaling of O. Called by every main loop on the rows that a thread
-// holds.
+// exp2 domain: running maximum m, running sum l, rescaling of O, and the one finish. Called by every main loop on the
+// rows that a thread holds, and by whatever merges parts (merge.hpp).
 #pragma once
 
 #include <cute/tensor.hpp>
 
-#include "score_mod.hpp"
+#include "score.hpp"
 
 namespace cutlass_ext {
 
@@ -44,6 +44,38 @@ CUTE_DEVICE float warp_sum(float x) {
   CUTE_UNROLL
   for (int mask = Stride; mask < Lanes * Stride; mask *= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
   return x;
+}
+
+/// What is known of a row over some keys: m, and l, the sum of exp2(score - m). The sums of P V go with l.
+struct Part {
+  float m = -INFINITY;
+  float l = 0.f;
+};
+
+/// What exponents are counted from where the maximum is `m`: m, or 0 where no key has been seen and every weight is 0.
+CUTE_DEVICE float base_of(float m) { return m == -INFINITY ? 0.f : m; }
+
+/// Of a row: what normalises its O, and its lse.
+struct Finish {
+  float factor;
+  float lse_log2;
+  CUTE_DEVICE float lse() const { return lse_log2 * kLn2; }  // natural log
+};
+
+/// Ends a row of all its keys and the sink; without keys it gives 0 and the sink. The logarithm is exact for fp32
+/// alone.
+template <class Element>
+CUTE_DEVICE Finish finish(Part row, float sink_log2 = -INFINITY) {
+  float const base = base_of(fmaxf(row.m, sink_log2)), rescale = exp2_approx(row.m - base);
+  float const sum = row.l * rescale + exp2_approx(sink_log2 - base);
+  if (sum == 0.f) return {0.f, -INFINITY};
+  return {rescale * reciprocal(sum), base + (sizeof(Element) == 2 ? log2_approx(sum) : log2f(sum))};
+}
+
+/// Writes the lse of row `row` of lse; or a split's, to be merged, to row `row` of lse_partial.
+CUTE_DEVICE void store_lse(Params const& params, int64_t row, Finish const& finished) {
+  bool const split = params.num_splits > 1;
+  (split ? params.lse_partial : params.lse)[row] = split ? finished.lse_log2 : finished.lse();
 }
 
 /// m and l of the `Rows` rows that a thread shares with `Lanes` lanes at `Stride`. l stays a sum over the thread's own
@@ -94,26 +126,19 @@ struct OnlineSoftmax {
     }
   }
 
-  /// What normalises row `i` of O, the sink included, and the row's lse (natural log); a row without keys gives 0 and
-  /// the sink. `ApproximateLog` is for 16-bit inputs.
-  template <bool ApproximateLog = false>
-  CUTE_DEVICE float factor(int i, float sink_log2, float* lse) const {
-    float const m_all = fmaxf(m[i], sink_log2);
-    float const base = m_all == -INFINITY ? 0.f : m_all;
-    float const rescale = exp2_approx(m[i] - base);
-    float const sum = warp_sum<Lanes, Stride>(l[i]) * rescale + exp2_approx(sink_log2 - base);
-    *lse = sum == 0.f ? -INFINITY : (base + (ApproximateLog ? log2_approx(sum) : log2f(sum))) * kLn2;
-    return sum == 0.f ? 0.f : rescale * reciprocal(sum);
+  /// Ends row `i`; all its lanes get the same.
+  template <class Element>
+  CUTE_DEVICE Finish finish(int i, float sink_log2) const {
+    return cutlass_ext::finish<Element>({m[i], warp_sum<Lanes, Stride>(l[i])}, sink_log2);
   }
 
-  /// Normalises row `i` of O and returns its lse.
-  template <bool ApproximateLog = false, class OutTensor>
-  CUTE_DEVICE float finish(int i, OutTensor& O, float sink_log2) const {
-    float lse;
-    float const factor_of_row = factor<ApproximateLog>(i, sink_log2, &lse);
+  /// The same, with row `i` of O.
+  template <class Element, class OutTensor>
+  CUTE_DEVICE Finish finish(int i, float sink_log2, OutTensor& O) const {
+    Finish const row = finish<Element>(i, sink_log2);
     CUTE_UNROLL
-    for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= factor_of_row;
-    return lse;
+    for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= row.factor;
+    return row;
   }
 
  protected:
@@ -128,7 +153,7 @@ struct OnlineSoftmax {
  private:
   CUTE_DEVICE void raise_row(int i, float tile_max, float& rescale, float& base) {
     float const m_new = tile_max > m[i] + Slack ? tile_max : m[i];
-    base = m_new == -INFINITY ? 0.f : m_new;  // a row without a visible key so far: all of P is 0
+    base = base_of(m_new);
     rescale = exp2_approx(m[i] - base);
     m[i] = m_new;
   }

@@ -8,7 +8,7 @@
 #include <cute/arch/mma_sm80.hpp>
 #include <cutlass/numeric_types.h>
 
-#include "../pack.hpp"
+#include "../operand.hpp"
 
 namespace cutlass_ext::sm80 {
 
