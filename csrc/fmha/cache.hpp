@@ -65,13 +65,18 @@ CUTE_DEVICE void store_chunk(Element* to, uint4 const& chunk, bool aligned) {
   }
 }
 
-/// New rows [begin, end) of a tile in shared memory, a warp's: its keys are turned where they lie, `position` is row 0's;
-/// and if `writes`, keys and values go to the cache. `k(row, c)` and `v(row, c)` are chunks of the tile, of at most
-/// HeadDim columns; `k_row(row)` and `v_row(row)` the rows of the cache, null where it has none.
-template <int HeadDim, class Element, class K, class V, class KRow, class VRow>
+/// A row of K and the one of V; null where there is none.
+template <class Element>
+struct KvRow {
+  Element *k = nullptr, *v = nullptr;
+};
+
+/// New rows [begin, end) of a tile in shared memory, a warp's: its keys are turned where they lie, `position` is row
+/// 0's, and if `writes`, keys and values go to the cache. `k(row, c)` and `v(row, c)` are chunks of the tile, of at
+/// most HeadDim columns; `cache_row(row)` is where a row goes.
+template <int HeadDim, class Element, class K, class V, class CacheRow>
 CUTE_DEVICE void take_new_rows(int begin, int end, Rotary const& rotary, int position, bool writes, bool aligned,
-                               int head_dim, int head_dim_v, K const& k, V const& v, KRow const& k_row,
-                               VRow const& v_row) {
+                               int head_dim, int head_dim_v, K const& k, V const& v, CacheRow const& cache_row) {
   constexpr int Vector = 16 / sizeof(Element), Chunks = HeadDim / Vector;
   if (rotary.cos) {
     CUTE_NO_UNROLL
@@ -83,9 +88,9 @@ CUTE_DEVICE void take_new_rows(int begin, int end, Rotary const& rotary, int pos
   CUTE_NO_UNROLL
   for (int index = begin * Chunks + threadIdx.x % 32; index < end * Chunks; index += 32) {
     int const row = index / Chunks, chunk = index % Chunks, col = chunk * Vector;
-    Element *const to_k = k_row(row), *const to_v = v_row(row);
-    if (to_k && col < head_dim) store_chunk(to_k + col, k(row, chunk), aligned);
-    if (to_v && col < head_dim_v) store_chunk(to_v + col, v(row, chunk), aligned);
+    KvRow<Element> const to = cache_row(row);
+    if (to.k && col < head_dim) store_chunk(to.k + col, k(row, chunk), aligned);
+    if (to.v && col < head_dim_v) store_chunk(to.v + col, v(row, chunk), aligned);
   }
 }
 #endif

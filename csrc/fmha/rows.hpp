@@ -1,5 +1,5 @@
-// Grouped heads packed into tile rows: the query rows of all heads that share a key head are rows of one matrix, so that
-// each key is read once for all of them. Called by the decode kernels, and by the tests on the host.
+// Grouped heads packed into tile rows: the query rows of all heads that share a key head are rows of one matrix, so
+// that each key is read once for all of them. Called by the decode kernels, and by the tests on the host.
 #pragma once
 
 #include "params.hpp"
@@ -13,7 +13,8 @@ CUTE_HOST_DEVICE Element* row_at(void const* tensor, Strides const& stride, int 
          head * stride.head;
 }
 
-/// The packed rows of a key head, N_q * G of them, where G query heads share it. `params` is Params, or has its numbers.
+/// The packed rows of a key head, N_q * G of them, where G query heads share it. `params` is Params, or has its
+/// numbers.
 template <class P>
 CUTE_HOST_DEVICE int packed_rows(P const& params) {
   return params.n_q * params.heads_per_kv.divisor;

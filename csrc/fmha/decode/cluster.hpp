@@ -67,13 +67,15 @@ struct NewRows {
 
   /// As copy_tile does, the new rows from where the call has them.
   CUTE_DEVICE void copy(typename Tile::Stage& stage, int page_read) const {
-    auto const rows_of = [&](void const* cache, Strides const& stride, void const* new_rows, Strides const& new_stride) {
+    auto const rows_of = [&](void const* cache, Strides const& stride, void const* new_rows,
+                             Strides const& new_stride) {
       return [=, &stride, &new_stride](int i) {
         return i < old() ? row_at<Element const>(cache, stride, page_read, row + i, head)
                          : row_at<Element const>(new_rows, new_stride, batch, first_key + i - cached, head);
       };
     };
-    copy_rows<Tile, 1>(stage.k, key_place, len - first_key, rows_of(params.k, params.k_stride, fresh.k, fresh.k_stride));
+    copy_rows<Tile, 1>(stage.k, key_place, len - first_key,
+                       rows_of(params.k, params.k_stride, fresh.k, fresh.k_stride));
     copy_rows<Tile, 1>(stage.v, value_place, len - first_key,
                        rows_of(params.v, params.v_stride, fresh.v, fresh.v_stride));
   }
@@ -85,8 +87,10 @@ struct NewRows {
         old(), min(len - first_key, Tile::TileKeys), fresh.rotary, first_key, writes, true, Tile::HeadDim,
         Tile::HeadDim, [&](int i, int chunk) -> uint4& { return stage.k[i][key_place(i, chunk)]; },
         [&](int i, int chunk) -> uint4& { return stage.v[i][value_place(i, chunk)]; },
-        [&](int i) { return row_at<Element>(params.k, params.k_stride, page, row + i, head); },
-        [&](int i) { return row_at<Element>(params.v, params.v_stride, page, row + i, head); });
+        [&](int i) -> KvRow<Element> {
+          return {row_at<Element>(params.k, params.k_stride, page, row + i, head),
+                  row_at<Element>(params.v, params.v_stride, page, row + i, head)};
+        });
     __syncwarp();
   }
 };
@@ -181,10 +185,10 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
           auto& q = shared.ring[0][Stages - 1].k;
           if (lane < Chunks) q[warp][lane] = chunk_of(warp, lane);
           __syncwarp();
-          rotate_row<Element>(fresh.rotary,
-                              rotary_position(params.window_left, params.window_right, cached,
-                                              params.heads_per_kv.div(warp)),
-                              [&](int c) -> uint4& { return q[warp][c]; });
+          rotate_row<Element>(
+              fresh.rotary,
+              rotary_position(params.window_left, params.window_right, cached, params.heads_per_kv.div(warp)),
+              [&](int c) -> uint4& { return q[warp][c]; });
           __syncthreads();
           CUTE_UNROLL
           for (int c = 0; c < Chunks; c += 4) query[c / 4] = crossed(q[lane / 4][c + lane % 4]);
@@ -208,8 +212,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
         NewRows<Tile>{params, fresh, head, batch, page, row, key, cached, len}.append(ring[stage]);
       }
     }
-    sums.add(
-        ring[stage], [&](int c) { return query[c / 4]; }, params, visibility, seen_by_all, now * TileKeys);
+    sums.add(ring[stage], [&](int c) { return query[c / 4]; }, params, visibility, seen_by_all, now * TileKeys);
     __syncwarp();  // the stage may be copied to
   }
 

@@ -1,5 +1,5 @@
-// What the decode kernel brings to shared memory: tiles of K and V from the cache, its pages and the call's new keys, and
-// the tile of Q. Called by main.hpp.
+// What the decode kernel brings to shared memory: tiles of K and V from the cache, its pages and the call's new keys,
+// and the tile of Q. Called by main.hpp.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -34,10 +34,14 @@ class Loader {
   /// Starts the copy of the next tile of K and V, if there is one, and commits a group either way.
   CUTE_DEVICE void load(Stage& stage) {
     if (tile_ < tile_end_) {
-      Element const *k, *v;
-      rows(k, v);
-      copy(stage.k, k, params_.head_dim);
-      copy(stage.v, v, params_.head_dim_v);
+      KvRow<Element const> const lanes = rows();
+      if (__builtin_expect(aligned_, true)) {
+        copy(stage.k, lanes.k, params_.head_dim);
+        copy(stage.v, lanes.v, params_.head_dim_v);
+      } else {
+        copy_elements(stage.k, lanes.k, params_.head_dim);
+        copy_elements(stage.v, lanes.v, params_.head_dim_v);
+      }
       tile_ += Traits::KeyWarps;
       settle(false);
     }
@@ -85,23 +89,21 @@ class Loader {
                : 0;
   }
 
-  /// The row of K and of V that the lane speaks for; null where there is none.
-  CUTE_DEVICE void rows(Element const*& k, Element const*& v) const {
-    int const key = key_of(tile_);
-    k = v = nullptr;
+  /// The rows that the lane speaks for.
+  CUTE_DEVICE KvRow<Element const> rows() const {
+    int const key = key_of(tile_), batch = walk_.batch();
     if (key < cached_) {
       int const page = params_.block_table ? nearest_page(page_, params_.pages) : page_,
                 row = row_in_page(params_, key + leftpad_);
-      k = row_at<Element const>(params_.k, params_.k_stride, page, row, head_);
-      v = row_at<Element const>(params_.v, params_.v_stride, page, row, head_);
-    } else if (params_.n_new > 0 && key < len_) {
-      k = row_at<Element const>(params_.k_new, params_.k_new_stride, walk_.batch(), key - cached_, head_);
-      v = row_at<Element const>(params_.v_new, params_.v_new_stride, walk_.batch(), key - cached_, head_);
+      return {row_at<Element const>(params_.k, params_.k_stride, page, row, head_),
+              row_at<Element const>(params_.v, params_.v_stride, page, row, head_)};
     }
+    if (params_.n_new == 0 || key >= len_) return {};
+    return {row_at<Element const>(params_.k_new, params_.k_new_stride, batch, key - cached_, head_),
+            row_at<Element const>(params_.v_new, params_.v_new_stride, batch, key - cached_, head_)};
   }
 
   CUTE_DEVICE void copy(Element* tile, Element const* lanes_row, int cols) const {
-    if (!aligned_) return copy_elements(tile, lanes_row, cols);
     CUTE_UNROLL
     for (int pass = 0; pass < Traits::LoadRows / 4; ++pass) {
       int const row = pass * 4 + lane_ / 8;
@@ -146,9 +148,9 @@ class Loader {
   bool aligned_;
 };
 
-/// The new keys of a tile in shared memory that begins with key `first_key`, of the rows that the warp has copied: turned
-/// where they lie, and written to the cache by the CTA of the last query rows. Those of the others turn copies of their
-/// own, so that nobody reads what another one writes.
+/// The new keys of a tile in shared memory that begins with key `first_key`, of the rows that the warp has copied:
+/// turned where they lie, and written to the cache by the CTA of the last query rows. Those of the others turn copies
+/// of their own, so that nobody reads what another one writes.
 template <class Traits>
 CUTE_DEVICE void take_new_keys(Params const& params, Walk<Traits::TileKeys> const& walk, int head, int first_key,
                                typename Traits::Stage& stage, bool aligned) {
@@ -160,16 +162,16 @@ CUTE_DEVICE void take_new_keys(Params const& params, Walk<Traits::TileKeys> cons
       return *reinterpret_cast<uint4*>(tile + chunk_offset<Element, Traits::TileKeys>(row, chunk));
     };
   };
-  auto const row_of = [&](void const* cache, Strides const& stride) {
-    return [&, cache](int i) -> Element* {
-      int const row = first_key + i + s.k_row0, page = page_of_row(params, walk.batch(), row);
-      return page < 0 ? nullptr : row_at<Element>(cache, stride, page, row_in_page(params, row), head);
-    };
-  };
   take_new_rows<Traits::HeadDim, Element>(
       max(s.cached - first_key, row0), min(s.visibility.len_kv - first_key, row0 + Traits::LoadRows), params.rotary,
       first_key + s.k_row0, walk.tokens().ends, aligned, params.head_dim, params.head_dim_v, chunk_of(stage.k),
-      chunk_of(stage.v), row_of(params.k, params.k_stride), row_of(params.v, params.v_stride));
+      chunk_of(stage.v), [&](int i) -> KvRow<Element> {
+        int const batch = walk.batch(), key_row = first_key + i + s.k_row0, page = page_of_row(params, batch, key_row),
+                  row = row_in_page(params, key_row);
+        if (page < 0) return {};
+        return {row_at<Element>(params.k, params.k_stride, page, row, head),
+                row_at<Element>(params.v, params.v_stride, page, row, head)};
+      });
 }
 
 /// The tile of Q on its way from global to shared memory, in registers: under way before the copies of K and V queue
@@ -186,7 +188,8 @@ class Query {
   CUTE_DEVICE void ask(Params const& params, Place const& place, int batch, bool aligned) {
     if constexpr (Ahead) {
       CUTE_UNROLL
-      for (int i = 0; i < Each; ++i) ahead_[i] = chunk(params, place, batch, i * Traits::Threads + threadIdx.x, aligned);
+      for (int i = 0; i < Each; ++i)
+        ahead_[i] = chunk(params, place, batch, i * Traits::Threads + threadIdx.x, aligned);
     }
   }
 
@@ -206,8 +209,7 @@ class Query {
     CUTE_NO_UNROLL
     for (int row = threadIdx.x / 32; row < Traits::rows_of(params, place); row += Traits::Warps) {
       int const token = Traits::packed_row(params, place, row).token;
-      rotate_row<Element>(params.rotary,
-                          rotary_position(params.window_left, params.window_right, first_new, token),
+      rotate_row<Element>(params.rotary, rotary_position(params.window_left, params.window_right, first_new, token),
                           [&](int c) -> uint4& { return chunk_of(sQ, row, c); });
     }
   }
@@ -218,7 +220,8 @@ class Query {
     int const row = index / Chunks, col = index % Chunks * Traits::Vector;
     if (row >= Traits::rows_of(params, place) || col >= params.head_dim) return make_uint4(0, 0, 0, 0);
     PackedRow const packed = Traits::packed_row(params, place, row);
-    return load_chunk(row_at<Element const>(params.q, params.q_stride, batch, packed.token, packed.head) + col, aligned);
+    return load_chunk(row_at<Element const>(params.q, params.q_stride, batch, packed.token, packed.head) + col,
+                      aligned);
   }
   CUTE_DEVICE static uint4& chunk_of(Element* sQ, int row, int chunk) {
     return *reinterpret_cast<uint4*>(sQ + row / kWarpRows * kWarpRows * Traits::HeadDim +

@@ -46,8 +46,8 @@ CUTE_DEVICE void meet() {
 }
 
 /// The parameters, those of features that the kernel does not take as constants. Code for plain calls is then a quarter
-/// smaller and runs straight through, which counts where a kernel of a few microseconds finds its instructions in device
-/// memory: with L2 cold, 1024 keys of 8 heads take 18.4 us on an H200 with everything in the way, 12.7 without.
+/// smaller and runs straight through, which counts where a kernel of a few microseconds finds its instructions in
+/// device memory: with L2 cold, 1024 keys of 8 heads take 18.4 us on an H200 with everything in the way, 12.7 without.
 template <Features Takes>
 CUTE_DEVICE Params specialised(Params const& params) {
   constexpr auto kWithout = [](Features features) { return (Takes & features) == 0; };
@@ -64,12 +64,11 @@ CUTE_DEVICE Params specialised(Params const& params) {
   return p;
 }
 
-/// The products of a tile that begins with key `first_key` become scores: changed as the call asks, hidden from rows that
-/// do not see them. `row0` and the one 8 below are the lane's rows, keys_of_all is what every row sees.
+/// The products of a tile that begins with key `first_key` become scores: changed as the call asks, hidden from rows
+/// that do not see them. `row0` and the one 8 below are the lane's rows, keys_of_all is what every row sees.
 template <class Traits>
 CUTE_DEVICE void finish_scores(Params const& params, Place const& place, int batch, Visibility const& visibility,
-                               Range const& keys_of_all, int row0, int first_key,
-                               Fragment<Traits::TileKeys>& scores) {
+                               Range const& keys_of_all, int row0, int first_key, Fragment<Traits::TileKeys>& scores) {
   constexpr int TileKeys = Traits::TileKeys;
   auto const key_of = [](int j) { return j / 2 * 8 + j % 2; };
   int const lane_key = first_key + threadIdx.x % 4 * 2;  // the lane's first
@@ -86,8 +85,9 @@ CUTE_DEVICE void finish_scores(Params const& params, Place const& place, int bat
     for (int i = 0; i < 2; ++i) {
       Tensor S_row = rows_of_scores(&scores[0][2 * i], _1{});
       PackedRow const row = Traits::packed_row(params, place, row0 + 8 * i);
-      ScoreMod(params, batch, row.head)
-          .apply(S_row, visibility.start_pos + row.token - lane_key, [&](int, int j) { return -key_of(j); });
+      ScoreMod(params, batch, row.head).apply(S_row, visibility.start_pos + row.token - lane_key, [&](int, int j) {
+        return -key_of(j);
+      });
     }
   }
   if (first_key < keys_of_all.begin || first_key + TileKeys > keys_of_all.end) {
@@ -97,21 +97,21 @@ CUTE_DEVICE void finish_scores(Params const& params, Place const& place, int bat
   }
 }
 
-/// Ends the CTA's part of a sequence, of which `parts` of the calling warp's rows are in O: the result if there is no other,
-/// else left in the workspace, from where the last CTA to finish merges all.
+/// Ends the CTA's part of a sequence, of which `parts` of the calling warp's rows are in O: the result if there is no
+/// other, else left in the workspace, from where the last CTA to finish merges all.
 template <class Traits, class Softmax>
-CUTE_DEVICE void end_part(Params const& params, Place const& place, Work const& work,
+CUTE_DEVICE void end_part(Params const& params, Place const& place, KeyShare const& share,
                           typename Traits::SharedStorage& shared, Fragment<Traits::HeadDim> const& O,
                           Softmax const& softmax, int free_stage) {
   using Element = typename Traits::Element;
   constexpr int HeadDim = Traits::HeadDim, Units = Traits::Units;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = Traits::rows_of(params, place);
-  Partials const partials(params, int64_t(work.first_group) * place.ctas + place.cta, place.ctas,
-                          params.fixed_splits ? 1 : kPartialsOfCta, work.begins_inside, Traits::Rows,
+  Partials const partials(params, int64_t(share.first_group) * place.ctas + place.cta, place.ctas,
+                          params.fixed_splits ? 1 : kPartialsOfCta, share.begins_inside, Traits::Rows,
                           params.head_dim_v / 4);
   auto const write = [&](int row, int unit, UnitPart const& x) {
     PackedRow const packed = Traits::packed_row(params, place, row);
-    write_unit<Element>(params, work.batch, packed, unit, x.o, finish_row<Element>(params, packed.head, x.row));
+    write_unit<Element>(params, share.batch, packed, unit, x.o, finish_row<Element>(params, packed.head, x.row));
   };
   float l[2];
   CUTE_UNROLL
@@ -142,10 +142,10 @@ CUTE_DEVICE void end_part(Params const& params, Place const& place, Work const& 
       UnitPart const sum = merge_units<Traits::KeyWarps>(
           Traits::KeyWarps, [&](int w) { return shared.ml[w][row]; },
           [&](int w) { return *unit_of(w, shared.free_stage[w], row, unit); });
-      if (work.parts == 1) {
+      if (share.parts == 1) {
         write(row, unit, sum);
       } else {
-        partials.put(work.part, row, unit, sum);
+        partials.put(share.part, row, unit, sum);
       }
     }
   } else {
@@ -155,16 +155,16 @@ CUTE_DEVICE void end_part(Params const& params, Place const& place, Work const& 
       if (row >= rows) continue;
       PackedRow const packed = Traits::packed_row(params, place, row);
       Finish const finished = finish_row<Element>(params, packed.head, {softmax.m[i], l[i]});
-      int64_t const at = partials.row_of(work.part, row);
-      Element* const out = row_at<Element>(params.o, params.o_stride, work.batch, packed.token, packed.head);
-      if (lane % 4 == 0 && work.parts > 1) partials.ml[at] = make_float2(softmax.m[i], l[i]);
-      if (lane % 4 == 0 && work.parts == 1 && params.lse)
-        params.lse[packed.result(params, work.batch)] = finished.lse();
+      int64_t const at = partials.row_of(share.part, row);
+      Element* const out = row_at<Element>(params.o, params.o_stride, share.batch, packed.token, packed.head);
+      if (lane % 4 == 0 && share.parts > 1) partials.ml[at] = make_float2(softmax.m[i], l[i]);
+      if (lane % 4 == 0 && share.parts == 1 && params.lse)
+        params.lse[packed.result(params, share.batch)] = finished.lse();
       CUTE_UNROLL
       for (int n = 0; n < HeadDim / 8; ++n) {
         int const col = n * 8 + lane % 4 * 2;
         if (col >= params.head_dim_v) continue;
-        if (work.parts == 1) {
+        if (share.parts == 1) {
           *reinterpret_cast<uint32_t*>(out + col) =
               pack<Element>(O[n][2 * i] * finished.factor, O[n][2 * i + 1] * finished.factor);
         } else {
@@ -174,9 +174,9 @@ CUTE_DEVICE void end_part(Params const& params, Place const& place, Work const& 
       }
     }
   }
-  if (work.parts > 1 && is_last_of(work.parts, params.counters + int64_t(work.batch) * place.ctas + place.cta,
-                                   shared.is_last)) {
-    merge_partials<Traits::Warps>(partials, work.parts, rows, write);
+  if (share.parts > 1 &&
+      is_last_of(share.parts, params.counters + int64_t(share.batch) * place.ctas + place.cta, shared.is_last)) {
+    merge_partials<Traits::Warps>(partials, share.parts, rows, write);
   }
 }
 
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
       meet<Traits>();
       loader.load(ring[free_stage()]);
       int const first_key = tile * TileKeys;
-      if (params.n_new > 0 && first_key + TileKeys > walk.sequence().cached) {
+      if (__builtin_expect(params.n_new > 0 && first_key + TileKeys > walk.sequence().cached, false)) {
         take_new_keys<Traits>(params, walk, place.head, first_key, ring[stage], aligned);
         meet<Traits>();
       }
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
     }
 
     if (lane == 0 && row_warp == 0) shared.free_stage[key_warp] = free_stage();
-    end_part<Traits>(params, place, walk.work(params, place.group), shared, O, softmax, free_stage());
+    end_part<Traits>(params, place, walk.share(params, place.group), shared, O, softmax, free_stage());
     __syncthreads();  // everyone has read `walk`
     if (threadIdx.x == 0) {
       walk = shared.next;

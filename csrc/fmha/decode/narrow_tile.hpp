@@ -130,8 +130,8 @@ struct NarrowTile {
   };
 };
 
-/// Starts a warp's copy of a tile of K or of V: `row_of(i)` is row i, those from `rows` on become zeros, and `place` says
-/// where chunks lie.
+/// Starts a warp's copy of a tile of K or of V: `row_of(i)` is row i, those from `rows` on become zeros, and `place`
+/// says where chunks lie.
 template <class Tile, int Unroll, class Place, class RowOf>
 CUTE_DEVICE void copy_rows(uint4 (&to)[Tile::TileKeys][Tile::Chunks], Place place, int rows, RowOf row_of) {
   // Eight lanes copy 128 bytes of a row.

@@ -47,8 +47,8 @@ inline int row_tiles_of(Params const& p, int tile_rows) {
   return static_cast<int>(std::max<int64_t>(1, (rows + tile_rows - 1) / tile_rows));
 }
 
-/// Rows of o_partial, [rows, d_v], and of lse_partial, [rows, 2], and how many counters are to be zero; 0: no CTA shares
-/// a sequence with others.
+/// Rows of o_partial, [rows, d_v], and of lse_partial, [rows, 2], and how many counters are to be zero; 0: no CTA
+/// shares a sequence with others.
 inline int64_t partial_rows(Params const& p, int tile_rows) {
   int64_t const of_group = int64_t(p.row_tiles) * p.heads_kv * tile_rows;
   if (p.fixed_splits) return p.num_splits > 1 ? int64_t(p.batch) * p.num_splits * of_group : 0;

@@ -65,7 +65,8 @@ struct Partials {
   int units;
 
   template <class P>
-  CUTE_DEVICE Partials(P const& params, int64_t first_cta, int ctas, int of_cta, bool begins_inside, int rows, int units)
+  CUTE_DEVICE Partials(P const& params, int64_t first_cta, int ctas, int of_cta, bool begins_inside, int rows,
+                       int units)
       : o(reinterpret_cast<float4*>(params.o_partial)),
         ml(reinterpret_cast<float2*>(params.lse_partial)),
         row0((first_cta * of_cta + begins_inside) * rows),
@@ -115,11 +116,11 @@ CUTE_DEVICE void merge_partials(Partials const& partials, unsigned count, int ro
         if (part0 == 0) {
           all.row.m = of_lane.m;
           for (unsigned part = 32 + lane; part < count; part += 32) all.row.m = fmaxf(all.row.m, part_at(part).m);
-          all.row.m = base_of(warp_max<32, 1>(all.row.m));
+          all.row.m = warp_max<32, 1>(all.row.m);
         }
         if (part0 % 32 == 0) {
           if (part0 > 0) of_lane = part_at(part0 + lane);
-          weight = weight_of(of_lane, all.row.m);
+          weight = weight_of(of_lane, base_of(all.row.m));
           all.row.l = fmaf(of_lane.l, weight, all.row.l);
         }
         CUTE_UNROLL
@@ -132,8 +133,8 @@ CUTE_DEVICE void merge_partials(Partials const& partials, unsigned count, int ro
   }
 }
 
-/// Whether the calling CTA is the last of `parts` to count at `counter`, which goes around to 0: it sees what the others
-/// have written to the workspace. All its threads call; `is_last` lies in shared memory.
+/// Whether the calling CTA is the last of `parts` to count at `counter`, which goes around to 0: it sees what the
+/// others have written to the workspace. All its threads call; `is_last` lies in shared memory.
 CUTE_DEVICE bool is_last_of(unsigned parts, unsigned* counter, bool& is_last) {
   __syncthreads();
   if (threadIdx.x == 0) {

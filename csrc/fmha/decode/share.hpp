@@ -1,6 +1,7 @@
 // The first work of a CTA of the decode kernel: where its share of the batch's keys begins. Called by main.hpp.
 #pragma once
 
+#include "params.hpp"
 #include "traits.hpp"
 
 namespace cutlass_ext::decode {

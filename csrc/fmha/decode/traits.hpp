@@ -27,11 +27,11 @@ struct Traits {
   static constexpr int B_r = Rows, B_c = TileKeys, HeadDimV = HeadDim;
   static constexpr bool TensorCores = sizeof(Element) == 2;
 
-  static constexpr int Vector = 16 / sizeof(Element);      // elements of a 16-byte chunk
-  static constexpr int PanelCols = 8 * Vector;             // a panel's row is 128 bytes, all 32 banks once
-  static constexpr int Panels = HeadDim / PanelCols;       //
-  static constexpr int TileElements = TileKeys * HeadDim;  // of K, and of V
-  static constexpr int LoadRows = TileKeys / RowWarps;     // rows of a tile that a warp copies
+  static constexpr int Vector = 16 / sizeof(Element);                   // elements of a 16-byte chunk
+  static constexpr int PanelCols = 8 * Vector;                          // a panel's row is 128 bytes, all 32 banks once
+  static constexpr int Panels = HeadDim / PanelCols;                    //
+  static constexpr int TileElements = TileKeys * HeadDim;               // of K, and of V
+  static constexpr int LoadRows = TileKeys / RowWarps;                  // rows of a tile that a warp copies
   static constexpr int Chunks = HeadDim / Vector, Units = HeadDim / 4;  // of a row: 16 bytes; float4 of O
   static constexpr bool QueryInRegisters = TensorCores && HeadDim <= 128;
 

@@ -46,7 +46,7 @@ struct Place {
 };
 
 /// Part of a sequence's key tiles, and of how many parts it is which.
-struct Work {
+struct KeyShare {
   int batch;
   Range tiles;
   unsigned part, parts;
@@ -105,7 +105,7 @@ class Walk {
   CUTE_HOST_DEVICE int batch() const { return batch_; }
   CUTE_HOST_DEVICE Sequence const& sequence() const { return sequence_; }
 
-  CUTE_HOST_DEVICE Work work(Params const& params, unsigned group) const {
+  CUTE_HOST_DEVICE KeyShare share(Params const& params, unsigned group) const {
     if (params.fixed_splits) {
       return {batch_, here(), unsigned(split_), unsigned(params.num_splits), unsigned(batch_ * params.num_splits),
               false};
