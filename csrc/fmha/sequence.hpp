@@ -23,11 +23,7 @@ struct Sequence {
   }
 };
 
-/// `x`, or the nearest number in [low, high], which is not empty; a minimum and a maximum to the compiler.
-CUTE_HOST_DEVICE int clamp(int x, int low, int high) {
-  int const y = x < high ? x : high;
-  return y > low ? y : low;
-}
+CUTE_HOST_DEVICE int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
 /// Rows of q that sequence `b` holds.
 CUTE_HOST_DEVICE Range query_rows_of(Lengths const& lengths, int b) {
@@ -49,7 +45,7 @@ CUTE_HOST_DEVICE Sequence sequence_of(Lengths const& lengths, int b) {
   }
   int const len_q = q.size();
   int const cached = clamp(lengths.seqused_k ? lengths.seqused_k[b] : lengths.n_cached, 0, k.size());
-  int const with_new = cached + lengths.n_new, len_kv = with_new < k.size() ? with_new : k.size();
+  int const len_kv = clamp(cached + lengths.n_new, 0, k.size());
   int const leftpad = lengths.leftpad_k ? clamp(lengths.leftpad_k[b], 0, cached) : 0;
   int const start = lengths.start_pos_kind == StartPos::Scalar ? lengths.start_pos
                     : lengths.start_pos_kind == StartPos::PerBatch
