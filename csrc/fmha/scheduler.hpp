@@ -1,8 +1,7 @@
-// Work item -> (batch, head, query tile, split). Called by the kernels with their block index, by the tests on the
-// host.
+// Work item -> (batch, head, query tile or key tile, split). Called by the kernels with their block index, by the tests
+// on the host.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include <cute/config.hpp>
@@ -13,31 +12,37 @@ namespace cutlass_ext {
 struct WorkItem {
   int batch;
   int head;
-  int row0;  // first query row of the tile
+  int row0;  // first query row of the tile; over key tiles, its first key
   int split;
 };
 
+/// What the tiles of a scheduler are of.
+enum class Axis { Rows, Keys };
+
 /// Order of work. The (batch, head) pairs are taken in sections whose keys and values stay in L2 together. Within a
-/// section the last query tile of every pair comes first, since under a causal mask it sees the most keys and the tail
-/// is then made of short tiles; heads fastest, so that the query heads of one key head run together. Built on the host,
-/// so that kernels multiply by reciprocals instead of dividing.
+/// section the tile of every pair that a causal mask leaves the most work comes first, the last of the rows or the
+/// first of the keys, so that the tail is made of short ones; heads fastest, so that the query heads of one key head
+/// run together. Built on the host, so that kernels multiply by reciprocals instead of dividing.
 class Scheduler {
  public:
   Scheduler() = default;
 
-  Scheduler(int batch, int heads_q, int n_q, int block_r, int num_splits, int section)
-      : size_(int64_t(batch) * heads_q * tiles_of(n_q, block_r) * num_splits), block_r_(block_r), heads_(heads_q) {
-    int const pairs = batch * heads_q, tiles = tiles_of(n_q, block_r);
-    section = std::max(std::min(section, pairs), 1);
-    section_ = divisor(section);
-    last_section_ = divisor(pairs % section ? pairs % section : section);
-    full_sections_ = pairs / section;
-    items_of_section_ = divisor(int64_t(section) * tiles * num_splits);
+  /// Over tiles of `block` of `length` rows or keys of each pair.
+  Scheduler(int batch, int heads, int length, int block, int num_splits, int section, Axis axis = Axis::Rows)
+      : size_(int64_t(batch) * heads * tiles_of(length, block) * num_splits) {
+    int64_t const pairs = int64_t(batch) * heads, tiles = tiles_of(length, block);
+    int64_t const of_section = section < 1 || pairs < 1 ? 1 : section < pairs ? section : pairs;
+    section_ = divisor(of_section);
+    last_section_ = divisor(pairs % of_section ? pairs % of_section : of_section);
+    full_sections_ = static_cast<int>(pairs / of_section);
+    items_of_section_ = divisor(of_section * tiles * num_splits);
     splits_ = divisor(num_splits);
-    query_tiles_ = tiles;
+    heads_ = divisor(heads);
+    first_ = axis == Axis::Rows ? static_cast<int>(tiles - 1) * block : 0;
+    step_ = axis == Axis::Rows ? -block : block;
   }
 
-  static int tiles_of(int n_q, int block_r) { return (n_q + block_r - 1) / block_r; }
+  static int tiles_of(int length, int block) { return length / block + (length % block != 0); }
 
   CUTE_HOST_DEVICE int64_t size() const { return size_; }
 
@@ -50,16 +55,16 @@ class Scheduler {
     (of_section < full_sections_ ? section_ : last_section_)(index, pair, index);
     splits_(tile, split, index);
     heads_(batch, head, of_section * section_.divisor + pair);
-    return {batch, head, (query_tiles_ - 1 - tile) * block_r_, split};
+    return {batch, head, first_ + tile * step_, split};
   }
 
  private:
   static cutlass::FastDivmod divisor(int64_t n) {
-    return cutlass::FastDivmod(static_cast<int>(std::clamp<int64_t>(n, 1, INT32_MAX)));
+    return cutlass::FastDivmod(static_cast<int>(n < 1 ? 1 : n < INT32_MAX ? n : INT32_MAX));
   }
 
   int64_t size_ = 0;
-  int block_r_ = 1, query_tiles_ = 0, full_sections_ = 0;
+  int first_ = 0, step_ = 0, full_sections_ = 0;
   cutlass::FastDivmod items_of_section_, section_, last_section_, splits_, heads_;
 };
 

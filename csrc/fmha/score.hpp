@@ -1,5 +1,5 @@
-// Scale, softcap, ALiBi: from Q K^T to scores in the log2 domain, which is what the online softmax exponentiates.
-// Called by every main loop. The sink joins in OnlineSoftmax::finish and in the merge of splits.
+// Scale, softcap, ALiBi: from Q K^T to scores in the log2 domain, which is what the online softmax exponentiates, and
+// what they do to gradients. Called by every main loop. The sink joins in `finish` (softmax.hpp).
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -11,15 +11,22 @@ namespace cutlass_ext {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-/// tanh(x) to 2e-7 of its value in two instructions of the special-function unit, for 16-bit inputs: near 0, where
-/// 1 - 2 / (1 + e^2x) loses its digits, a minimax polynomial.
-CUTE_DEVICE float tanh_approx(float x) {
-  float exp_2x, inverse;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exp_2x) : "f"(2.f * kLog2e * x));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + exp_2x));
-  float const y = x * x;
-  float const series = fmaf(fmaf(fmaf(fmaf(0.01561257f, y, -0.05221177f), y, 0.13313116f), y, -0.33332597f), y * x, x);
-  return fabsf(x) < 0.6f ? series : fmaf(-2.f, inverse, 1.f);
+/// tanh(x); approximately to 2e-7 of its value in two instructions of the special-function unit, for 16-bit inputs:
+/// near 0, where 1 - 2 / (1 + e^2x) loses its digits, a minimax polynomial.
+template <bool Approximate>
+CUTE_HOST_DEVICE float tanh_of(float x) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (Approximate) {
+    float exp_2x, inverse;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exp_2x) : "f"(2.f * kLog2e * x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + exp_2x));
+    float const y = x * x;
+    float const series =
+        fmaf(fmaf(fmaf(fmaf(0.01561257f, y, -0.05221177f), y, 0.13313116f), y, -0.33332597f), y * x, x);
+    return fabsf(x) < 0.6f ? series : fmaf(-2.f, inverse, 1.f);
+  }
+#endif
+  return tanhf(x);
 }
 
 struct ScoreMod {
@@ -27,7 +34,7 @@ struct ScoreMod {
   float alibi_slope_log2;  // slope * log2(e); 0: off
   float sink_log2;         // sink * log2(e); -inf: none
 
-  CUTE_DEVICE ScoreMod(Params const& params, int batch, int head)
+  CUTE_HOST_DEVICE ScoreMod(Params const& params, int batch, int head)
       : softcap_log2(params.softcap * kLog2e),
         alibi_slope_log2(params.alibi_slopes ? params.alibi_slopes[batch * params.alibi_batch_stride + head] * kLog2e
                                              : 0.f),
@@ -39,27 +46,33 @@ struct ScoreMod {
     return params.softcap > 0.f ? params.softmax_scale / params.softcap : params.softmax_scale * kLog2e;
   }
 
-  /// Whether `apply` does anything.
-  CUTE_DEVICE bool active() const { return softcap_log2 != 0.f || alibi_slope_log2 != 0.f; }
-
   /// Turns the products in `S` into scores. `p - j` of element (i, j) is `first_offset + offset(i, j)`, the latter
   /// known when unrolled.
   template <bool ApproximateTanh = false, class ScoreTensor, class Offset>
-  CUTE_DEVICE void apply(ScoreTensor& S, int first_offset, Offset offset) const {
+  CUTE_HOST_DEVICE void apply(ScoreTensor& S, int first_offset, Offset offset) const {
     if (softcap_log2 != 0.f) {
       CUTE_UNROLL
-      for (int e = 0; e < cute::size(S); ++e) S(e) = softcap_log2 * (ApproximateTanh ? tanh_approx(S(e)) : tanhf(S(e)));
+      for (int e = 0; e < cute::size(S); ++e) S(e) = softcap_log2 * tanh_of<ApproximateTanh>(S(e));
     }
     if (alibi_slope_log2 != 0.f) {
       CUTE_UNROLL
       for (int i = 0; i < cute::size<0>(S); ++i) {
         CUTE_UNROLL
-        for (int j = 0; j < cute::size<1>(S); ++j) {
-          S(i, j) -= alibi_slope_log2 * fabsf(static_cast<float>(first_offset + offset(i, j)));
-        }
+        for (int j = 0; j < cute::size<1>(S); ++j) S(i, j) -= alibi(first_offset + offset(i, j));
       }
     }
   }
+
+  /// The derivative of a score that `apply` made, not hidden, by softmax_scale <q, k>: of softcap 1 - (s / softcap)^2,
+  /// of ALiBi, which shifts s, 1. `offset` is its p - j.
+  CUTE_HOST_DEVICE float derivative(float score, int offset) const {
+    if (softcap_log2 == 0.f) return 1.f;
+    float const tanh = (score + alibi(offset)) / softcap_log2;
+    return 1.f - tanh * tanh;
+  }
+
+ private:
+  CUTE_HOST_DEVICE float alibi(int offset) const { return alibi_slope_log2 * fabsf(static_cast<float>(offset)); }
 };
 
 }  // namespace cutlass_ext

@@ -2,6 +2,7 @@
 // see. Read on the device for each work item, by every kernel; by the tests on the host.
 #pragma once
 
+#include <cassert>
 #include <cstdint>
 
 #include "params.hpp"
@@ -54,6 +55,12 @@ CUTE_HOST_DEVICE Sequence sequence_of(Lengths const& lengths, int b) {
   return {lengths.packed() ? 0 : b, q.begin, k.begin + leftpad, cached - leftpad,
           Visibility{len_q < lengths.n_q ? len_q : lengths.n_q, len_kv - leftpad, start - leftpad, lengths.window_left,
                      lengths.window_right}};
+}
+
+/// What each sequence sees, where all see the same: for the host, which must not read what lies on the device.
+inline Visibility visibility_of_all(Lengths const& lengths) {
+  assert(all_alike(lengths) && !lengths.packed());
+  return sequence_of(lengths, 0).visibility;
 }
 
 #if defined(__CUDACC__)

@@ -1,5 +1,5 @@
-// Which keys a query row sees, which key tiles a query tile therefore visits, and which of those need element masks.
-// Called by every main loop on the device, and by the tests on the host.
+// Which keys a query row sees, which key tiles a query tile therefore visits, and which of those need element masks;
+// the same from the side of the keys. Called by every main loop on the device, and by the tests on the host.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 
 namespace cutlass_ext {
 
-/// A half-open range [begin, end) of keys or of key tiles.
+/// A half-open range [begin, end) of keys, of rows, or of tiles.
 struct Range {
   int begin;
   int end;
@@ -42,7 +42,7 @@ struct Visibility {
 
   /// The same with unbounded windows as numbers that reach past every key. The compiler sees that they are not negative
   /// and leaves out the branches of `keys_of_row`.
-  CUTE_HOST_DEVICE Visibility without_cases() const {
+  CUTE_HOST_DEVICE Visibility with_finite_windows() const {
     auto reach = [](int window) { return static_cast<int>(unsigned(window) < 1u << 30 ? unsigned(window) : 1u << 30); };
     return {n_q, len_kv, start_pos, reach(window_left), reach(window_right)};
   }
@@ -69,6 +69,25 @@ struct Visibility {
     return !unmasked_tiles_of(row0, block_r, block_c).contains(tile);
   }
 
+  /// The same pairs with rows and keys in each other's place: key j stands at -start_pos + j among the rows, and the
+  /// rows that see it reach as far to the left of it as its row's window does to the right.
+  CUTE_HOST_DEVICE Visibility transposed() const { return {len_kv, n_q, -start_pos, window_right, window_left}; }
+
+  /// Query rows that see key `key`.
+  CUTE_HOST_DEVICE Range rows_of_key(int key) const {
+    return key < len_kv ? transposed().keys_of_row(key) : Range{0, 0};
+  }
+
+  /// Query tiles of `block_r` rows of which some row sees a key of the key tile [key0, key0 + block_c).
+  CUTE_HOST_DEVICE Range row_tiles_of(int key0, int block_c, int block_r) const {
+    return transposed().tiles_of(key0, block_c, block_r);
+  }
+
+  /// Query tiles of which every row exists and sees the whole of the key tile: the others need element masks.
+  CUTE_HOST_DEVICE Range unmasked_row_tiles_of(int key0, int block_c, int block_r) const {
+    return key0 + block_c <= len_kv ? transposed().unmasked_tiles_of(key0, block_c, block_r) : Range{0, 0};
+  }
+
  private:
   CUTE_HOST_DEVICE int clamp_to_keys(int key) const { return key < 0 ? 0 : key > len_kv ? len_kv : key; }
 };
@@ -82,18 +101,31 @@ CUTE_HOST_DEVICE Range split_range(Range tiles, cutlass::FastDivmod const& split
   return {begin, begin + of_each + (split < rest)};
 }
 
+/// Hides elements (i, j) of `S` unless `visible_to(i)`, a range, contains `index_of(j)`.
+template <class ScoreTensor, class VisibleTo, class IndexOf>
+CUTE_HOST_DEVICE void hide(ScoreTensor& S, VisibleTo visible_to, IndexOf index_of) {
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size<0>(S); ++i) {
+    Range const visible = visible_to(i);
+    CUTE_UNROLL
+    for (int j = 0; j < cute::size<1>(S); ++j) {
+      if (index_of(j) < visible.begin || index_of(j) >= visible.end) S(i, j) = -INFINITY;
+    }
+  }
+}
+
 /// Hides from each row of `S` the keys that it does not see: element (i, j) is row `first_row + row_of(i)` and key
 /// `key_of(j)` of `visibility`.
 template <class ScoreTensor, class RowOf, class KeyOf>
 CUTE_HOST_DEVICE void mask(ScoreTensor& S, Visibility const& visibility, int first_row, RowOf row_of, KeyOf key_of) {
-  CUTE_UNROLL
-  for (int i = 0; i < cute::size<0>(S); ++i) {
-    Range const visible = visibility.keys_of_row(first_row + row_of(i));
-    CUTE_UNROLL
-    for (int j = 0; j < cute::size<1>(S); ++j) {
-      if (key_of(j) < visible.begin || key_of(j) >= visible.end) S(i, j) = -INFINITY;
-    }
-  }
+  hide(S, [&](int i) { return visibility.keys_of_row(first_row + row_of(i)); }, key_of);
+}
+
+/// The same of S^T, rows that do not exist included: element (i, j) is key `first_key + key_of(i)` and row `row_of(j)`.
+template <class ScoreTensor, class KeyOf, class RowOf>
+CUTE_HOST_DEVICE void mask_transposed(ScoreTensor& S, Visibility const& visibility, int first_key, KeyOf key_of,
+                                      RowOf row_of) {
+  hide(S, [&](int i) { return visibility.rows_of_key(first_key + key_of(i)); }, row_of);
 }
 
 }  // namespace cutlass_ext

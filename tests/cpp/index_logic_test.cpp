@@ -43,7 +43,7 @@ TEST(Visibility, WindowMovesWithTheRow) {
   EXPECT_EQ(v.tiles_of(256, 64, 64).end, 5);
 }
 
-TEST(Visibility, WithoutCasesSeesTheSameKeys) {
+TEST(Visibility, FiniteWindowsSeeTheSameKeys) {
   int const far = kMaxPosition;  // positions and lengths as large as they come: nothing may overflow
   for (int left : {-1, 0, 1, 5, far, (1 << 30) - 1}) {
     for (int right : {-1, 0, 1, 5, far, (1 << 30) - 1}) {
@@ -52,7 +52,7 @@ TEST(Visibility, WithoutCasesSeesTheSameKeys) {
           for (int first_key : {0, 8, len / 16 * 16}) {
             Visibility const v = Visibility{
                 .n_q = far - 1, .len_kv = len, .start_pos = start, .window_left = left, .window_right = right};
-            Visibility const counted = v.counted_from(first_key), w = counted.without_cases();
+            Visibility const counted = v.counted_from(first_key), w = counted.with_finite_windows();
             for (int row : {0, 1, 2, 7, 8, far - 2}) {
               for (int key : {0, 1, 2, 6, 15}) {
                 EXPECT_EQ(w.keys_of_row(row).contains(key), v.keys_of_row(row).contains(first_key + key))

@@ -80,32 +80,31 @@ CUTE_DEVICE void gemm_pv_step(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4],
   }
 }
 
-/// P of 16 keys as an operand: `weigh(i, s)` of the scores of row i.
-template <class Traits, class Weigh>
-CUTE_DEVICE void soften(uint32_t (&p)[Traits::RowAtoms][4], float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4],
-                        int k, Weigh const& weigh) {
+/// P of 16 keys as an operand: `p_of(i, s)` of a score of row i.
+template <class Traits, class POf>
+CUTE_DEVICE void operand_p(uint32_t (&p)[Traits::RowAtoms][4], float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4],
+                           int k, POf const& p_of) {
   CUTE_UNROLL
   for (int a = 0; a < Traits::RowAtoms; ++a) {
     CUTE_UNROLL
     for (int x = 0; x < 4; ++x) {
       float const* const s = &S[a][2 * k + x / 2][x % 2 * 2];
-      float const left = weigh(2 * a + x % 2, s[0]), right = weigh(2 * a + x % 2, s[1]);
-      p[a][x] = pack<typename Traits::Element>(left, right);
+      float const left = p_of(2 * a + x % 2, s[0]), right = p_of(2 * a + x % 2, s[1]);
+      put_operand<typename Traits::Element>(p[a], x % 2, x / 2 * 2, left, right);
     }
   }
 }
 
 /// O += P V: P of 16 keys is made ahead of the 16 that are multiplied.
-template <class Traits, class Weigh>
+template <class Traits, class POf>
 CUTE_DEVICE void gemm_pv(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4],
-                         float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Weigh const& weigh,
-                         uint32_t values_at) {
+                         float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], POf const& p_of, uint32_t values_at) {
   constexpr int Steps = Traits::B_c / kAtom;
   uint32_t p[Steps][Traits::RowAtoms][4];
-  soften<Traits>(p[0], S, 0, weigh);
+  operand_p<Traits>(p[0], S, 0, p_of);
   CUTE_UNROLL
   for (int k = 0; k < Steps; ++k) {
-    if (k + 1 < Steps) soften<Traits>(p[k + 1], S, k + 1, weigh);
+    if (k + 1 < Steps) operand_p<Traits>(p[k + 1], S, k + 1, p_of);
     gemm_pv_step<Traits>(O, p[k], chunk_at<Traits::B_c>(values_at, k * kAtom, 0));
   }
 }
@@ -120,15 +119,15 @@ CUTE_DEVICE void meet_sharer() {
 /// The same where two warps share the rows: each multiplies P of its own keys first, then that of the other's, which
 /// comes through shared memory. `own_at` and `other_at` point to the first 16 keys of V of either; `p_to` and `p_from`
 /// to the lane's place in what this warp writes of P, and to its rows of the other's fragments.
-template <class Traits, class Weigh>
+template <class Traits, class POf>
 CUTE_DEVICE void gemm_pv_shared(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4],
-                                float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Weigh const& weigh,
+                                float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], POf const& p_of,
                                 uint32_t own_at, uint32_t other_at, uint32_t p_to, uint32_t p_from) {
   constexpr int Steps = Traits::WarpKeys / kAtom;
   uint32_t p[Steps][Traits::RowAtoms][4];
   CUTE_UNROLL
   for (int k = 0; k < Steps; ++k) {
-    soften<Traits>(p[k], S, k, weigh);
+    operand_p<Traits>(p[k], S, k, p_of);
     CUTE_UNROLL
     for (int a = 0; a < Traits::RowAtoms; ++a) {
       CUTE_UNROLL
@@ -407,7 +406,7 @@ __global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__
       }
     }
     if (Kind == KeyTile::Masked || (Kind == KeyTile::Any && !unmasked.contains(tile)))
-      mask(S, shared.sequence.visibility.counted_from(first_key).without_cases(), first_row, row_of, key_of);
+      mask(S, shared.sequence.visibility.counted_from(first_key).with_finite_windows(), first_row, row_of, key_of);
     float const scale = Kind == KeyTile::Any && score_mods ? 1.f : query_scale;
     softmax.raise(S, rescale, base, scale, [&](float (&tile_max)[Rows]) {
       if constexpr (Traits::Shared) {
@@ -429,17 +428,17 @@ __global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__
     }
     between();
     float sum[Rows] = {};
-    auto weigh = [&](int i, float s) {
+    auto p_of = [&](int i, float s) {
       float const p = exp2_approx(fmaf(s, scale, -base(i)));
       sum[i] += p;
       return p;
     };
     if constexpr (Traits::Shared) {
       constexpr uint32_t Half = Traits::WarpKeys * kPanel * sizeof(Element);
-      gemm_pv_shared<Traits>(O, scores, weigh, values_at + here + part * Half, values_at + here + (1 - part) * Half,
+      gemm_pv_shared<Traits>(O, scores, p_of, values_at + here + part * Half, values_at + here + (1 - part) * Half,
                              p_to, p_from);
     } else {
-      gemm_pv<Traits>(O, scores, weigh, values_at + here);
+      gemm_pv<Traits>(O, scores, p_of, values_at + here);
     }
     CUTE_UNROLL
     for (int i = 0; i < Rows; ++i) softmax.l[i] += sum[i];

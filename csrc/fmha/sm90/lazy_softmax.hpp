@@ -52,7 +52,7 @@ struct LazySoftmax : OnlineSoftmax<2, 4, 1> {
     CUTE_UNROLL
     for (int j = 0; j < Early; j += 2) {
       CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) words(j + i) = pack<Element>(early_[i][j], early_[i][j + 1]);
+      for (int i = 0; i < 2; ++i) put_operand<Element>(words, i, j, early_[i][j], early_[i][j + 1]);
     }
     exponentiate<Early, Columns>(S, sum_, scale, into<Element>(words));
     if (!fits(sum_)) {
@@ -88,7 +88,7 @@ struct LazySoftmax : OnlineSoftmax<2, 4, 1> {
 
   template <class Element, class WordTensor>
   CUTE_DEVICE static auto into(WordTensor& words) {
-    return [&](int i, int j, float p0, float p1) { words(j + i) = pack<Element>(p0, p1); };
+    return [&](int i, int j, float p0, float p1) { put_operand<Element>(words, i, j, p0, p1); };
   }
 
   /// P = exp2(scale S - m) of some columns to `take(row, column, p, p of the next column)`, and their sums. Row by row

@@ -1,4 +1,4 @@
-// mbarriers and the ring of buffers that the producer fills and the consumers empty. Used by fmha.hpp.
+// mbarriers and the ring of buffers that the producer fills and the consumers empty. Used by the Hopper kernels.
 #pragma once
 
 #include <cstdint>
@@ -8,15 +8,16 @@
 
 namespace cutlass_ext::sm90 {
 
-/// An mbarrier in shared memory, which the compiler moves no access to memory across. With FMHA_TRAP_ON_HANG a wait of
-/// seconds ends the kernel, instead of the machine.
+/// An mbarrier in shared memory, which the compiler moves no access to memory across. Built with
+/// CUTLASS_EXT_TRAP_ON_HANG defined (the environment variable CUTLASS_EXT_TRAP_ON_HANG=1 at build), a wait of seconds
+/// ends the kernel with an error; otherwise a fault in a pipeline hangs the device.
 struct Barrier : cutlass::arch::ClusterTransactionBarrier {
   CUTE_DEVICE void arrive() const {
     asm volatile("" ::: "memory");
     cutlass::arch::ClusterTransactionBarrier::arrive();
   }
   CUTE_DEVICE void wait_for(uint32_t phase) const {
-#ifdef FMHA_TRAP_ON_HANG
+#ifdef CUTLASS_EXT_TRAP_ON_HANG
     for (int tries = 0; !try_wait(phase); ++tries) {
       if (tries == 1 << 20) __trap();
     }

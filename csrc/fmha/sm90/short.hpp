@@ -37,7 +37,7 @@ struct ShortParams {
   explicit ShortParams(Params const& p)
       : n_q(p.n_q),
         n_kv(p.n_kv),
-        start_pos(sequence_of(p, 0).visibility.start_pos),
+        start_pos(visibility_of_all(p).start_pos),
         window_left(p.window_left),
         window_right(p.window_right),
         query_tiles(Scheduler::tiles_of(p.n_q, kAtomRows)),
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
     CUTE_UNROLL
     for (int j = 0; j < size<1>(S); j += 2) {
       CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) words(j + i) = pack<Element>(S(i, j), S(i, j + 1));
+      for (int i = 0; i < 2; ++i) put_operand<Element>(words, i, j, S(i, j), S(i, j + 1));
     }
     if (tile < first) {
       CUTE_UNROLL

@@ -100,7 +100,7 @@ struct TileMask {
   TileMask() = default;
   /// Of the thread's first row; keys are counted from the tile's first.
   CUTE_DEVICE TileMask(Visibility const& visibility, int row, int lane) {
-    Visibility const mine = visibility.counted_from(lane % 4 * 2).without_cases();
+    Visibility const mine = visibility.counted_from(lane % 4 * 2).with_finite_windows();
     auto low_bits = [](int n) { return n < 32 ? (1u << (n < 0 ? 0 : n)) - 1 : ~0u; };
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
