@@ -4,13 +4,16 @@
 
 #include <cstdint>
 
-#include "sequence.hpp"
+#include "params.hpp"
 
 namespace cutlass_ext {
 
 /// The table of pages belongs to the caller, and an idle slot may hold anything, -1 say. What is read comes from the
 /// nearest page that there is, what is written outside is dropped. Of no pages the host makes room for no keys.
-CUTE_HOST_DEVICE int nearest_page(int page, int pages) { return clamp(page, 0, pages - 1); }
+CUTE_HOST_DEVICE int nearest_page(int page, int pages) {
+  int const below = page < pages ? page : pages - 1;
+  return below > 0 ? below : 0;
+}
 CUTE_HOST_DEVICE bool has_page(int pages, int page) { return 0 <= page && page < pages; }
 
 /// Where row `row` of a sequence lies: the page, or the batch index of a contiguous cache. -1 where the cache has none.

@@ -31,22 +31,11 @@ struct ClusterTraits : NarrowTile<HeadDim, Element> {
   };
 };
 
-/// What a call that appends is told besides: the new keys and values, the keys that a sequence has room for, and how
-/// keys and queries turn.
-struct NewKeys {
-  void const *k, *v;
-  Strides k_stride, v_stride;
+/// What a call that appends is told besides: how many new keys there are, and the keys that a sequence has room for.
+struct NewKeys : Cache {
   int count, capacity;
-  Rotary rotary;
 
-  explicit NewKeys(Params const& p)
-      : k(p.k_new),
-        v(p.v_new),
-        k_stride(p.k_new_stride),
-        v_stride(p.v_new_stride),
-        count(p.n_new),
-        capacity(p.n_kv),
-        rotary(p.rotary) {}
+  explicit NewKeys(Params const& p) : Cache(p), count(p.n_new), capacity(p.n_kv) {}
 };
 
 /// For a call that does not.
@@ -75,9 +64,9 @@ struct NewRows {
       };
     };
     copy_rows<Tile, 1>(stage.k, key_place, len - first_key,
-                       rows_of(params.k, params.k_stride, fresh.k, fresh.k_stride));
+                       rows_of(params.k, params.k_stride, fresh.k_new, fresh.k_new_stride));
     copy_rows<Tile, 1>(stage.v, value_place, len - first_key,
-                       rows_of(params.v, params.v_stride, fresh.v, fresh.v_stride));
+                       rows_of(params.v, params.v_stride, fresh.v_new, fresh.v_new_stride));
   }
 
   /// Turns the new keys where they lie, and writes keys and values to the cache.

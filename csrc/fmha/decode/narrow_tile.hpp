@@ -22,14 +22,6 @@
 
 namespace cutlass_ext::decode {
 
-/// Divides packed rows, fewer than 2^16 / divisor, in two instructions.
-struct RowDivisor {
-  int divisor, multiplier;
-
-  explicit RowDivisor(int divisor) : divisor(divisor), multiplier((65535 + divisor) / divisor) {}
-  CUTE_HOST_DEVICE int div(int row) const { return row * multiplier >> 16; }
-};
-
 /// What the kernels are told of a call, in the order in which they ask: 64 bytes of parameters come from memory at a
 /// time, and each time a warp waits for them. `lengths()` says what the numbers mean.
 struct NarrowParams {
