@@ -97,15 +97,15 @@ CUTE_DEVICE void finish_scores(Params const& params, Place const& place, int bat
   }
 }
 
-/// Ends the CTA's part of a sequence, of which `parts` of the calling warp's rows are in O: the result if there is no
-/// other, else left in the workspace, from where the last CTA to finish merges all.
+/// Ends the CTA's part of a sequence, of which the calling warp has O, m and l of its rows and keys.
 template <class Traits, class Softmax>
-CUTE_DEVICE void end_part(Params const& params, Place const& place, KeyShare const& share,
-                          typename Traits::SharedStorage& shared, Fragment<Traits::HeadDim> const& O,
-                          Softmax const& softmax, int free_stage) {
+CUTE_DEVICE void end_share(Params const& params, Place const& place, KeyShare const& share,
+                           typename Traits::SharedStorage& shared, Fragment<Traits::HeadDim> const& O,
+                           Softmax const& softmax, int free_stage) {
   using Element = typename Traits::Element;
   constexpr int HeadDim = Traits::HeadDim, Units = Traits::Units;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = Traits::rows_of(params, place);
+  unsigned* const counter = params.counters + int64_t(share.batch) * place.ctas + place.cta;
   Partials const partials(params, int64_t(share.first_group) * place.ctas + place.cta, place.ctas,
                           params.fixed_splits ? 1 : kPartialsOfCta, share.begins_inside, Traits::Rows,
                           params.head_dim_v / 4);
@@ -113,9 +113,7 @@ CUTE_DEVICE void end_part(Params const& params, Place const& place, KeyShare con
     PackedRow const packed = Traits::packed_row(params, place, row);
     write_unit<Element>(params, share.batch, packed, unit, x.o, finish_row<Element>(params, packed.head, x.row));
   };
-  float l[2];
-  CUTE_UNROLL
-  for (int i = 0; i < 2; ++i) l[i] = warp_sum<4, 1>(softmax.l[i]);
+  float const l[2] = {warp_sum<4, 1>(softmax.l[0]), warp_sum<4, 1>(softmax.l[1])};
   if constexpr (Traits::KeyWarps > 1) {
     // The warps' parts meet in the stages that they were done with last: nobody reads those, and the next copy waits.
     auto const unit_of = [&](int w, int stage, int row, int unit) {
@@ -126,57 +124,44 @@ CUTE_DEVICE void end_part(Params const& params, Place const& place, KeyShare con
     for (int i = 0; i < 2; ++i) {
       int const row = lane / 4 + 8 * i;
       if (lane % 4 == 0) shared.ml[warp][row] = make_float2(softmax.m[i], l[i]);
-      if (row < rows) {
-        CUTE_UNROLL
-        for (int n = 0; n < HeadDim / 8; ++n) {
-          auto* const to = reinterpret_cast<float2*>(unit_of(warp, free_stage, row, n * 2)) + lane % 4;
-          *to = make_float2(O[n][2 * i], O[n][2 * i + 1]);
-        }
+      if (row >= rows) continue;
+      CUTE_UNROLL
+      for (int n = 0; n < HeadDim / 8; ++n) {
+        auto* const to = reinterpret_cast<float2*>(unit_of(warp, free_stage, row, n * 2)) + lane % 4;
+        *to = make_float2(O[n][2 * i], O[n][2 * i + 1]);
       }
     }
     __syncthreads();
-    CUTE_NO_UNROLL
-    for (int index = threadIdx.x; index < rows * Units; index += Traits::Threads) {
-      int const row = index / Units, unit = index % Units;
-      if (unit * 4 >= params.head_dim_v) continue;
-      UnitPart const sum = merge_units<Traits::KeyWarps>(
-          Traits::KeyWarps, [&](int w) { return shared.ml[w][row]; },
-          [&](int w) { return *unit_of(w, shared.free_stage[w], row, unit); });
-      if (share.parts == 1) {
-        write(row, unit, sum);
-      } else {
-        partials.put(share.part, row, unit, sum);
-      }
-    }
+    end_part<Traits::Warps, Units>(
+        partials, share.part, share.parts, counter, shared.is_last, rows,
+        [&](int row, int unit) {
+          return merge_units<Traits::KeyWarps>(
+              Traits::KeyWarps, [&](int w) { return shared.ml[w][row]; },
+              [&](int w) { return *unit_of(w, shared.free_stage[w], row, unit); });
+        },
+        write);
   } else {
+    // Of the two rows of which two lanes have half a unit each, either lane writes one.
+    bool const low = lane % 2 == 0;
+    int const row = warp * kWarpRows + lane / 4 + (low ? 0 : 8);
+    Part const part{low ? softmax.m[0] : softmax.m[1], low ? l[0] : l[1]};
+    PackedRow const packed = Traits::packed_row(params, place, row);
+    Finish const finished = finish_row<Element>(params, packed.head, part);
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      int const row = warp * kWarpRows + lane / 4 + 8 * i;
-      if (row >= rows) continue;
-      PackedRow const packed = Traits::packed_row(params, place, row);
-      Finish const finished = finish_row<Element>(params, packed.head, {softmax.m[i], l[i]});
-      int64_t const at = partials.row_of(share.part, row);
-      Element* const out = row_at<Element>(params.o, params.o_stride, share.batch, packed.token, packed.head);
-      if (lane % 4 == 0 && share.parts > 1) partials.ml[at] = make_float2(softmax.m[i], l[i]);
-      if (lane % 4 == 0 && share.parts == 1 && params.lse)
-        params.lse[packed.result(params, share.batch)] = finished.lse();
-      CUTE_UNROLL
-      for (int n = 0; n < HeadDim / 8; ++n) {
-        int const col = n * 8 + lane % 4 * 2;
-        if (col >= params.head_dim_v) continue;
-        if (share.parts == 1) {
-          *reinterpret_cast<uint32_t*>(out + col) =
-              pack<Element>(O[n][2 * i] * finished.factor, O[n][2 * i + 1] * finished.factor);
-        } else {
-          *reinterpret_cast<float2*>(params.o_partial + at * params.head_dim_v + col) =
-              make_float2(O[n][2 * i], O[n][2 * i + 1]);
-        }
+    for (int n = 0; n < HeadDim / 8; ++n) {
+      float const x = __shfl_xor_sync(0xffffffffu, low ? O[n][2] : O[n][0], 1),
+                  y = __shfl_xor_sync(0xffffffffu, low ? O[n][3] : O[n][1], 1);
+      float4 const o = low ? make_float4(O[n][0], O[n][1], x, y) : make_float4(x, y, O[n][2], O[n][3]);
+      int const unit = 2 * n + lane % 4 / 2;
+      if (row >= rows || unit >= partials.units) continue;
+      if (share.parts == 1) {
+        write_unit<Element>(params, share.batch, packed, unit, o, finished);
+      } else {
+        partials.put(share.part, row, unit, {o, part});
       }
     }
-  }
-  if (share.parts > 1 &&
-      is_last_of(share.parts, params.counters + int64_t(share.batch) * place.ctas + place.cta, shared.is_last)) {
-    merge_partials<Traits::Warps>(partials, share.parts, rows, write);
+    if (share.parts > 1 && is_last_of(share.parts, counter, shared.is_last))
+      merge_partials<Traits::Warps>(partials, share.parts, rows, write);
   }
 }
 
@@ -260,7 +245,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
     }
 
     if (lane == 0 && row_warp == 0) shared.free_stage[key_warp] = free_stage();
-    end_part<Traits>(params, place, walk.share(params, place.group), shared, O, softmax, free_stage());
+    end_share<Traits>(params, place, walk.share(params, place.group), shared, O, softmax, free_stage());
     __syncthreads();  // everyone has read `walk`
     if (threadIdx.x == 0) {
       walk = shared.next;

@@ -236,23 +236,15 @@ __global__ void __launch_bounds__(Traits::Threads, 2) narrow_kernel(__grid_const
         sums.put(scratch_of(warp, stage), shared.ml[warp], rows);
         if (lane == 0) shared.scratch_stage[warp] = stage;
         __syncthreads();
-        CUTE_NO_UNROLL
-        for (int index = threadIdx.x; index < rows * Units; index += Traits::Threads) {
-          int const row = index / Units, unit = index % Units;
-          UnitPart const sum = merge_units<Warps>(
-              Warps, [&](int w) { return shared.ml[w][row]; },
-              [&](int w) { return scratch_of(w, shared.scratch_stage[w])[Sums::scratch_place(row, unit)]; });
-          if (sharing.parts == 1) {
-            write(batch, row, unit, sum);
-          } else {
-            partials.put(group - sharing.first_group, row, unit, sum);
-          }
-        }
-        if (sharing.parts > 1 &&
-            is_last_of(sharing.parts, params.counters + batch * params.heads_kv + head, shared.is_last)) {
-          merge_partials<Warps>(partials, sharing.parts, rows,
-                                [&](int row, int unit, UnitPart const& x) { write(batch, row, unit, x); });
-        }
+        end_part<Warps, Units>(
+            partials, group - sharing.first_group, sharing.parts, params.counters + batch * params.heads_kv + head,
+            shared.is_last, rows,
+            [&](int row, int unit) {
+              return merge_units<Warps>(
+                  Warps, [&](int w) { return shared.ml[w][row]; },
+                  [&](int w) { return scratch_of(w, shared.scratch_stage[w])[Sums::scratch_place(row, unit)]; });
+            },
+            [&](int row, int unit, UnitPart const& x) { write(batch, row, unit, x); });
       }
       batch = next;
       if (batch == batch_end) break;

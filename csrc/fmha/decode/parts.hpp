@@ -149,4 +149,24 @@ CUTE_DEVICE bool is_last_of(unsigned parts, unsigned* counter, bool& is_last) {
   return is_last;
 }
 
+/// Ends part `part` of a sequence's `parts`: of the only one `write(row, unit, x)` takes every unit, `sum(row, unit)`;
+/// of several they go to the workspace, and the last CTA to finish, by `counter`, merges all and has them written. All
+/// threads call.
+template <int Warps, int Units, class Sum, class Write>
+CUTE_DEVICE void end_part(Partials const& partials, unsigned part, unsigned parts, unsigned* counter, bool& is_last,
+                          int rows, Sum const& sum, Write const& write) {
+  CUTE_NO_UNROLL
+  for (int index = threadIdx.x; index < rows * Units; index += 32 * Warps) {
+    int const row = index / Units, unit = index % Units;
+    if (unit >= partials.units) continue;
+    UnitPart const x = sum(row, unit);
+    if (parts == 1) {
+      write(row, unit, x);
+    } else {
+      partials.put(part, row, unit, x);
+    }
+  }
+  if (parts > 1 && is_last_of(parts, counter, is_last)) merge_partials<Warps>(partials, parts, rows, write);
+}
+
 }  // namespace cutlass_ext::decode
