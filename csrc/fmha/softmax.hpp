@@ -62,14 +62,20 @@ struct Finish {
   CUTE_DEVICE float lse() const { return lse_log2 * kLn2; }  // natural log
 };
 
-/// Ends a row of all its keys and the sink; without keys it gives 0 and the sink. The logarithm is exact for fp32
-/// alone.
+/// Ends a row of all its keys; without one it gives 0. The logarithm is exact for fp32 alone.
 template <class Element>
-CUTE_DEVICE Finish finish(Part row, float sink_log2 = -INFINITY) {
+CUTE_DEVICE Finish finish(Part row) {
+  if (row.l == 0.f) return {0.f, -INFINITY};
+  return {reciprocal(row.l), row.m + (sizeof(Element) == 2 ? log2_approx(row.l) : log2f(row.l))};
+}
+
+/// The same with the sink, one more key whose value is 0.
+template <class Element>
+CUTE_DEVICE Finish finish(Part row, float sink_log2) {
   float const base = base_of(fmaxf(row.m, sink_log2)), rescale = exp2_approx(row.m - base);
-  float const sum = row.l * rescale + exp2_approx(sink_log2 - base);
-  if (sum == 0.f) return {0.f, -INFINITY};
-  return {rescale * reciprocal(sum), base + (sizeof(Element) == 2 ? log2_approx(sum) : log2f(sum))};
+  Finish finished = finish<Element>({base, row.l * rescale + exp2_approx(sink_log2 - base)});
+  finished.factor *= rescale;
+  return finished;
 }
 
 /// Writes the lse of row `row` of lse; or a split's, to be merged, to row `row` of lse_partial.

@@ -1,5 +1,5 @@
 // Decoding fp16 and bf16 on mma.sync tensor cores, head_dim up to 128; `true`: plain calls alone.
-#include "../fmha/decode/fmha.hpp"
+#include "../fmha/decode/main.hpp"
 #include "../fmha/decode/narrow.hpp"
 #include "kernel.hpp"
 

@@ -1,5 +1,5 @@
 // Decoding fp32 on CUDA cores.
-#include "../fmha/decode/fmha.hpp"
+#include "../fmha/decode/main.hpp"
 #include "kernel.hpp"
 
 namespace cutlass_ext {

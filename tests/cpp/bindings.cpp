@@ -75,7 +75,7 @@ std::vector<std::tuple<int, int, int, int, int, int, int>> decode_work(std::vect
   params.num_splits = num_splits;
   decode::Tokens const tokens = decode::Place(params, 0).tokens(params, 16);
   auto const tiles_of = [&](int b) {
-    return unsigned(decode::tiles_of(decode::sequence_of(params, b), tokens, TileKeys).size());
+    return unsigned(decode::tiles_of(sequence_of(params, b), tokens, TileKeys).size());
   };
   unsigned total = 0;
   for (int b = 0; b < params.batch; ++b) total += tiles_of(b);
@@ -90,7 +90,7 @@ std::vector<std::tuple<int, int, int, int, int, int, int>> decode_work(std::vect
     auto walk = num_splits > 0 ? decode::Walk<TileKeys>::of_split(params, g, tokens)
                                : decode::Walk<TileKeys>::of_chunk(params, partition, g, batch, first, tokens);
     for (bool once = num_splits > 0; once || !walk.done(); once = false) {
-      decode::Work const w = walk.work(params, g);
+      decode::KeyShare const w = walk.share(params, g);
       done.emplace_back(g, w.batch, w.tiles.begin, w.tiles.end, w.part, w.parts, w.part == 0 && w.begins_inside);
       walk.next(params);
     }

@@ -1,7 +1,7 @@
 // The decode kernel of few sequences: what narrow.hpp does, with a cluster of CTAs for each key head of each sequence.
 // Their parts meet in the shared memory of one of them: no counter, no workspace, and no length decides which tiles are
 // whose. On an H200 1024 keys of 8 heads then take 7.5 us for 9.9 (an empty kernel 3.7). Needs compute capability 9.0.
-// Instantiated by csrc/kernels/sm90_decode.cu; launched through decode_dispatch.cu.
+// Instantiated by csrc/kernels/sm90_decode.cu.
 #pragma once
 
 #include <type_traits>
@@ -10,6 +10,8 @@
 
 #include "../sm90/pipeline.hpp"
 #include "narrow_tile.hpp"
+#include "parts.hpp"
+#include "walk.hpp"
 
 namespace cutlass_ext::decode {
 
@@ -29,21 +31,11 @@ struct ClusterTraits : NarrowTile<HeadDim, Element> {
   };
 };
 
-/// What a call that appends is told besides: the new keys and values, the cache's room, and how keys and queries turn.
-struct NewKeys {
-  void const *k, *v;
-  Strides k_stride, v_stride;
+/// What a call that appends is told besides: how many new keys there are, and the keys that a sequence has room for.
+struct NewKeys : Cache {
   int count, capacity;
-  Rotary rotary;
 
-  explicit NewKeys(Params const& p)
-      : k(p.k_new),
-        v(p.v_new),
-        k_stride(p.k_new_stride),
-        v_stride(p.v_new_stride),
-        count(p.n_new),
-        capacity(p.n_kv),
-        rotary(p.rotary) {}
+  explicit NewKeys(Params const& p) : Cache(p), count(p.n_new), capacity(p.n_kv) {}
 };
 
 /// For a call that does not.
@@ -51,7 +43,8 @@ struct NoNewKeys {
   explicit NoNewKeys(Params const&) {}
 };
 
-/// A tile in which some keys are new: rows [old, end).
+/// A tile in which some keys are new: those from `old` on. It begins with key `first_key` of sequence `batch`, in row
+/// `row` of `page`, which the cache need not have.
 template <class Tile>
 struct NewRows {
   using Element = typename Tile::Element;
@@ -60,60 +53,33 @@ struct NewRows {
   int head, batch, page, row, first_key, cached, len;
 
   CUTE_DEVICE int old() const { return max(cached - first_key, 0); }
-  CUTE_DEVICE int end() const { return min(len - first_key, Tile::TileKeys); }
 
   /// As copy_tile does, the new rows from where the call has them.
-  CUTE_DEVICE void copy(typename Tile::Stage& stage) const {
-    int const lane = threadIdx.x % 32;
-    auto const copy = [&](auto& to, auto place, void const* cache, Strides const& stride, void const* new_rows,
-                          Strides const& new_stride) {
-      CUTE_NO_UNROLL
-      for (int i = lane / 8; i < Tile::TileKeys; i += 4) {
-        Element const* from = i < old() ? static_cast<Element const*>(cache) + page * stride.batch +
-                                              (row + i) * stride.row + head * stride.head
-                                        : static_cast<Element const*>(new_rows) + batch * new_stride.batch +
-                                              (first_key + i - cached) * new_stride.row + head * new_stride.head;
-        CUTE_UNROLL
-        for (int chunk = lane % 8; chunk < Tile::Chunks; chunk += 8) {
-          cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-              *reinterpret_cast<cute::uint128_t const*>(from + chunk * 8),
-              reinterpret_cast<cute::uint128_t&>(to[i][place(i, chunk)]), i < end());
-        }
-      }
+  CUTE_DEVICE void copy(typename Tile::Stage& stage, int page_read) const {
+    auto const rows_of = [&](void const* cache, Strides const& stride, void const* new_rows,
+                             Strides const& new_stride) {
+      return [=, &stride, &new_stride](int i) {
+        return i < old() ? row_at<Element const>(cache, stride, page_read, row + i, head)
+                         : row_at<Element const>(new_rows, new_stride, batch, first_key + i - cached, head);
+      };
     };
-    copy(stage.k, key_place, params.k, params.k_stride, fresh.k, fresh.k_stride);
-    copy(stage.v, value_place, params.v, params.v_stride, fresh.v, fresh.v_stride);
+    copy_rows<Tile, 1>(stage.k, key_place, len - first_key,
+                       rows_of(params.k, params.k_stride, fresh.k_new, fresh.k_new_stride));
+    copy_rows<Tile, 1>(stage.v, value_place, len - first_key,
+                       rows_of(params.v, params.v_stride, fresh.v_new, fresh.v_new_stride));
   }
 
   /// Turns the new keys where they lie, and writes keys and values to the cache.
   CUTE_DEVICE void append(typename Tile::Stage& stage) const {
-    int const lane = threadIdx.x % 32;
-    auto const to_cache = [&](void const* cache, Strides const& stride, int i, int chunk, uint4 const& x) {
-      Element* const to = static_cast<Element*>(const_cast<void*>(cache)) + page * stride.batch +
-                          (row + i) * stride.row + head * stride.head;
-      reinterpret_cast<uint4*>(to)[chunk] = x;
-    };
-    static_assert(32 % Tile::Chunks == 0, "a pass has whole rows");
-    CUTE_NO_UNROLL
-    for (int first = old(); first < end(); first += 32 / Tile::Chunks) {
-      int const i = first + lane / Tile::Chunks, chunk = lane % Tile::Chunks;
-      uint4 k{};
-      if (i < end()) {
-        k = stage.k[i][key_place(i, chunk)];
-        if (fresh.rotary.cos && chunk * 8 < fresh.rotary.dim) {
-          k = rotated_chunk<Element>(fresh.rotary, first_key + i, chunk, [&](int column) {
-            auto const* x = reinterpret_cast<Element const*>(&stage.k[i][key_place(i, column / 8)]);
-            return static_cast<float>(x[column % 8]);
-          });
-        }
-      }
-      __syncwarp();  // a key has been read before it is turned
-      if (i < end()) {
-        stage.k[i][key_place(i, chunk)] = k;
-        to_cache(params.k, params.k_stride, i, chunk, k);
-        to_cache(params.v, params.v_stride, i, chunk, stage.v[i][value_place(i, chunk)]);
-      }
-    }
+    bool const writes = !params.block_table || has_page(params.pages, page);
+    take_new_rows<Tile::HeadDim, Element>(
+        old(), min(len - first_key, Tile::TileKeys), fresh.rotary, first_key, writes, true, Tile::HeadDim,
+        Tile::HeadDim, [&](int i, int chunk) -> uint4& { return stage.k[i][key_place(i, chunk)]; },
+        [&](int i, int chunk) -> uint4& { return stage.v[i][value_place(i, chunk)]; },
+        [&](int i) -> KvRow<Element> {
+          return {row_at<Element>(params.k, params.k_stride, page, row + i, head),
+                  row_at<Element>(params.v, params.v_stride, page, row + i, head)};
+        });
     __syncwarp();
   }
 };
@@ -136,6 +102,7 @@ template <class Traits, class Fresh>
 __global__ void __launch_bounds__(Traits::Threads, 1)
     cluster_kernel(__grid_constant__ NarrowParams const params, __grid_constant__ Fresh const fresh) {
   using Tile = typename Traits::Tile;
+  using Element = typename Tile::Element;
   using Sums = NarrowSums<Tile>;
   constexpr bool Appends = std::is_same_v<Fresh, NewKeys>;
   constexpr int Chunks = Tile::Chunks, Units = Tile::Units, Warps = Traits::Warps, Stages = Traits::Stages,
@@ -145,7 +112,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int const size = gridDim.x, rank = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
   int const step = size * Warps, place = rank * Warps + warp;  // the warp has tiles place, place + step, ...
-  NarrowRows<Tile> const rows{params, blockIdx.y};
+  int const rows = packed_rows(params);
 
   // The pages of the warp's tiles, in its lanes. They are asked for beside the length, which says later whether they
   // are used.
@@ -159,11 +126,12 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   };
   int pages = params.block_table ? page_of(place + lane * step) : 0;
 
-  int const cached = params.cached(batch);
-  int len = cached;
-  if constexpr (Appends) len = min(cached + fresh.count, fresh.capacity);
-  Visibility const visibility = params.visibility_of(batch, len);
-  Range const tiles = tiles_of({0, 0, 0, cached, visibility}, {0, params.n_q - 1, true}, TileKeys);
+  Lengths lengths = params.lengths();
+  if constexpr (Appends) lengths.n_kv = fresh.capacity, lengths.n_new = fresh.count;
+  Sequence const sequence = sequence_of(lengths, batch);
+  Visibility const& visibility = sequence.visibility;
+  int const cached = sequence.cached, len = visibility.len_kv;
+  Range const tiles = tiles_of(sequence, {0, params.n_q - 1, true}, TileKeys);
   Range const seen_by_all = keys_of_all_rows(visibility);
   int const hidden = tiles.begin > place ? (tiles.begin - place + step - 1) / step : 0;
   int tile = place + hidden * step;
@@ -174,7 +142,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   if (threadIdx.x == 0 && rank == 0) {
     shared.parts_there.init(1);
     cutlass::arch::fence_barrier_init();
-    shared.parts_there.arrive_and_expect_tx(size * rows.count() * (Units * sizeof(float4) + sizeof(float2)));
+    shared.parts_there.arrive_and_expect_tx(size * rows * (Units * sizeof(float4) + sizeof(float2)));
   }
   cute::cluster_arrive_relaxed();
 
@@ -185,34 +153,40 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   // A turn asks for a tile and works on the one of Stages - 1 turns before.
   for (int turn = 0, stage = 0;; ++turn, tile += step) {
     if (tile < tiles.end) {
-      int const page = page_at(turn), key = tile * TileKeys, row = key & page_rows_mask;
+      int const page = page_at(turn), page_read = params.block_table ? nearest_page(page, params.pages) : page,
+                key = tile * TileKeys, row = key & page_rows_mask;
       bool mixed = false;
       if constexpr (Appends) {
         mixed = key + TileKeys > cached;
-        if (mixed) NewRows<Tile>{params, fresh, head, batch, page, row, key, cached, len}.copy(ring[stage]);
+        if (mixed) NewRows<Tile>{params, fresh, head, batch, page, row, key, cached, len}.copy(ring[stage], page_read);
       }
-      if (!mixed) copy_tile<Tile>(ring[stage], params, head, page, row, len - key);
+      if (!mixed) copy_tile<Tile>(ring[stage], params, head, page_read, row, len - key);
     }
     cute::cp_async_fence();
     stage = stage + 1 == Stages ? 0 : stage + 1;
     if (turn == 0) {  // behind the first keys: before them they come 0.3 us later
+      auto const chunk_of = [&](int row, int chunk) { return query_chunk<Tile>(params, head, batch, row, chunk); };
       bool turned = false;
       if constexpr (Appends) {
         turned = fresh.rotary.cos;
-        if (turned) {  // through a stage that is not in use yet
-          static_assert(Tile::Rows * Chunks <= Traits::Threads && Stages > 1);
+        if (turned) {  // through a stage that is not in use yet, a warp a row
+          static_assert(Tile::Rows == Warps && Chunks <= 32 && Stages > 1);
           auto& q = shared.ring[0][Stages - 1].k;
-          unsigned const row = threadIdx.x / Chunks, chunk = threadIdx.x % Chunks;
-          if (row < Tile::Rows) q[row][chunk] = rows.turned_query(batch, row, chunk, fresh.rotary, cached);
+          if (lane < Chunks) q[warp][lane] = chunk_of(warp, lane);
+          __syncwarp();
+          rotate_row<Element>(
+              fresh.rotary,
+              rotary_position(params.window_left, params.window_right, cached, params.heads_per_kv.div(warp)),
+              [&](int c) -> uint4& { return q[warp][c]; });
           __syncthreads();
           CUTE_UNROLL
-          for (int c = 0; c < Chunks; c += 4) query[c / 4] = q[lane / 4][c + lane % 4];
+          for (int c = 0; c < Chunks; c += 4) query[c / 4] = crossed(q[lane / 4][c + lane % 4]);
           __syncthreads();
         }
       }
       if (!turned) {
         CUTE_UNROLL
-        for (int c = 0; c < Chunks; c += 4) query[c / 4] = rows.query(batch, lane / 4, c + lane % 4);
+        for (int c = 0; c < Chunks; c += 4) query[c / 4] = crossed(chunk_of(lane / 4, c + lane % 4));
       }
     }
     if (turn < Stages - 1) continue;
@@ -227,34 +201,32 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
         NewRows<Tile>{params, fresh, head, batch, page, row, key, cached, len}.append(ring[stage]);
       }
     }
-    sums.add(
-        ring[stage], [&](int c) { return query[c / 4]; }, rows, visibility, seen_by_all, now * TileKeys, params.scale);
+    sums.add(ring[stage], [&](int c) { return query[c / 4]; }, params, visibility, seen_by_all, now * TileKeys);
     __syncwarp();  // the stage may be copied to
   }
 
   // The warps' sums meet in shared memory, the CTAs' in that of the first.
   auto const scratch_of = [&](int w) { return reinterpret_cast<float4*>(shared.ring[w]); };
-  sums.put(scratch_of(warp), shared.ml[warp], rows.count());
+  sums.put(scratch_of(warp), shared.ml[warp], rows);
   __syncthreads();
   cute::cluster_wait();  // the first CTA's barrier is there
   auto const in_first = [&](void const* p) { return cute::set_block_rank(cute::cast_smem_ptr_to_uint(p), 0); };
   uint32_t const barrier = in_first(&shared.parts_there);
-  for (unsigned index = threadIdx.x; index < rows.count() * Units; index += Traits::Threads) {
-    unsigned const row = index / Units, unit = index % Units;
-    NarrowPart const sum = sum_of_parts<Warps>(
+  for (int index = threadIdx.x; index < rows * Units; index += Traits::Threads) {
+    int const row = index / Units, unit = index % Units;
+    UnitPart const sum = merge_units<Warps>(
         Warps, [&](int w) { return shared.ml[w][row]; },
         [&](int w) { return scratch_of(w)[Sums::scratch_place(row, unit)]; });
     push(in_first(&shared.parts[rank][index]), sum.o, barrier);
-    if (unit == 0) push(in_first(&shared.parts_ml[rank][row]), make_float2(sum.m, sum.l), barrier);
+    if (unit == 0) push(in_first(&shared.parts_ml[rank][row]), make_float2(sum.row.m, sum.row.l), barrier);
   }
   if (rank > 0) return;
   shared.parts_there.wait_for(0);
-  for (unsigned index = threadIdx.x; index < rows.count() * Units; index += Traits::Threads) {
-    unsigned const row = index / Units;
-    rows.write(
-        batch, row, index % Units,
-        sum_of_parts<kMaxCluster>(
-            size, [&](int i) { return shared.parts_ml[i][row]; }, [&](int i) { return shared.parts[i][index]; }));
+  for (int index = threadIdx.x; index < rows * Units; index += Traits::Threads) {
+    int const row = index / Units;
+    UnitPart const sum = merge_units<kMaxCluster>(
+        size, [&](int i) { return shared.parts_ml[i][row]; }, [&](int i) { return shared.parts[i][index]; });
+    write_unit<Element>(params, batch, PackedRow(params, head, row), index % Units, sum.o, finish<Element>(sum.row));
   }
 }
 
@@ -269,6 +241,8 @@ struct ClusterDecode {
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static_assert(kSharedBytes <= 227 * 1024);
   static constexpr auto kernel = &cluster_kernel<Traits, std::conditional_t<Appends, NewKeys, NoNewKeys>>;
+
+  static bool takes_shape(Params const& p) { return is_narrow(p, HeadDim) && p.batch < 65536 && p.heads_kv < 65536; }
 };
 
 }  // namespace cutlass_ext::decode

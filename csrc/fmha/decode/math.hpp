@@ -1,5 +1,5 @@
 // The two products of a decode step, for one warp's 16 query rows and one key tile: on mma.sync tensor cores (fp16,
-// bf16) and on CUDA cores (fp32), with the same lanes holding the same scores and outputs. Called by fmha.hpp.
+// bf16) and on CUDA cores (fp32), with the same lanes holding the same scores and outputs. Called by main.hpp.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -11,34 +11,6 @@
 namespace cutlass_ext::decode {
 
 using namespace cute;
-
-/// Element `col` of a row at `position` under rotary embedding; `x(c)` reads the row.
-template <class Element, class Row>
-CUTE_DEVICE float rotated(Rotary const& rotary, int position, int col, Row x) {
-  if (col >= rotary.dim || !rotary.cos) return x(col);
-  int const half = rotary.dim / 2;
-  bool const first = rotary.interleaved ? col % 2 == 0 : col < half;
-  int const pair = rotary.interleaved ? col / 2 : first ? col : col - half;
-  int const partner = rotary.interleaved ? col ^ 1 : first ? col + half : col - half;
-  int const row = position < 0 ? 0 : position < rotary.rows ? position : rotary.rows - 1;
-  float const c = static_cast<Element const*>(rotary.cos)[row * rotary.row_stride + pair];
-  float const s = static_cast<Element const*>(rotary.sin)[row * rotary.row_stride + pair];
-  return x(col) * c + (first ? -s : s) * x(partner);
-}
-
-/// Chunk `chunk` (16 bytes) of a row at `position` under rotary embedding.
-template <class Element, class Row>
-CUTE_DEVICE uint4 rotated_chunk(Rotary const& rotary, int position, int chunk, Row x) {
-  constexpr int Vector = 16 / sizeof(Element);
-  union {
-    uint4 bits;
-    Element elements[Vector];
-  } y;
-  CUTE_UNROLL
-  for (int e = 0; e < Vector; ++e)
-    y.elements[e] = static_cast<Element>(rotated<Element>(rotary, position, chunk * Vector + e, x));
-  return y.bits;
-}
 
 /// A lane's part of an accumulator of N columns: rows lane / 4 and that + 8, columns 8n + lane % 4 * 2 and the next.
 template <int N>

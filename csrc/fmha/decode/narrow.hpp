@@ -5,6 +5,7 @@
 #pragma once
 
 #include "narrow_tile.hpp"
+#include "parts.hpp"
 
 namespace cutlass_ext::decode {
 
@@ -88,69 +89,7 @@ struct NarrowLoader {
       pages = asked == 0 ? entry_of(tile + lane * Traits::Warps) : more_pages;
       more_pages = entry_of(tile + (lane + 32) * Traits::Warps);
     }
-    return __shfl_sync(0xffffffffu, pages, asked % 32);
-  }
-};
-
-/// Where the parts of a sequence lie in the workspace.
-template <class Traits>
-struct NarrowParts {
-  NarrowParams const& params;
-  unsigned head;
-  Sharing sharing;
-
-  CUTE_DEVICE int64_t row(unsigned part, unsigned row) const {
-    int64_t const cta = int64_t(sharing.first_group + part) * params.heads_kv + head;
-    return (cta * kSlots + slot_of(sharing, part)) * Traits::Rows + row;
-  }
-  CUTE_DEVICE float4* o(unsigned part, unsigned row) const {
-    return reinterpret_cast<float4*>(params.o_partial) + this->row(part, row) * Traits::Units;
-  }
-  CUTE_DEVICE float2& ml(unsigned part, unsigned row) const {
-    return reinterpret_cast<float2*>(params.lse_partial)[this->row(part, row)];
-  }
-
-  /// Merges all parts in their order, a warp a row. A round of them is under way before the first is waited for.
-  CUTE_DEVICE void merge(NarrowRows<typename Traits::Tile> const& rows, int batch) const {
-    constexpr unsigned Round = 16;
-    unsigned const lane = threadIdx.x % 32, unit = lane % Traits::Units;
-    for (unsigned row = threadIdx.x / 32; row < rows.count(); row += Traits::Warps) {
-      int64_t const step = int64_t(params.heads_kv) * kSlots * Traits::Rows;  // from part 1 on
-      float2 const *const first_ml = &ml(0, row), *const other_ml = &ml(1, row);
-      auto const ml_of = [&](unsigned part) {
-        return part < sharing.parts ? __ldcg(part == 0 ? first_ml : other_ml + (part - 1) * step)
-                                    : make_float2(-INFINITY, 0.f);
-      };
-      float4 const *from = o(0, row) + unit, *next = o(1, row) + unit;
-      float2 lanes_ml = ml_of(lane);
-      float m = -INFINITY, base = 0.f, l = 0.f, weight = 0.f;
-      float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
-      CUTE_NO_UNROLL
-      for (unsigned part0 = 0; part0 < sharing.parts; part0 += Round) {
-        float4 x[Round];
-        CUTE_UNROLL
-        for (unsigned i = 0; i < Round; ++i) {
-          x[i] = part0 + i < sharing.parts ? __ldcg(from) : make_float4(0.f, 0.f, 0.f, 0.f);
-          from = next;
-          next += step * Traits::Units;
-        }
-        if (part0 == 0) {
-          m = lanes_ml.x;
-          for (unsigned part = 32 + lane; part < sharing.parts; part += 32) m = fmaxf(m, ml_of(part).x);
-          m = warp_max<32, 1>(m);
-          base = m == -INFINITY ? 0.f : m;
-        }
-        if (part0 % 32 == 0) {
-          if (part0 > 0) lanes_ml = ml_of(part0 + lane);
-          weight = exp2_approx(lanes_ml.x - base);
-          l = fmaf(lanes_ml.y, weight, l);
-        }
-        CUTE_UNROLL
-        for (unsigned i = 0; i < Round; ++i) acc = fma(x[i], __shfl_sync(0xffffffffu, weight, (part0 + i) % 32), acc);
-      }
-      l = warp_sum<32, 1>(l);
-      if (lane < Traits::Units) rows.write(batch, row, unit, {acc, base, l});
-    }
+    return nearest_page(__shfl_sync(0xffffffffu, pages, asked % 32), params.pages);
   }
 };
 
@@ -159,7 +98,7 @@ template <class Traits>
 CUTE_DEVICE void share_alike(NarrowParams const& params, typename Traits::SharedStorage& shared, unsigned group) {
   unsigned const of_each = params.tiles.divisor, total = params.batch * of_each;
   unsigned const at = min(group * params.chunk, total), stop = min((group + 1) * params.chunk, total);
-  Visibility const visibility = params.visibility_of(0);
+  Visibility const visibility = sequence_of(params.lengths(), 0).visibility;
   int const begin = params.tiles.div(at), behind = params.tiles.div(stop + of_each - 1);
   int const first_tile = visibility.tiles_of(0, params.n_q, Traits::TileKeys).begin;
   for (int b = begin + threadIdx.x; b < behind; b += Traits::Threads) {
@@ -186,7 +125,7 @@ CUTE_DEVICE void share_by_lengths(NarrowParams const& params, typename Traits::S
     Visibility visibility{};
     Range tiles{0, 0};
     if (b0 + lane < params.batch) {
-      visibility = params.visibility_of(b0 + lane);
+      visibility = sequence_of(params.lengths(), b0 + lane).visibility;
       tiles = visibility.tiles_of(0, params.n_q, Traits::TileKeys);
     }
     end = tiles.size();
@@ -247,11 +186,15 @@ __global__ void __launch_bounds__(Traits::Threads, 2) narrow_kernel(__grid_const
 
   unsigned const chunk = shared.chunk;
   int const batch_end = shared.batch_end;
-  NarrowRows<Tile> const rows{params, head};
+  int const rows = packed_rows(params);
   NarrowLoader<Traits> loader{params, shared,        int(head),           warp,
                               lane,   group * chunk, (group + 1) * chunk, shared.batch - 1};
   auto& ring = shared.ring[warp];
-  float const scale = params.scale;
+  auto const query_of = [&](int b) { return crossed(query_chunk<Tile>(params, head, b, q_row, q_chunk)); };
+  auto const write = [&](int b, int row, int unit, UnitPart const& x) {
+    using Element = typename Traits::Element;
+    write_unit<Element>(params, b, PackedRow(params, head, row), unit, x.o, finish<Element>(x.row));
+  };
 
   int const before_all = shared.batch - 1;
   int batch = before_all;  // the sequence in work
@@ -269,7 +212,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) narrow_kernel(__grid_const
     loader.load(ring[stage]);
     stage = stage + 1 == Stages ? 0 : stage + 1;  // that of tile i - 2, free for tile i + 1 after it
     if (turn == 0) {
-      if (shared.batch < batch_end) query = rows.query(shared.batch, q_row, q_chunk);
+      if (shared.batch < batch_end) query = query_of(shared.batch);
       // Has the parameters of the end come from memory now, beside the keys.
       asm volatile("" ::"l"(params.o), "l"(params.o_partial), "l"(params.counters));
       continue;
@@ -277,43 +220,31 @@ __global__ void __launch_bounds__(Traits::Threads, 2) narrow_kernel(__grid_const
     if (turn > 1) {
       cute::cp_async_wait<Stages - 1>();
       __syncwarp();
-      auto const query_of = [&](int c) { return shared.q[lane / 4][key_place(lane / 4, c + lane % 4)]; };
-      sums.add(ring[stage], query_of, rows, visibility, seen_by_all, tile * Tile::TileKeys, scale);
+      auto const chunk_of = [&](int c) { return shared.q[lane / 4][key_place(lane / 4, c + lane % 4)]; };
+      sums.add(ring[stage], chunk_of, params, visibility, seen_by_all, tile * Tile::TileKeys);
     }
 
     // Where the warp's next tile belongs to another sequence, all warps end the one in work, and those before it.
     while (batch != coming) {
       int const next = shared.next(batch);
       if (batch != before_all) {
-        if (next < batch_end) query = rows.query(next, q_row, q_chunk);
-        NarrowParts<Traits> const parts{params, head, sharing};
+        if (next < batch_end) query = query_of(next);
+        Partials const partials(params, int64_t(sharing.first_group) * params.heads_kv + head, params.heads_kv,
+                                kPartialsOfCta, sharing.begins_inside, Tile::Rows, Units);
         auto const scratch_of = [&](int w, int s) { return reinterpret_cast<float4*>(&shared.ring[w][s]); };
         __syncwarp();  // V of the last tile has been read where O is now written
-        sums.put(scratch_of(warp, stage), shared.ml[warp], rows.count());
+        sums.put(scratch_of(warp, stage), shared.ml[warp], rows);
         if (lane == 0) shared.scratch_stage[warp] = stage;
         __syncthreads();
-        for (unsigned index = threadIdx.x; index < rows.count() * Units; index += Traits::Threads) {
-          unsigned const row = index / Units, unit = index % Units;
-          NarrowPart const sum = sum_of_parts<Warps>(
-              Warps, [&](int w) { return shared.ml[w][row]; },
-              [&](int w) { return scratch_of(w, shared.scratch_stage[w])[Sums::scratch_place(row, unit)]; });
-          if (sharing.parts == 1) {
-            rows.write(batch, row, unit, sum);
-          } else {
-            unsigned const part = group - sharing.first_group;
-            parts.o(part, row)[unit] = sum.o;
-            if (unit == 0) parts.ml(part, row) = make_float2(sum.m, sum.l);
-          }
-        }
-        if (sharing.parts > 1) {
-          __syncthreads();
-          if (threadIdx.x == 0) {
-            shared.is_last =
-                count_up(params.counters + batch * params.heads_kv + head, sharing.parts) == sharing.parts - 1;
-          }
-          __syncthreads();
-          if (shared.is_last) parts.merge(rows, batch);
-        }
+        end_part<Warps, Units>(
+            partials, group - sharing.first_group, sharing.parts, params.counters + batch * params.heads_kv + head,
+            shared.is_last, rows,
+            [&](int row, int unit) {
+              return merge_units<Warps>(
+                  Warps, [&](int w) { return shared.ml[w][row]; },
+                  [&](int w) { return scratch_of(w, shared.scratch_stage[w])[Sums::scratch_place(row, unit)]; });
+            },
+            [&](int row, int unit, UnitPart const& x) { write(batch, row, unit, x); });
       }
       batch = next;
       if (batch == batch_end) break;
@@ -334,8 +265,9 @@ __global__ void __launch_bounds__(Traits::Threads, 2) narrow_kernel(__grid_const
   // Sequences of which no query row sees a key are nobody's work.
   for (int b = params.chunk > 0 ? params.batch : group; b < params.batch; b += params.groups) {
     if (shared.segments[b].first < shared.segments[b].end) continue;
-    for (unsigned index = threadIdx.x; index < rows.count() * Units; index += Traits::Threads)
-      rows.write(b, index / Units, index % Units, {});
+    CUTE_NO_UNROLL
+    for (int index = threadIdx.x; index < rows * Units; index += Traits::Threads)
+      write(b, index / Units, index % Units, {});
   }
 }
 
@@ -349,6 +281,8 @@ struct NarrowDecode {
       feature::KeyLengths | feature::StartPositions | feature::FewerKeys | feature::Pages;
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &narrow_kernel<Traits>;
+
+  static bool takes_shape(Params const& p) { return is_narrow(p, HeadDim) && p.batch <= kNarrowBatch; }
 };
 
 }  // namespace cutlass_ext::decode

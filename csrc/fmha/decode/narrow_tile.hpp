@@ -1,5 +1,5 @@
-// What the decode kernels of at most eight packed query rows share: their parameters, a tile of 16 keys, which one warp
-// copies and multiplies by itself, and the rows of Q and O. Used by narrow.hpp and cluster.hpp.
+// What the decode kernels of at most eight packed query rows share: their parameters, and a tile of 16 keys, which one
+// warp copies and multiplies by itself. Used by narrow.hpp and cluster.hpp.
 #pragma once
 
 #include <algorithm>
@@ -9,24 +9,25 @@
 #include <cute/arch/copy_sm80.hpp>
 #include <cutlass/fast_math.h>
 
+#include "../cache.hpp"
 #include "../features.hpp"
-#include "../softmax.hpp"
 #include "../mma/mma_sync.hpp"
-#include "math.hpp"
-#include "merge.hpp"
+#include "../operand.hpp"
+#include "../rows.hpp"
+#include "../sequence.hpp"
+#include "../softmax.hpp"
 #include "params.hpp"
 #include "partition.hpp"
-#include "sequence.hpp"
 #include "traits.hpp"
 
 namespace cutlass_ext::decode {
 
 /// What the kernels are told of a call, in the order in which they ask: 64 bytes of parameters come from memory at a
-/// time, and each time a warp waits for them.
+/// time, and each time a warp waits for them. `lengths()` says what the numbers mean.
 struct NarrowParams {
-  int const* seqused_k;        // null: every sequence has `keys`
-  int const* start_positions;  // null: `start_pos`, or the end
-  int n_q, keys, start_pos;
+  int const* seqused_k;
+  int const* start_positions;
+  int n_q, keys, start_pos;  // `keys`: that a sequence has at most, before new ones
   StartPos start_pos_kind;
   int window_left, window_right, batch, groups;
   // For narrow.hpp, where the host knows the lengths: the tiles of a group, those of a sequence. Else 0.
@@ -37,9 +38,9 @@ struct NarrowParams {
   Strides k_stride, v_stride;
   int const* block_table;
   int64_t block_table_stride;
-  int page_shift;
+  int page_shift, pages;
 
-  cutlass::FastDivmod heads_per_kv;
+  RowDivisor heads_per_kv;
   float scale;  // from products to scores in the log2 domain
   void const* q;
   Strides q_stride;
@@ -69,7 +70,8 @@ struct NarrowParams {
         block_table(p.block_table),
         block_table_stride(p.block_table_stride),
         page_shift(p.page_shift),
-        heads_per_kv(p.heads_per_kv),
+        pages(p.pages),
+        heads_per_kv(p.heads_per_kv.divisor),
         scale(p.softmax_scale * kLog2e),
         q(p.q),
         q_stride(p.q_stride),
@@ -81,25 +83,26 @@ struct NarrowParams {
         o_partial(p.o_partial),
         lse_partial(p.lse_partial),
         counters(p.counters) {
-    if (!all_alike(p)) return;
-    unsigned const of_each = visibility_of(0).tiles_of(0, n_q, 1 << kNarrowTileShift).size();
+    if (!all_alike(p)) return;  // then no sequence needs the device
+    unsigned const of_each = sequence_of(lengths(), 0).visibility.tiles_of(0, n_q, 1 << kNarrowTileShift).size();
     if (of_each == 0) return;
     tiles = cutlass::FastDivmod(of_each);
     chunk = Partition(batch * of_each, groups, kMinChunkKeys >> kNarrowTileShift).chunk;
   }
 
-  /// Reads the keys in the cache of sequence `b`. Whatever the device holds stays in bounds.
-  CUTE_HOST_DEVICE int cached(int b) const { return seqused_k ? clamp(seqused_k[b], 0, keys) : keys; }
-  CUTE_HOST_DEVICE Visibility visibility_of(int b) const { return visibility_of(b, cached(b)); }
-  CUTE_HOST_DEVICE Visibility visibility_of(int b, int len) const {
-    int const start = start_pos_kind == StartPos::Scalar     ? start_pos
-                      : start_pos_kind == StartPos::PerBatch ? clamp(start_positions[b], -kMaxPosition, kMaxPosition)
-                                                             : len - n_q;
-    return {n_q, len, start, window_left, window_right};
+  CUTE_HOST_DEVICE Lengths lengths() const {
+    Lengths lengths;
+    lengths.batch = batch;
+    lengths.n_q = n_q;
+    lengths.n_kv = lengths.n_cached = keys;
+    lengths.start_pos = start_pos;
+    lengths.start_pos_kind = start_pos_kind;
+    lengths.window_left = window_left;
+    lengths.window_right = window_right;
+    lengths.seqused_k = seqused_k;
+    lengths.start_positions = start_positions;
+    return lengths;
   }
-
- private:
-  CUTE_HOST_DEVICE static int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 };
 
 /// Sizes, and the shared memory of a tile.
@@ -119,85 +122,48 @@ struct NarrowTile {
   };
 };
 
-/// Starts a warp's copy of a tile: `keys` rows of `page`, or sequence, from row `row` on; the others become zeros.
+/// Starts a warp's copy of a tile of K or of V: `row_of(i)` is row i, those from `rows` on become zeros, and `place`
+/// says where chunks lie.
+template <class Tile, int Unroll, class Place, class RowOf>
+CUTE_DEVICE void copy_rows(uint4 (&to)[Tile::TileKeys][Tile::Chunks], Place place, int rows, RowOf row_of) {
+  // Eight lanes copy 128 bytes of a row.
+  int const row = threadIdx.x % 32 / 8, chunk = threadIdx.x % 8;
+#pragma unroll Unroll
+  for (int i = 0; i < Tile::TileKeys; i += 4) {
+    auto const* from = reinterpret_cast<uint4 const*>(row_of(row + i)) + chunk;
+    CUTE_UNROLL
+    for (int panel = 0; panel < Tile::Chunks; panel += 8) {
+      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint4>::copy(from[panel], to[row + i][panel + place(row + i, chunk)],
+                                                         row + i < rows);
+    }
+  }
+}
+
+/// The same of both: `rows` rows of `page`, or sequence, from row `row` on.
 template <class Tile>
 CUTE_DEVICE void copy_tile(typename Tile::Stage& stage, NarrowParams const& params, int head, int page, int row,
-                           int keys) {
+                           int rows) {
   using Element = typename Tile::Element;
-  // Eight lanes copy 128 bytes of a row.
-  int const lane = threadIdx.x % 32, key = lane / 8, chunk = lane % 8;
-  auto const copy = [&](auto& to, auto place, void const* cache, Strides const& stride) {
-    Element const* from = static_cast<Element const*>(cache) + page * stride.batch + (row + key) * stride.row +
-                          head * stride.head + chunk * 8;
-    CUTE_UNROLL
-    for (int i = 0; i < Tile::TileKeys; i += 4) {
-      CUTE_UNROLL
-      for (int panel = 0; panel < Tile::Chunks / 8; ++panel) {
-        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-            *reinterpret_cast<cute::uint128_t const*>(from + i * stride.row + panel * 64),
-            reinterpret_cast<cute::uint128_t&>(to[key + i][panel * 8 + place(key + i, chunk)]), key + i < keys);
-      }
-    }
+  auto const rows_of = [&](void const* cache, Strides const& stride) {
+    return [=, &stride](int i) { return row_at<Element const>(cache, stride, page, row + i, head); };
   };
-  copy(stage.k, [](int row, int chunk) { return key_place(row, chunk); }, params.k, params.k_stride);
-  copy(stage.v, [](int row, int chunk) { return value_place(row, chunk); }, params.v, params.v_stride);
+  copy_rows<Tile, 4>(stage.k, key_place, rows, rows_of(params.k, params.k_stride));
+  copy_rows<Tile, 4>(stage.v, value_place, rows, rows_of(params.v, params.v_stride));
 }
 
 CUTE_DEVICE uint32_t word(uint4 const& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
-/// Four columns of a row of O, not normalised: sums relative to the row's maximum, and the row's sum.
-struct NarrowPart {
-  float4 o{};
-  float m = -INFINITY, l = 0.f;
-};
-
-/// What of Q, O and lse belongs to key head `head`: packed row r is query row r / G of query head `head` * G + r % G.
+/// Chunk `chunk` of packed row `row` of Q, zeros past the last row.
 template <class Tile>
-struct NarrowRows {
-  using Element = typename Tile::Element;
-  NarrowParams const& params;
-  unsigned head;
+CUTE_DEVICE uint4 query_chunk(NarrowParams const& params, int head, int batch, int row, int chunk) {
+  if (row >= packed_rows(params)) return make_uint4(0, 0, 0, 0);
+  PackedRow const packed(params, head, row);
+  auto const* from = row_at<typename Tile::Element const>(params.q, params.q_stride, batch, packed.token, packed.head);
+  return __ldg(reinterpret_cast<uint4 const*>(from) + chunk);
+}
 
-  CUTE_DEVICE unsigned count() const { return params.n_q * params.heads_per_kv.divisor; }
-  CUTE_DEVICE unsigned token(unsigned row) const { return params.heads_per_kv.div(row); }
-  CUTE_DEVICE unsigned query_head(unsigned row) const {
-    return (head - token(row)) * params.heads_per_kv.divisor + row;
-  }
-  CUTE_DEVICE Element const* row_of(int batch, unsigned row) const {
-    return static_cast<Element const*>(params.q) + batch * params.q_stride.batch + token(row) * params.q_stride.row +
-           query_head(row) * params.q_stride.head;
-  }
-
-  /// Chunk `chunk` of row `row` of Q, zeros past the last row; words 1 and 2 change places, as NarrowSums wants them.
-  CUTE_DEVICE uint4 query(int batch, unsigned row, unsigned chunk) const {
-    if (row >= count()) return make_uint4(0, 0, 0, 0);
-    uint4 const x = __ldg(reinterpret_cast<uint4 const*>(row_of(batch, row)) + chunk);
-    return make_uint4(x.x, x.z, x.y, x.w);
-  }
-
-  /// The same under rotary embedding, where `cached` keys stand before the first token.
-  CUTE_DEVICE uint4 turned_query(int batch, unsigned row, unsigned chunk, Rotary const& rotary, int cached) const {
-    if (row >= count() || chunk * 8 >= rotary.dim) return query(batch, row, chunk);
-    bool const moving = params.window_left >= 0 || params.window_right >= 0;
-    Element const* const from = row_of(batch, row);
-    uint4 const x = rotated_chunk<Element>(rotary, cached + (moving ? token(row) : 0), chunk,
-                                           [&](int column) { return static_cast<float>(from[column]); });
-    return make_uint4(x.x, x.z, x.y, x.w);
-  }
-
-  /// Normalises float4 `unit` of a row and writes it, and with unit 0 the row's lse.
-  CUTE_DEVICE void write(int batch, unsigned row, unsigned unit, NarrowPart const& x) const {
-    float const factor = x.l == 0.f ? 0.f : reciprocal(x.l);
-    Element* const to = static_cast<Element*>(params.o) + batch * params.o_stride.batch +
-                        token(row) * params.o_stride.row + query_head(row) * params.o_stride.head;
-    reinterpret_cast<uint2*>(to)[unit] =
-        make_uint2(pack<Element>(x.o.x * factor, x.o.y * factor), pack<Element>(x.o.z * factor, x.o.w * factor));
-    if (unit == 0 && params.lse) {
-      params.lse[(int64_t(batch) * params.heads_q + query_head(row)) * params.n_q + token(row)] =
-          x.l == 0.f ? -INFINITY : (x.m + log2_approx(x.l)) * kLn2;
-    }
-  }
-};
+/// Words 1 and 2 of a chunk of Q change places, as NarrowSums wants them.
+CUTE_DEVICE uint4 crossed(uint4 const& x) { return make_uint4(x.x, x.z, x.y, x.w); }
 
 /// The keys that every row sees.
 CUTE_DEVICE Range keys_of_all_rows(Visibility const& visibility) {
@@ -217,13 +183,14 @@ struct NarrowSums {
     for (int j = 0; j < HeadDim / 16; ++j) O[j][0] = O[j][1] = O[j][2] = O[j][3] = 0.f;
   }
 
-  /// Adds the keys from `first_key` on, in `tile`. `query(c)` is NarrowRows::query of row g and chunk c + t; keys
-  /// outside `seen_by_all` are masked.
+  /// Adds the keys from `first_key` on, in `tile`. `query(c)` is chunk c + t of row g of Q, crossed; keys outside
+  /// `seen_by_all` are masked.
   template <class Query>
-  CUTE_DEVICE void add(typename Tile::Stage const& tile, Query const& query, NarrowRows<Tile> const& rows,
-                       Visibility const& visibility, Range const& seen_by_all, int first_key, float scale) {
+  CUTE_DEVICE void add(typename Tile::Stage const& tile, Query const& query, NarrowParams const& params,
+                       Visibility const& visibility, Range const& seen_by_all, int first_key) {
     constexpr unsigned kAll = 0xffffffffu;
     int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float const scale = params.scale;
     // S = Q K^T: of row g a lane has keys 2t, 2t + 1, and both + 8. Columns are counted in the order in which they lie
     // in the lanes' chunks of K. Words 0 and 1 of a chunk meet those of Q as rows g of a product of 16, words 2 and 3
     // as rows g + 8, so that each operand is read as it lies; the product's other halves mean nothing.
@@ -245,14 +212,14 @@ struct NarrowSums {
       for (int e = 0; e < 4; ++e) S[e] = low[e / 2][e % 2] + high[e / 2][2 + e % 2];
     }
     if (first_key < seen_by_all.begin || first_key + TileKeys > seen_by_all.end) {
-      Range const seen = visibility.keys_of_row(rows.token(g));
+      Range const seen = visibility.keys_of_row(params.heads_per_kv.div(g));
       CUTE_UNROLL
       for (int e = 0; e < 4; ++e) {
         if (!seen.contains(first_key + 2 * t + e % 2 + e / 2 * 8)) S[e] = -INFINITY;
       }
     }
     float const tile_max = scale * warp_max<4, 1>(fmaxf(fmaxf(S[0], S[1]), fmaxf(S[2], S[3])));
-    float const m_new = fmaxf(m, tile_max), base = m_new == -INFINITY ? 0.f : m_new;
+    float const m_new = fmaxf(m, tile_max), base = base_of(m_new);
     float const rescale = exp2_approx(m - base);
     m = m_new;
     CUTE_UNROLL
@@ -286,13 +253,13 @@ struct NarrowSums {
 
   /// Writes O of the first `count` rows to `scratch`, where unit `unit` of row `row` lies at `scratch_place`, and each
   /// row's maximum and sum to `ml`.
-  CUTE_DEVICE void put(float4* scratch, float2 (&ml)[Tile::Rows], unsigned count) const {
+  CUTE_DEVICE void put(float4* scratch, float2 (&ml)[Tile::Rows], int count) const {
     int const lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     float const whole = warp_sum<4, 1>(l);
     if (t == 0) ml[g] = make_float2(m, whole);
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      unsigned const row = 2 * t + i;
+      int const row = 2 * t + i;
       if (row < count) {
         CUTE_UNROLL
         for (int j = 0; j < HeadDim / 32; ++j) {
@@ -304,26 +271,5 @@ struct NarrowSums {
   }
   CUTE_DEVICE static int scratch_place(int row, int unit) { return row * Units + output_place(row, unit); }
 };
-
-/// The sum of the first `parts` of at most `Most`, in their order: `ml(i)` and `o(i)` of part i.
-template <int Most, class Ml, class O>
-CUTE_DEVICE NarrowPart sum_of_parts(int parts, Ml const& ml, O const& o) {
-  NarrowPart sum;
-  CUTE_UNROLL
-  for (int i = 0; i < Most; ++i) {
-    if (i < parts) sum.m = fmaxf(sum.m, ml(i).x);
-  }
-  float const base = sum.m == -INFINITY ? 0.f : sum.m;
-  CUTE_UNROLL
-  for (int i = 0; i < Most; ++i) {
-    if (i < parts) {
-      float2 const part = ml(i);
-      float const weight = exp2_approx(part.x - base);
-      sum.l = fmaf(part.y, weight, sum.l);
-      sum.o = fma(o(i), weight, sum.o);
-    }
-  }
-  return sum;
-}
 
 }  // namespace cutlass_ext::decode

@@ -1,5 +1,10 @@
-// Sizes that the decode kernels and the choice among them share.
+// Sizes that the decode kernels and the host share, and what the host has to know of a launch: limits, workspace. Read
+// by the kernels, by host/, by the tests.
 #pragma once
+
+#include <algorithm>
+
+#include "../params.hpp"
 
 namespace cutlass_ext::decode {
 
@@ -12,5 +17,43 @@ constexpr int kMaxCluster = 8, kClusterWarps = 8;
 
 /// Tiles for each warp of cluster.hpp at most: it holds their pages in its lanes.
 constexpr int kClusterTurns = 16;
+
+/// Groups of fewer keys than this cost more to merge than they gain: a tile for each of four warps.
+constexpr int kMinChunkKeys = 64;
+
+/// Of a chunk of the batch's keys only the first and the last sequence can reach beyond it, so a CTA leaves at most two
+/// partial results: the first of the sequence that it begins with, the second of one that begins inside.
+constexpr int kPartialsOfCta = 2;
+
+/// What no kernel here can do without: rows and the batch's key tiles (of 8 keys at least) are counted in 32 bits.
+inline bool fits(Params const& p) {
+  constexpr int64_t kMost = (int64_t(1) << 31) - 64;
+  return !p.packed() && int64_t(p.n_q) * (p.heads_q / p.heads_kv) <= kMost &&
+         int64_t(p.batch) * (p.n_kv / 8 + 1) <= kMost;
+}
+
+/// Whether narrow.hpp and cluster.hpp have room for the rows and pages of a call, in tiles of `head_dim` columns.
+inline bool is_narrow(Params const& p, int head_dim) {
+  return fits(p) && p.head_dim == head_dim && p.head_dim_v == head_dim &&
+         p.n_q * (p.heads_q / p.heads_kv) <= kNarrowRows && (!p.block_table || p.page_shift >= kNarrowTileShift);
+}
+
+/// The most keys that a sequence may have for a cluster of `ctas`.
+constexpr int64_t cluster_keys(int ctas) { return int64_t(kClusterTurns * kClusterWarps * ctas) << kNarrowTileShift; }
+
+/// Tiles of the packed query rows: one without rows, which appends.
+inline int row_tiles_of(Params const& p, int tile_rows) {
+  int64_t const rows = int64_t(p.n_q) * (p.heads_q / p.heads_kv);
+  return static_cast<int>(std::max<int64_t>(1, (rows + tile_rows - 1) / tile_rows));
+}
+
+/// Rows of o_partial, [rows, d_v], and of lse_partial, [rows, 2], and how many counters are to be zero; 0: no CTA
+/// shares a sequence with others.
+inline int64_t partial_rows(Params const& p, int tile_rows) {
+  int64_t const of_group = int64_t(p.row_tiles) * p.heads_kv * tile_rows;
+  if (p.fixed_splits) return p.num_splits > 1 ? int64_t(p.batch) * p.num_splits * of_group : 0;
+  return p.groups > 1 ? kPartialsOfCta * p.groups * of_group : 0;
+}
+inline int64_t counters_of(Params const& p) { return int64_t(p.batch) * p.row_tiles * p.heads_kv; }
 
 }  // namespace cutlass_ext::decode

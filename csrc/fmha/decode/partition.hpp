@@ -1,15 +1,12 @@
-// Which key tiles of which sequences a CTA works on, and how many CTAs share one sequence. Called by the decode kernel
-// on the device, where the lengths are, and by the tests on the host.
+// How the key tiles of a batch are shared out among groups of CTAs. Called by the decode kernels on the device, where
+// the lengths are, and by the tests on the host.
 #pragma once
 
 #include <cstdint>
 
-#include "../visibility.hpp"
+#include <cute/config.hpp>
 
 namespace cutlass_ext::decode {
-
-/// Groups of fewer keys than this cost more to merge than they gain: a tile for each of four warps.
-constexpr int kMinChunkKeys = 64;
 
 /// The key tiles of all sequences in a row, cut into one chunk for each group of CTAs, equal up to the last. A group
 /// has a CTA for each key head (and row tile), so that the heads of the same keys, neighbours in memory, are read at
@@ -40,13 +37,5 @@ struct Sharing {
         parts((first + tiles - 1) / partition.chunk - first_group + 1),
         begins_inside(first % partition.chunk != 0) {}
 };
-
-/// Of a chunk only the first and the last sequence can reach beyond it, so a CTA leaves at most two partial results:
-/// slot 0 of the sequence that it begins with, slot 1 of one that begins inside.
-constexpr int kSlots = 2;
-
-CUTE_HOST_DEVICE int slot_of(Sharing const& sharing, unsigned part) {
-  return part == 0 && sharing.begins_inside ? 1 : 0;
-}
 
 }  // namespace cutlass_ext::decode

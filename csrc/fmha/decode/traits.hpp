@@ -1,4 +1,4 @@
-// Tile shapes and shared memory of the decode kernels. Used by fmha.hpp, its two ways to multiply and narrow.hpp;
+// Tile shapes and shared memory of the decode kernels. Used by main.hpp, its two ways to multiply and narrow.hpp;
 // tests/cpp checks where things lie.
 #pragma once
 
@@ -7,6 +7,7 @@
 #include <cute/config.hpp>
 #include <cutlass/numeric_types.h>
 
+#include "../rows.hpp"
 #include "walk.hpp"
 
 namespace cutlass_ext::decode {
@@ -26,11 +27,12 @@ struct Traits {
   static constexpr int B_r = Rows, B_c = TileKeys, HeadDimV = HeadDim;
   static constexpr bool TensorCores = sizeof(Element) == 2;
 
-  static constexpr int Vector = 16 / sizeof(Element);      // elements of a 16-byte chunk
-  static constexpr int PanelCols = 8 * Vector;             // a panel's row is 128 bytes, all 32 banks once
-  static constexpr int Panels = HeadDim / PanelCols;       //
-  static constexpr int TileElements = TileKeys * HeadDim;  // of K, and of V
-  static constexpr int LoadRows = TileKeys / RowWarps;     // rows of a tile that a warp copies
+  static constexpr int Vector = 16 / sizeof(Element);                   // elements of a 16-byte chunk
+  static constexpr int PanelCols = 8 * Vector;                          // a panel's row is 128 bytes, all 32 banks once
+  static constexpr int Panels = HeadDim / PanelCols;                    //
+  static constexpr int TileElements = TileKeys * HeadDim;               // of K, and of V
+  static constexpr int LoadRows = TileKeys / RowWarps;                  // rows of a tile that a warp copies
+  static constexpr int Chunks = HeadDim / Vector, Units = HeadDim / 4;  // of a row: 16 bytes; float4 of O
   static constexpr bool QueryInRegisters = TensorCores && HeadDim <= 128;
 
   static_assert(RowWarps == 1 || KeyWarps == 1, "the warps of a CTA share out the rows or the keys");
@@ -47,14 +49,26 @@ struct Traits {
   struct SharedStorage {
     Stage ring[KeyWarps][Stages];
     alignas(128) Element q[QueryInRegisters ? 8 : Rows * HeadDim];
-    float m[KeyWarps][kWarpRows], l[KeyWarps][kWarpRows];
-    int scratch_stage[KeyWarps], free_stage;
+    float2 ml[KeyWarps][kWarpRows];
+    int free_stage[KeyWarps];
     Place place;
     Walk<TileKeys> walk, next, ahead[Warps];  // where the CTA works, and will next, and where each warp's copies are
     unsigned scan[Warps];
     unsigned found_batch, found_first;
     bool is_last;
   };
+
+  /// The first row of a tile that warp `warp` copies.
+  CUTE_HOST_DEVICE static int row0_of(int warp) { return RowWarps == 1 ? 0 : warp * LoadRows; }
+
+  /// Rows of the CTA's tile, and which row of Q and O is row `row` of it.
+  CUTE_HOST_DEVICE static int rows_of(Params const& params, Place const& place) {
+    int const rows = packed_rows(params) - place.row_tile * Rows;
+    return rows < Rows ? rows : Rows;
+  }
+  CUTE_HOST_DEVICE static PackedRow packed_row(Params const& params, Place const& place, int row) {
+    return PackedRow(params, place.head, place.row_tile * Rows + row);
+  }
 };
 
 /// Element offset of 16-byte chunk `chunk` of row `row` in a tile of `Rows` rows: panels of 128 bytes, chunk ^= row, so

@@ -1,21 +1,40 @@
-// A CTA's way through the sequences that it works on. Called by the decode kernel, and by the tests on the host.
+// A CTA's place, its query rows and the key tiles that they see, and its way through the sequences that it works on.
+// Called by the decode kernels, and by the tests on the host.
 #pragma once
 
+#include "../sequence.hpp"
 #include "partition.hpp"
-#include "sequence.hpp"
 
 namespace cutlass_ext::decode {
+
+/// The query rows of a CTA: tokens [first, last] of each sequence.
+struct Tokens {
+  int first, last;
+  bool ends;  // the sequence's last ones: the CTA that writes the new keys
+};
+
+/// The key tiles that some of `tokens` sees, and, for the CTA of the last ones, the tiles of the new keys, which are
+/// written whoever sees them, even where there is no query row.
+CUTE_HOST_DEVICE Range tiles_of(Sequence const& s, Tokens const& tokens, int tile_keys) {
+  Range const seen = tokens.last < tokens.first
+                         ? Range{0, 0}
+                         : s.visibility.tiles_of(tokens.first, tokens.last - tokens.first + 1, tile_keys);
+  if (s.cached >= s.visibility.len_kv || !tokens.ends) return seen;
+  Range const fresh = {s.cached / tile_keys, (s.visibility.len_kv + tile_keys - 1) / tile_keys};
+  if (seen.size() == 0) return fresh;
+  return {seen.begin < fresh.begin ? seen.begin : fresh.begin, seen.end > fresh.end ? seen.end : fresh.end};
+}
 
 /// The place of a CTA in the grid: key heads fastest, so that CTAs that run together read the same rows of the cache.
 struct Place {
   int head, row_tile;
-  unsigned lanes, group, lane;  // CTA `lane` of the group's `lanes`
+  unsigned group, cta, ctas;  // CTA `cta` of the group's `ctas`
 
-  CUTE_HOST_DEVICE Place(Params const& params, unsigned cta) : lanes(params.heads_kv * params.row_tiles) {
-    group = cta / lanes;
-    lane = cta - group * lanes;
-    row_tile = params.row_tiles == 1 ? 0 : lane / params.heads_kv;
-    head = lane - row_tile * params.heads_kv;
+  CUTE_HOST_DEVICE Place(Params const& params, unsigned index) : ctas(params.heads_kv * params.row_tiles) {
+    group = index / ctas;
+    cta = index - group * ctas;
+    row_tile = params.row_tiles == 1 ? 0 : cta / params.heads_kv;
+    head = cta - row_tile * params.heads_kv;
   }
 
   /// The query rows of the CTA, of tiles of `rows` packed ones.
@@ -27,11 +46,11 @@ struct Place {
 };
 
 /// Part of a sequence's key tiles, and of how many parts it is which.
-struct Work {
+struct KeyShare {
   int batch;
   Range tiles;
   unsigned part, parts;
-  unsigned first_slot_group;  // of the sequence's part 0
+  unsigned first_group;  // whose CTAs have part 0
   bool begins_inside;
 };
 
@@ -86,7 +105,7 @@ class Walk {
   CUTE_HOST_DEVICE int batch() const { return batch_; }
   CUTE_HOST_DEVICE Sequence const& sequence() const { return sequence_; }
 
-  CUTE_HOST_DEVICE Work work(Params const& params, unsigned group) const {
+  CUTE_HOST_DEVICE KeyShare share(Params const& params, unsigned group) const {
     if (params.fixed_splits) {
       return {batch_, here(), unsigned(split_), unsigned(params.num_splits), unsigned(batch_ * params.num_splits),
               false};

@@ -1,0 +1,47 @@
+// Grouped heads packed into tile rows: the query rows of all heads that share a key head are rows of one matrix, so
+// that each key is read once for all of them. Called by the decode kernels, and by the tests on the host.
+#pragma once
+
+#include "params.hpp"
+
+namespace cutlass_ext {
+
+/// Row `row` of head `head` in a [batch, row, head, head_dim] tensor.
+template <class Element>
+CUTE_HOST_DEVICE Element* row_at(void const* tensor, Strides const& stride, int batch, int row, int head) {
+  return static_cast<Element*>(const_cast<void*>(tensor)) + batch * stride.batch + row * stride.row +
+         head * stride.head;
+}
+
+/// Divides fewer than 2^15 / divisor packed rows by G in two instructions, where FastDivmod takes four.
+struct RowDivisor {
+  int divisor, multiplier;
+
+  explicit RowDivisor(int divisor) : divisor(divisor), multiplier((65535 + divisor) / divisor) {}
+  CUTE_HOST_DEVICE int div(int row) const { return row * multiplier >> 16; }
+};
+
+/// The packed rows of a key head, N_q * G of them, where G query heads share it. `params` is Params, or has its
+/// numbers.
+template <class P>
+CUTE_HOST_DEVICE int packed_rows(P const& params) {
+  return params.n_q * params.heads_per_kv.divisor;
+}
+
+/// Packed row r of key head h: query row r / G of query head h * G + r % G.
+struct PackedRow {
+  int token;  // query row of the sequence
+  int head;   // query head
+
+  template <class P>
+  CUTE_HOST_DEVICE PackedRow(P const& params, int key_head, int row)
+      : token(params.heads_per_kv.div(row)), head((key_head - token) * params.heads_per_kv.divisor + row) {}
+
+  /// Its index in lse.
+  template <class P>
+  CUTE_HOST_DEVICE int64_t result(P const& params, int batch) const {
+    return (int64_t(batch) * params.heads_q + head) * params.n_q + token;
+  }
+};
+
+}  // namespace cutlass_ext

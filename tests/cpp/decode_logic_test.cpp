@@ -1,0 +1,127 @@
+// Index logic of the decode kernels: packed rows, pages, key tiles of CTAs, limits.
+#include <gtest/gtest.h>
+
+#include <set>
+#include <utility>
+
+#include "fmha/cache.hpp"
+#include "fmha/decode/params.hpp"
+#include "fmha/decode/walk.hpp"
+#include "fmha/rows.hpp"
+
+namespace cutlass_ext::decode {
+namespace {
+
+Params call(int batch, int n_q, int heads_q, int heads_kv, int n_kv) {
+  Params p;
+  p.batch = batch;
+  p.n_q = n_q;
+  p.n_kv = n_kv;
+  p.heads_q = heads_q;
+  p.heads_kv = heads_kv;
+  p.heads_per_kv = cutlass::FastDivmod(heads_q / heads_kv);
+  return p;
+}
+
+TEST(PackedRows, EachRowOfEachHeadOnce) {
+  for (int group : {1, 2, 3, 5, 8}) {
+    for (int n_q : {0, 1, 3, 7}) {
+      Params const p = call(2, n_q, 4 * group, 4, 100);
+      std::set<int64_t> results;
+      for (int head = 0; head < 4; ++head) {
+        for (int r = 0; r < packed_rows(p); ++r) {
+          PackedRow const row(p, head, r);
+          EXPECT_EQ(row.token, r / group);
+          EXPECT_EQ(row.head, head * group + r % group);
+          results.insert(row.result(p, 1));
+        }
+      }
+      EXPECT_EQ(results.size(), size_t(p.heads_q * n_q));
+      EXPECT_TRUE(n_q == 0 || *results.begin() == p.heads_q * n_q);
+    }
+  }
+}
+
+TEST(PackedRows, DivisionIsExact) {
+  for (int divisor = 1; divisor <= 256; ++divisor) {
+    RowDivisor const narrow(divisor);
+    cutlass::FastDivmod const wide(divisor);
+    for (int row = 0; row < 32768 / divisor; ++row) EXPECT_EQ(narrow.div(row), row / divisor);
+    for (int row : {0x7fffffff, 0x7ffffffe, 0x7fffffff / divisor * divisor - 1})
+      EXPECT_EQ(wide.div(row), row / divisor);
+  }
+}
+
+TEST(Pages, WhatTheTableHoldsStaysInside) {
+  int const table[] = {0, 3, -1, 4, 1 << 30, -(1 << 30)}, nearest[] = {0, 3, 0, 3, 3, 0};
+  Cache cache;
+  EXPECT_EQ(page_of_row(cache, 7, 1000), 7) << "without table or index a sequence has its own place";
+  cache.pages = 4;
+  cache.block_table = table;
+  cache.block_table_stride = 6;
+  cache.page_shift = 4;
+  for (int i = 0; i < 6; ++i) {
+    EXPECT_EQ(nearest_page(table[i], 4), nearest[i]);
+    EXPECT_EQ(page_of_row(cache, 0, 16 * i + 5), table[i] == nearest[i] ? table[i] : -1);
+  }
+  EXPECT_EQ(row_in_page(cache, 16 * 3 + 5), 5);
+  cache.block_table = nullptr;
+  cache.batch_idx = table;
+  EXPECT_EQ(page_of_row(cache, 1, 1 << 20), 3);
+  EXPECT_EQ(page_of_row(cache, 2, 0), -1);
+  EXPECT_EQ(page_of_row(cache, 3, 0), -1);
+}
+
+TEST(Rotary, RowsMoveWithAMaskOrAWindow) {
+  EXPECT_EQ(rotary_position(-1, -1, 40, 3), 40);
+  EXPECT_EQ(rotary_position(-1, 0, 40, 3), 43);
+  EXPECT_EQ(rotary_position(5, -1, 40, 3), 43);
+}
+
+TEST(KeyTiles, NewKeysAreVisitedWhoeverSeesThem) {
+  Params p = call(1, 0, 2, 1, 200);
+  p.n_cached = 100;
+  p.n_new = 30;
+  p.row_tiles = row_tiles_of(p, 16);
+  ASSERT_EQ(p.row_tiles, 1) << "a tile without rows appends";
+  Tokens const none = Place(p, 0).tokens(p, 16);
+  EXPECT_LT(none.last, none.first);
+  EXPECT_TRUE(none.ends);
+  for (int window_right : {-1, 0}) {
+    p.window_right = window_right;
+    Range const tiles = tiles_of(sequence_of(p, 0), none, 16);
+    EXPECT_EQ(tiles.begin, 6);
+    EXPECT_EQ(tiles.end, 9) << "those of keys 100 to 129";
+  }
+  p.n_new = 0;
+  EXPECT_EQ(tiles_of(sequence_of(p, 0), none, 16).size(), 0);
+
+  p = call(1, 40, 1, 1, 200);  // causal from position 0: the first row tile sees 16 keys, the last one 40 and the new
+  p.n_cached = 100;
+  p.n_new = 30;
+  p.window_right = 0;
+  p.row_tiles = row_tiles_of(p, 16);
+  ASSERT_EQ(p.row_tiles, 3);
+  Range const first = tiles_of(sequence_of(p, 0), Place(p, 0).tokens(p, 16), 16),
+              last = tiles_of(sequence_of(p, 0), Place(p, 2).tokens(p, 16), 16);
+  EXPECT_EQ(std::pair(first.begin, first.end), std::pair(0, 1));
+  EXPECT_EQ(std::pair(last.begin, last.end), std::pair(0, 9));
+}
+
+TEST(Limits, CountersStayBelow32Bits) {
+  EXPECT_TRUE(fits(call(64, 1, 8, 8, 1 << 20)));
+  EXPECT_FALSE(fits(call(32768, 1, 8, 8, 1 << 20))) << "2^32 tiles of 8 keys";
+  EXPECT_FALSE(fits(call(1, 1 << 28, 8, 1, 64))) << "2^31 packed rows";
+  Params p = call(3, 1, 8, 4, 64);
+  p.groups = 1;
+  EXPECT_EQ(partial_rows(p, 16), 0) << "one group leaves nothing to merge";
+  p.groups = 5;
+  EXPECT_EQ(partial_rows(p, 16), 2 * 5 * 4 * 16);
+  p.fixed_splits = true;
+  EXPECT_EQ(partial_rows(p, 16), 0);
+  p.num_splits = 7;
+  EXPECT_EQ(partial_rows(p, 16), 3 * 7 * 4 * 16);
+}
+
+}  // namespace
+}  // namespace cutlass_ext::decode
