@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "../fmha/decode/params.hpp"
-#include "../fmha/decode/partition.hpp"
 #include "../fmha/sequence.hpp"
 #include "device.hpp"
 
@@ -76,8 +75,8 @@ inline int cluster_of(Params const& p, int const (&resident_clusters)[3]) {
   if (p.window_left >= 0 && p.window_right >= 0 && (p.n_new == 0 || p.start_pos_kind == StartPos::End))
     keys = std::min<int64_t>(keys, int64_t(p.window_left) + p.window_right + p.n_q + p.n_new);
   bool const alike = (p.batch == 1 || all_alike(p)) && wanted * size >= kEnoughCtas;
-  int64_t const turns = alike ? decode::kClusterTurns : kTurnsOfUnlike;
-  return keys <= turns * size * decode::kClusterWarps << decode::kNarrowTileShift ? size : 0;
+  int64_t const most = decode::cluster_keys(size);
+  return keys <= (alike ? most : most * kTurnsOfUnlike / decode::kClusterTurns) ? size : 0;
 }
 
 // ------------------------------------------------------------------------------------------ which tile

@@ -25,12 +25,7 @@ struct Call {
     return (request.backend == "auto" || request.backend == kernel.family) && runs_on(kernel, device) &&
            kernel.takes_sizes(params);
   }
-  bool temporary(Kernel const& k) const {
-    if (k.kind != Kind::Narrow && k.kind != Kind::Cluster) return true;
-    return params.head_dim == k.head_dim && params.head_dim_v == k.head_dim && int64_t(params.n_q) * params.heads_q / params.heads_kv <= 8 && params.n_q > 0 &&
-         params.batch <= 256 && (!params.block_table || params.page_shift >= 4);
-  }
-  bool runs(Kernel const& kernel) const { return temporary(kernel) && could_run(kernel) && kernel.takes_features(features); }
+  bool runs(Kernel const& kernel) const { return could_run(kernel) && kernel.takes_features(features); }
 
   int ctas_a_multiprocessor(Kernel const& kernel) const { return occupancy_of(kernel, device).ctas_a_multiprocessor; }
 };
@@ -86,7 +81,7 @@ void plan_decode(Call const& call, Plan* plan) {
   if (!plan->kernel) return;
 
   Kernel const& kernel = *plan->kernel;
-  p.row_tiles = static_cast<int>(std::max<int64_t>(1, ceil_div(rows, kernel.block_r)));
+  p.row_tiles = decode::row_tiles_of(p, kernel.block_r);
   unsigned const heads = p.heads_kv, batch = p.batch;
   if (kernel.kind == Kind::Cluster) {
     unsigned const size = plan->splits;
@@ -99,10 +94,9 @@ void plan_decode(Call const& call, Plan* plan) {
   int64_t const ctas = groups * ctas_a_group;
   if (ctas > INT32_MAX) fail("ValueError", "q: asks for ", ctas, " CTAs; a launch has room for fewer than 2^31");
   plan->splits = p.fixed_splits ? p.num_splits : 0;
-  bool const has_parts = p.fixed_splits ? p.num_splits > 1 : p.groups > 1;
-  plan->partial_rows = has_parts ? (p.fixed_splits ? 1 : decode::kSlots) * ctas * kernel.block_r : 0;
+  plan->partial_rows = decode::partial_rows(p, kernel.block_r);
   plan->floats_a_part = 2;
-  plan->counters = has_parts ? size_t(p.batch) * ctas_a_group : 0;
+  plan->counters = plan->partial_rows > 0 ? decode::counters_of(p) : 0;
   plan->grid.ctas = kernel.kind == Kind::Narrow ? dim3(heads, p.groups) : dim3(static_cast<unsigned>(ctas));
 }
 

@@ -45,7 +45,7 @@ int bounded_window(int64_t window) { return window >= kUnboundedWindow ? -1 : st
 Strides strides_of(Tensor const& t) { return {t.dim() == 4 ? t.stride(0) : 0, t.stride(-3), t.stride(-2)}; }
 
 void set_cache(Arguments const& a, Params* p) {
-  p->n_kv = static_cast<int>(a.capacity());
+  p->n_kv = a.k.size(0) > 0 ? static_cast<int>(a.capacity()) : 0;  // without pages there is nothing to read
   p->n_cached = static_cast<int>(a.cache_len.value_or(p->n_kv));
   p->seqused_k = a.cache_seqlens.as<int>();
   p->leftpad_k = a.cache_leftpad.as<int>();

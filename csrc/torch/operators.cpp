@@ -46,10 +46,6 @@ void forward(Arguments const& a, StableIValue* results) {
   params.o_stride = {rows * row_stride, row_stride, head_dim_v};
   std::vector<Allocation> workspace;
   params.lse = static_cast<float*>(lse.data);
-  if (!a.return_lse && planned.kernel->kind < Kind::Decode) {  // TEMPORARY
-    workspace.push_back(Allocation({batch * heads * rows}, kFloat32, device));
-    params.lse = static_cast<float*>(workspace.back().data);
-  }
   run(planned, params, current_stream(device), [&](size_t bytes) {
     workspace.push_back(Allocation({int64_t(bytes + 3) / 4}, kFloat32, device));
     return workspace.back().data;

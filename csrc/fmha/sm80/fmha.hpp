@@ -407,7 +407,7 @@ struct FMHA {
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Tiles;
   static constexpr Features kTakes = feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike |
-                                     feature::FixedSplits | feature::UnalignedRows;
+                                     feature::FewerKeys | feature::FixedSplits | feature::UnalignedRows;
 };
 
 }  // namespace cutlass_ext::sm80

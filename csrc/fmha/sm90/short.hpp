@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
   for (int i = 0; i < 2; ++i) {
     int const row = lane / 4 + i * 8;
     Finish const finished = softmax.template finish<Element>(i, sink_log2, O);
-    if (row < rows && lane % 4 == 0) lse_out[row] = finished.lse();
+    if (row < rows && lane % 4 == 0 && params.lse) lse_out[row] = finished.lse();
   }
   cutlass::arch::NamedBarrier::sync(kWarpgroup, 2);  // nobody reads Q any more
   store_rows<Traits>(out, row_stride, rows, head_dim_v, O, shared.q + warp_row * Traits::StagedPanels * kPanel, lane);
