@@ -34,13 +34,12 @@ class Loader {
   /// Starts the copy of the next tile of K and V, if there is one, and commits a group either way.
   CUTE_DEVICE void load(Stage& stage) {
     if (tile_ < tile_end_) {
-      KvRow<Element const> const lanes = rows();
+      KvRow<Element const> const mine = rows();
       if (__builtin_expect(aligned_, true)) {
-        copy(stage.k, lanes.k, params_.head_dim);
-        copy(stage.v, lanes.v, params_.head_dim_v);
+        copy(stage.k, mine.k, params_.head_dim);
+        copy(stage.v, mine.v, params_.head_dim_v);
       } else {
-        copy_elements(stage.k, lanes.k, params_.head_dim);
-        copy_elements(stage.v, lanes.v, params_.head_dim_v);
+        copy_elements(stage, mine);
       }
       tile_ += Traits::KeyWarps;
       settle(false);
@@ -103,6 +102,7 @@ class Loader {
             row_at<Element const>(params_.v_new, params_.v_new_stride, batch, key - cached_, head_)};
   }
 
+  /// `lanes_row`: the row of the tile that the lane speaks for.
   CUTE_DEVICE void copy(Element* tile, Element const* lanes_row, int cols) const {
     CUTE_UNROLL
     for (int pass = 0; pass < Traits::LoadRows / 4; ++pass) {
@@ -120,16 +120,20 @@ class Loader {
     }
   }
 
-  /// The same of rows that begin anywhere, through registers.
-  CUTE_DEVICE void copy_elements(Element* tile, Element const* lanes_row, int cols) const {
+  /// The same of both tiles where rows begin anywhere, through registers.
+  CUTE_DEVICE void copy_elements(Stage& stage, KvRow<Element const> const& lanes_row) const {
     CUTE_NO_UNROLL
     for (int row = 0; row < Traits::LoadRows; ++row) {
-      Element const* from = row_of_lane(lanes_row, row);
+      Element const *const k = row_of_lane(lanes_row.k, row), *const v = row_of_lane(lanes_row.v, row);
       CUTE_NO_UNROLL
       for (int chunk = lane_; chunk < Traits::Chunks; chunk += 32) {
-        int const col = chunk * Traits::Vector;
-        *reinterpret_cast<uint4*>(tile + chunk_offset<Element, Traits::TileKeys>(row0_ + row, chunk)) =
-            from && col < cols ? load_chunk(from + col, false) : make_uint4(0, 0, 0, 0);
+        int const col = chunk * Traits::Vector, at = chunk_offset<Element, Traits::TileKeys>(row0_ + row, chunk);
+        auto const put = [&](Element* tile, Element const* from, int cols) {
+          *reinterpret_cast<uint4*>(tile + at) =
+              from && col < cols ? load_chunk(from + col, false) : make_uint4(0, 0, 0, 0);
+        };
+        put(stage.k, k, params_.head_dim);
+        put(stage.v, v, params_.head_dim_v);
       }
     }
   }

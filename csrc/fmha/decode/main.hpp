@@ -64,11 +64,13 @@ CUTE_DEVICE Params specialised(Params const& params) {
   return p;
 }
 
-/// The products of a tile that begins with key `first_key` become scores: changed as the call asks, hidden from rows
-/// that do not see them. `row0` and the one 8 below are the lane's rows, keys_of_all is what every row sees.
+/// The products of a tile that begins with key `first_key` become scores: multiplied by `query_scale` and changed if
+/// the call asks for it, hidden from rows that do not see them. The lane's rows are `row0` and row0 + 8; every row sees
+/// `keys_of_all`.
 template <class Traits>
 CUTE_DEVICE void finish_scores(Params const& params, Place const& place, int batch, Visibility const& visibility,
-                               Range const& keys_of_all, int row0, int first_key, Fragment<Traits::TileKeys>& scores) {
+                               Range const& keys_of_all, int row0, int first_key, bool changes_scores,
+                               float query_scale, Fragment<Traits::TileKeys>& scores) {
   constexpr int TileKeys = Traits::TileKeys;
   auto const key_of = [](int j) { return j / 2 * 8 + j % 2; };
   int const lane_key = first_key + threadIdx.x % 4 * 2;  // the lane's first
@@ -77,8 +79,7 @@ CUTE_DEVICE void finish_scores(Params const& params, Place const& place, int bat
                                                          make_stride(_2{}, Stride<_1, _4>{})));
   };
   Tensor S = rows_of_scores(&scores[0][0], _2{});
-  if (params.softcap > 0.f || params.alibi_slopes) {
-    float const query_scale = ScoreMod::query_scale(params);
+  if (changes_scores) {
     CUTE_UNROLL
     for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
     CUTE_UNROLL
@@ -198,8 +199,8 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
 
   if (!params.fixed_splits && (walk.done() || !all_alike(params))) write_empty<Traits>(params, place, walk.tokens());
 
-  bool const score_mod_active = params.softcap > 0.f || params.alibi_slopes;
-  float const softmax_scale = score_mod_active ? 1.f : ScoreMod::query_scale(params);
+  bool const changes_scores = params.softcap > 0.f || params.alibi_slopes;
+  float const query_scale = ScoreMod::query_scale(params);
   int stage = 0;
   auto const free_stage = [&] { return (stage + Stages - 1) % Stages; };  // no copy is under way to it, nobody reads it
 
@@ -234,12 +235,12 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
       Fragment<TileKeys> scores;
       math.scores(scores, sQ, ring[stage].k, lane);
       finish_scores<Traits>(params, place, walk.batch(), visibility, keys_of_all, row_warp * kWarpRows + lane / 4,
-                            first_key, scores);
+                            first_key, changes_scores, query_scale, scores);
       Tensor S = make_tensor(make_rmem_ptr(&scores[0][0]), make_layout(make_shape(_2{}, Shape<_2, Int<TileKeys / 8>>{}),
                                                                        make_stride(_2{}, Stride<_1, _4>{})));
       float rescale[2];
       Tensor rescale_rows = make_tensor(make_rmem_ptr(rescale), Shape<_2>{});
-      softmax.update(S, rescale_rows, softmax_scale);
+      softmax.update(S, rescale_rows, changes_scores ? 1.f : query_scale);
       math.values(O, scores, rescale, ring[stage].v, lane);
       stage = stage + 1 == Stages ? 0 : stage + 1;
     }

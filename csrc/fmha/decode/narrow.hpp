@@ -1,7 +1,7 @@
 // The decode kernel of the commonest call: a cache that is read and nothing more, at most eight packed query rows of
-// fp16 or bf16, head_dim 64 or 128. It shares the work out and merges as fmha.hpp does, in less than half of the
+// fp16 or bf16, head_dim 64 or 128. It shares the work out and merges as main.hpp does, in less than half of the
 // instructions (2,400 for 5,200): a kernel of a few microseconds finds them in device memory. Instantiated by
-// csrc/kernels/decode_*.cu; launched through decode_dispatch.cu, where cluster.hpp does not serve.
+// csrc/kernels/decode_*.cu; called where cluster.hpp does not serve.
 #pragma once
 
 #include "narrow_tile.hpp"
