@@ -27,8 +27,8 @@ CUTE_HOST_DEVICE int row_in_page(Cache const& cache, int row) { return row & ((1
 
 /// Where query row `token` stands for rotary embedding, if the new keys begin at `first_new`: with them under a causal
 /// mask or a window, else, as flash-attn has it, all rows at the first one's place.
-CUTE_HOST_DEVICE int rotary_position(int window_left, int window_right, int first_new, int token) {
-  return first_new + (window_left >= 0 || window_right >= 0 ? token : 0);
+CUTE_HOST_DEVICE int rotary_position(Rotary const& rotary, int first_new, int token) {
+  return first_new + (rotary.rows_move ? token : 0);
 }
 
 #if defined(__CUDACC__)

@@ -1,5 +1,5 @@
 // Features: what a call asks of a kernel beyond plain attention, a bit each. A kernel says which bits it takes; a call
-// runs on none that does not take all of its bits. Used by the kernels' structs, host/kernel_table.cpp and the tests.
+// runs on none that does not take all of its bits. Used by the kernels' structs, host/plan.cpp and the tests.
 #pragma once
 
 #include <cstdint>
@@ -20,31 +20,32 @@ enum class Kind {
   Cluster,     ///< the same, a cluster of CTAs for each sequence and key head
 };
 
-// A bit, the argument that asks for it, and when it does. A new line here is taken by no kernel until one says so.
-#define CUTLASS_EXT_FEATURES(FEATURE)                                          \
-  FEATURE(Softcap, "softcap", p.softcap > 0.f)                                 \
-  FEATURE(Alibi, "alibi_slopes", p.alibi_slopes)                               \
-  FEATURE(Sink, "sink", p.sink)                                                \
-  FEATURE(Packed, "cu_seqlens_q", p.packed())                                  \
-  FEATURE(KeyLengths, "seqused_k", p.seqused_k)                                \
-  FEATURE(LeftPadding, "leftpad_k", p.leftpad_k)                               \
-  FEATURE(StartPositions, "start_pos", p.start_pos_kind == StartPos::PerBatch) \
-  FEATURE(FewerKeys, "cache_seqlens", p.n_cached < p.n_kv)                     \
-  FEATURE(Pages, "block_table", p.block_table)                                 \
-  FEATURE(BatchIndex, "cache_batch_idx", p.batch_idx)                          \
-  FEATURE(NewKeys, "k", p.n_new > 0)                                           \
-  FEATURE(RotaryEmbedding, "rotary_cos", p.rotary.cos)                         \
-  FEATURE(FixedSplits, "num_splits", p.fixed_splits)                           \
-  FEATURE(UnalignedRows, "q, k, v", !rows_are_aligned(p))
+// A bit, the argument that asks for it, when a call `p` does, and what makes it a call that does not. A new line here
+// is taken by no kernel until one says so.
+#define CUTLASS_EXT_FEATURES(FEATURE)                                                                            \
+  FEATURE(Softcap, "softcap", p.softcap > 0.f, p.softcap = 0.f)                                                  \
+  FEATURE(Alibi, "alibi_slopes", p.alibi_slopes, p.alibi_slopes = nullptr)                                       \
+  FEATURE(Sink, "sink", p.sink, p.sink = nullptr)                                                                \
+  FEATURE(Packed, "cu_seqlens_q", p.packed(), p.cu_seqlens_q = p.cu_seqlens_k = nullptr)                         \
+  FEATURE(KeyLengths, "seqused_k", p.seqused_k, p.seqused_k = nullptr)                                           \
+  FEATURE(LeftPadding, "leftpad_k", p.leftpad_k, p.leftpad_k = nullptr)                                          \
+  FEATURE(StartPositions, "start_pos", p.start_pos_kind == StartPos::PerBatch, p.start_pos_kind = StartPos::End) \
+  FEATURE(FewerKeys, "cache_seqlens", p.n_cached < p.n_kv, p.n_cached = p.n_kv)                                  \
+  FEATURE(Pages, "block_table", p.block_table, p.block_table = nullptr)                                          \
+  FEATURE(BatchIndex, "cache_batch_idx", p.batch_idx, p.batch_idx = nullptr)                                     \
+  FEATURE(NewKeys, "k", p.n_new > 0, p.n_new = 0)                                                                \
+  FEATURE(RotaryEmbedding, "rotary_cos", p.rotary.cos, p.rotary.cos = nullptr)                                   \
+  FEATURE(FixedSplits, "num_splits", p.fixed_splits, p.fixed_splits = false)                                     \
+  FEATURE(UnalignedRows, "q, k, v", !rows_are_aligned(p), void())
 
 namespace feature {
 enum Index : int {
-#define FEATURE(name, argument, asked) name##Index,
+#define FEATURE(name, argument, asked, cleared) name##Index,
   CUTLASS_EXT_FEATURES(FEATURE)
 #undef FEATURE
       kCount
 };
-#define FEATURE(name, argument, asked) constexpr Features name = Features(1) << name##Index;
+#define FEATURE(name, argument, asked, cleared) constexpr Features name = Features(1) << name##Index;
 CUTLASS_EXT_FEATURES(FEATURE)
 #undef FEATURE
 
@@ -75,16 +76,30 @@ CUTE_HOST_DEVICE bool rows_are_aligned(Params const& p) {
 /// The bits of a call.
 CUTE_HOST_DEVICE Features features_of(Params const& p) {
   Features features = 0;
-#define FEATURE(name, argument, asked) features |= (asked) ? feature::name : 0;
+#define FEATURE(name, argument, asked, cleared) features |= (asked) ? feature::name : 0;
   CUTLASS_EXT_FEATURES(FEATURE)
 #undef FEATURE
   return features;
 }
 
+/// The parameters for a kernel that takes the features `Takes` alone: those of the others as constants. Code for plain
+/// calls is then a quarter smaller and runs straight through, which counts where a kernel of a few microseconds finds
+/// its instructions in device memory: with L2 cold, decoding 1024 keys of 8 heads takes 18.4 us on an H200 with
+/// everything in the way, 12.7 without.
+template <Features Takes>
+CUTE_HOST_DEVICE Params specialised(Params const& params) {
+  Params p = params;
+#define FEATURE(name, argument, asked, cleared) \
+  if constexpr ((Takes & feature::name) == 0) cleared;
+  CUTLASS_EXT_FEATURES(FEATURE)
+#undef FEATURE
+  return p;
+}
+
 /// The argument that asks for the lowest bit of `features`, which is not 0.
 inline char const* argument_of(Features features) {
   static constexpr char const* kArguments[] = {
-#define FEATURE(name, argument, asked) argument,
+#define FEATURE(name, argument, asked, cleared) argument,
       CUTLASS_EXT_FEATURES(FEATURE)
 #undef FEATURE
   };

@@ -110,6 +110,7 @@ struct Rotary {
   int rows = 0;  // positions beyond the table take its last row
   int dim = 0;
   bool interleaved = false;  // pairs (2i, 2i + 1); otherwise (i, i + dim / 2)
+  bool rows_move = false;    // under a causal mask or a window; otherwise all query rows stand where the first does
 };
 
 /// Keys and values that lie in pages or grow by the call.

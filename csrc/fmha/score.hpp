@@ -34,16 +34,19 @@ struct ScoreMod {
   float alibi_slope_log2;  // slope * log2(e); 0: off
   float sink_log2;         // sink * log2(e); -inf: none
 
-  CUTE_HOST_DEVICE ScoreMod(Params const& params, int batch, int head)
-      : softcap_log2(params.softcap * kLog2e),
-        alibi_slope_log2(params.alibi_slopes ? params.alibi_slopes[batch * params.alibi_batch_stride + head] * kLog2e
+  CUTE_HOST_DEVICE ScoreMod(Scores const& scores, int batch, int head)
+      : softcap_log2(scores.softcap * kLog2e),
+        alibi_slope_log2(scores.alibi_slopes ? scores.alibi_slopes[batch * scores.alibi_batch_stride + head] * kLog2e
                                              : 0.f),
-        sink_log2(params.sink ? params.sink[head] * kLog2e : -INFINITY) {}
+        sink_log2(scores.sink ? scores.sink[head] * kLog2e : -INFINITY) {}
+
+  /// Whether a call has scores changed between the two products.
+  CUTE_HOST_DEVICE static bool changes(Scores const& scores) { return scores.softcap > 0.f || scores.alibi_slopes; }
 
   /// What Q is multiplied by before the product, so that a plain score needs no instruction of its own: Q K^T then is
   /// the score in the log2 domain, or the argument of tanh.
-  CUTE_HOST_DEVICE static float query_scale(Params const& params) {
-    return params.softcap > 0.f ? params.softmax_scale / params.softcap : params.softmax_scale * kLog2e;
+  CUTE_HOST_DEVICE static float query_scale(Scores const& scores) {
+    return scores.softcap > 0.f ? scores.softmax_scale / scores.softcap : scores.softmax_scale * kLog2e;
   }
 
   /// Turns the products in `S` into scores. `p - j` of element (i, j) is `first_offset + offset(i, j)`, the latter

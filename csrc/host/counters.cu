@@ -12,8 +12,8 @@
 namespace cutlass_ext {
 namespace {
 
-constexpr size_t kSliceCounters = 2048;  // of a stream; decoding wants one for each sequence, key head and row tile
-constexpr int kSlices = 256;             // streams and captures of a process; what comes later goes without
+constexpr size_t kSliceCounters = 8192;  // of a stream; decoding wants one for each sequence, key head and row tile
+constexpr int kSlices = 128;             // streams and captures at a time; 4 MB in all
 
 __device__ unsigned pool[kSlices * kSliceCounters];
 
@@ -60,34 +60,44 @@ Owners& owners() {
   return *all;
 }
 
-/// Has the graph give the slice back when it and its instances are gone.
-void tie_to_graph(cudaGraph_t graph, Owners::Key const& key) {
-  cudaUserObject_t object;
+/// Has the graph give the slice back when it and its instances are gone; false where it will not.
+bool tie_to_graph(cudaGraph_t graph, Owners::Key const& key) {
   auto const give_back = [](void* mine) {
     auto* const key = static_cast<Owners::Key*>(mine);
     owners().give_back(*key);
     delete key;
   };
-  check_cuda(cudaUserObjectCreate(&object, new Owners::Key(key), give_back, 1, cudaUserObjectNoDestructorSync),
-             "tying counters to a captured graph");
-  check_cuda(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove),
-             "tying counters to a captured graph");
+  auto* const mine = new Owners::Key(key);
+  cudaUserObject_t object;
+  if (cudaUserObjectCreate(&object, mine, give_back, 1, cudaUserObjectNoDestructorSync) != cudaSuccess) {
+    cudaGetLastError();
+    give_back(mine);
+    return false;
+  }
+  if (cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove) == cudaSuccess) return true;
+  cudaGetLastError();
+  cudaUserObjectRelease(object, 1);
+  return false;
 }
 
-/// Where the current device has the pool.
+/// Where the current device has the pool. To be told so may load the module, which an open capture forbids otherwise.
 unsigned* begin_of_pool(int device) {
   static std::mutex mutex;
-  static std::map<int, unsigned*> found;
+  static auto* const found = new std::map<int, unsigned*>;
   std::lock_guard<std::mutex> const lock(mutex);
-  unsigned*& begin = found[device];
-  if (!begin) check_cuda(cudaGetSymbolAddress(reinterpret_cast<void**>(&begin), pool), "finding the counters");
+  unsigned*& begin = (*found)[device];
+  if (!begin) {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "relaxing the capture mode");
+    cudaError_t const error = cudaGetSymbolAddress(reinterpret_cast<void**>(&begin), pool);
+    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "restoring the capture mode");
+    check_cuda(error, "finding the counters");
+  }
   return begin;
 }
 
-}  // namespace
-
-unsigned* zero_counters(int device, cudaStream_t stream, size_t count) {
-  if (count > kSliceCounters) return nullptr;
+/// Of the pool; null where there are none left.
+unsigned* pooled_counters(int device, cudaStream_t stream) {
   cudaStreamCaptureStatus capturing;
   unsigned long long capture = 0, id = 0;
   cudaGraph_t graph = nullptr;
@@ -106,9 +116,19 @@ unsigned* zero_counters(int device, cudaStream_t stream, size_t count) {
   Owners::Key const key{device, capture, id};
   bool fresh;
   int const slice = owners().slice_of(key, &fresh);
-  if (slice < 0) return nullptr;
-  if (fresh && capture != 0) tie_to_graph(graph, key);
+  if (slice < 0 || (fresh && capture != 0 && !tie_to_graph(graph, key))) return nullptr;
   return begin_of_pool(device) + slice * kSliceCounters;
+}
+
+}  // namespace
+
+unsigned* zero_counters(int device, cudaStream_t stream, size_t count, std::function<void*(size_t)> const& allocate) {
+  unsigned* counters = count <= kSliceCounters ? pooled_counters(device, stream) : nullptr;
+  if (!counters) {
+    counters = static_cast<unsigned*>(allocate(count * sizeof(unsigned)));
+    check_cuda(cudaMemsetAsync(counters, 0, count * sizeof(unsigned), stream), "zeroing counters");
+  }
+  return counters;
 }
 
 }  // namespace cutlass_ext

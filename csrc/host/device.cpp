@@ -49,7 +49,7 @@ Occupancy asked(Kernel const& kernel) {
   return found;
 }
 
-/// What was asked once is known for the life of the process.
+/// What was asked once is known for the life of the process, its end included.
 template <class Key, class T>
 class Known {
  public:
@@ -82,14 +82,14 @@ std::vector<Kernel const*> const& kernels_of(Kind kind, DType dtype) {
 Entered::Entered(std::initializer_list<Kernel> entered) { table().insert(table().end(), entered); }
 
 Device const& current_device() {
-  static Known<int, Device> devices;
+  static auto& devices = *new Known<int, Device>;
   int index;
   check_cuda(cudaGetDevice(&index), "reading the current CUDA device");
   return devices(index, [&] { return asked(index); });
 }
 
 Occupancy const& occupancy_of(Kernel const& kernel, Device const& device) {
-  static Known<std::pair<void const*, int>, Occupancy> occupancies;
+  static auto& occupancies = *new Known<std::pair<void const*, int>, Occupancy>;
   return occupancies({kernel.entry, device.index}, [&] { return asked(kernel); });
 }
 

@@ -1,6 +1,8 @@
 // What the host knows of a GPU, asked once, and how many CTAs of a kernel it holds. Used by plan.cpp.
 #pragma once
 
+#include <cstring>
+
 #include "kernel_table.hpp"
 
 namespace cutlass_ext {
@@ -19,7 +21,7 @@ Device const& current_device();
 /// Whether the kernel's instructions and shared memory are there. Hopper's run on compute capability 9.0 and nowhere
 /// else.
 inline bool runs_on(Kernel const& kernel, Device const& device) {
-  bool const hopper = kernel.family[2] == '9';
+  bool const hopper = std::strcmp(kernel.family, "sm90") == 0;
   return (!hopper || device.capability == 90) && kernel.shared_bytes <= device.shared_bytes;
 }
 

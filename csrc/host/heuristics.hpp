@@ -137,6 +137,7 @@ inline int64_t section_of(int64_t limit, int64_t cost, int heads_per_kv) {
 /// of `heads_per_kv` allow it; else `section`. A short last section begins its longest tiles when little else is left
 /// to do beside them: causal (2, 8192, 16, 128) took 7% longer in sections of 7, 7, 7, 7, 4 than in eight of 4.
 inline int64_t even_section(int64_t pairs, int64_t section, int heads_per_kv) {
+  if (section >= pairs) return pairs;
   for (int64_t s = section; 2 * s >= section && s > 0; s -= heads_per_kv) {
     if (pairs % s == 0) return s;
   }

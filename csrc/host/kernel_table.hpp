@@ -61,8 +61,7 @@ struct Kernel {
 
   /// Whether the tile holds a call's head dims and the kernel takes its sizes.
   bool takes_sizes(Params const& params) const {
-    return params.head_dim <= head_dim && params.head_dim_v <= head_dim_v &&
-           (!takes_shape || takes_shape(params));
+    return params.head_dim <= head_dim && params.head_dim_v <= head_dim_v && (!takes_shape || takes_shape(params));
   }
   /// Whether the kernel takes all of a call's features.
   bool takes_features(Features features) const { return (features & ~takes) == 0; }

@@ -54,12 +54,9 @@ Kernel const* cheapest(std::initializer_list<Kind> kinds, DType dtype, Accepts c
 }
 
 // ------------------------------------------------------------------------------------------------ few query rows
-/// Whether the kernels that decode are for the call: they alone know pages and new keys, and few rows are theirs unless
-/// a prefill kernel has to read them element by element.
+/// Whether a call of `fmha` is faster where it decodes: few rows, unless they have to be read element by element.
 bool decodes(Call const& call) {
-  Features constexpr kTheirs = feature::kCache & ~feature::FewerKeys;
-  bool const few_rows = !call.params.packed() && call.params.n_q <= kMaxDecodeRows;
-  return (call.features & kTheirs) || (few_rows && !(call.features & feature::UnalignedRows));
+  return !call.params.packed() && call.params.n_q <= kMaxDecodeRows && !(call.features & feature::UnalignedRows);
 }
 
 void plan_decode(Call const& call, Plan* plan) {
@@ -73,21 +70,19 @@ void plan_decode(Call const& call, Plan* plan) {
     return cheapest({kind}, call.request.dtype, [&](Kernel const& k) { return call.runs(k); }, cost);
   };
   if (Kernel const* const kernel = of(Kind::Cluster)) {
-    plan->splits = cluster_of(p, occupancy_of(*kernel, call.device).clusters);
-    if (plan->splits > 0) plan->kernel = kernel;
+    if (int const size = cluster_of(p, occupancy_of(*kernel, call.device).clusters)) {
+      plan->kernel = kernel;
+      plan->splits = size;
+      plan->grid = {dim3(size, p.heads_kv, p.batch), unsigned(size)};
+      return;
+    }
   }
-  if (!plan->kernel) plan->kernel = of(Kind::Narrow);
+  plan->kernel = of(Kind::Narrow);
   if (!plan->kernel) plan->kernel = of(Kind::Decode);
   if (!plan->kernel) return;
 
   Kernel const& kernel = *plan->kernel;
   p.row_tiles = decode::row_tiles_of(p, kernel.block_r);
-  unsigned const heads = p.heads_kv, batch = p.batch;
-  if (kernel.kind == Kind::Cluster) {
-    unsigned const size = plan->splits;
-    plan->grid = {dim3(size, heads, batch), size};
-    return;
-  }
   int64_t const ctas_a_group = int64_t(p.row_tiles) * p.heads_kv;
   p.groups = decode_groups(p, kernel, call.device, call.ctas_a_multiprocessor(kernel), ctas_a_group);
   int64_t const groups = p.fixed_splits ? int64_t(p.batch) * p.num_splits : p.groups;
@@ -97,7 +92,7 @@ void plan_decode(Call const& call, Plan* plan) {
   plan->partial_rows = decode::partial_rows(p, kernel.block_r);
   plan->floats_a_part = 2;
   plan->counters = plan->partial_rows > 0 ? decode::counters_of(p) : 0;
-  plan->grid.ctas = kernel.kind == Kind::Narrow ? dim3(heads, p.groups) : dim3(static_cast<unsigned>(ctas));
+  plan->grid.ctas = kernel.kind == Kind::Narrow ? dim3(p.heads_kv, p.groups) : dim3(static_cast<unsigned>(ctas));
 }
 
 // ------------------------------------------------------------------------------------------------ query tiles
@@ -160,7 +155,8 @@ void plan_prefill(Call const& call, Plan* plan) {
     if (p.fixed_splits ? tall || p.packed() : tall && fills(p, kernel->block_r, tiles, resident_ctas)) break;
   }
   lay_out(call.device, &p, plan);
-  if (plan->kernel->kind != Kind::Tiles || call.request.backend != "auto" || call.device.capability != 90) return;
+  if (plan->kernel->kind != Kind::Tiles || dtype == DType::Float32 || call.device.capability != 90) return;
+  if (call.request.backend != "auto") return;
   if (tiny) plan->passed_over = "sm90 would not have its pipeline full before so few scores are done";
   if (call.features & feature::UnalignedRows)
     plan->passed_over = "sm90 wants rows of q, k and v that begin at multiples of 16 bytes";
@@ -180,6 +176,8 @@ std::string refusal_of(Call const& call) {
   } else if (missing(*nearest) & feature::UnalignedRows) {
     text << "q, k, v: no kernel" << where << " takes rows that do not begin at multiples of 16 bytes; copy them with "
          << ".contiguous()";
+  } else if (missing(*nearest) == 0) {
+    text << "backend: no kernel" << where << " is for a call of these sizes";
   } else {
     text << argument_of(missing(*nearest)) << ": no kernel" << where << " takes it together with what else is asked";
   }
@@ -195,8 +193,8 @@ Plan plan(Params* params, Request const& request) {
   params->num_splits = std::max(request.num_splits, 1);
   Call const call{*params, request, current_device(), features_of(*params)};
   Plan plan;
-  if (decodes(call)) plan_decode(call, &plan);
-  if (!plan.kernel) plan_prefill(call, &plan);
+  if (request.is_cache || decodes(call)) plan_decode(call, &plan);
+  if (!plan.kernel && !request.is_cache) plan_prefill(call, &plan);
   if (!plan.kernel) plan.refusal = refusal_of(call);
   if (params->batch == 0 || (params->n_q == 0 && params->n_new == 0)) plan.grid.ctas = dim3(0);
   return plan;
@@ -236,14 +234,7 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
     params.o_partial = static_cast<float*>(allocate(floats * sizeof(float)));
     params.lse_partial = params.o_partial + plan.partial_rows * params.head_dim_v;
   }
-  if (plan.counters > 0) {
-    params.counters = zero_counters(current_device().index, stream, plan.counters);
-    if (!params.counters) {
-      size_t const bytes = plan.counters * sizeof(unsigned);
-      params.counters = static_cast<unsigned*>(allocate(bytes));
-      check_cuda(cudaMemsetAsync(params.counters, 0, bytes, stream), "zeroing counters");
-    }
-  }
+  if (plan.counters > 0) params.counters = zero_counters(current_device().index, stream, plan.counters, allocate);
   plan.kernel->launch(params, plan.grid, stream);
   if (plan.merges_apart) merge_splits(plan.kernel->dtype, params, stream);
 }

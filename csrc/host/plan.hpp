@@ -16,6 +16,7 @@ struct Request {
   DType dtype = DType::Float32;
   std::string backend = "auto";
   int num_splits = 0;
+  bool is_cache = false;  // of the cache operator, whose calls all decode
 };
 
 struct Plan {

@@ -16,8 +16,8 @@ constexpr DType dtype_of = std::is_same_v<Element, float>             ? DType::F
                            : std::is_same_v<Element, cutlass::half_t> ? DType::Float16
                                                                       : DType::BFloat16;
 
-/// What a kernel is given of a call, for each type of parameter that there is: made from Params, or by an overload in
-/// the namespace of the type.
+/// What a kernel is given of a call, for each type of parameter that there is: made from Params, unless a
+/// specialisation says how.
 template <class Parameter, class Traits>
 struct Argument {
   static Parameter of(Params const& params) { return Parameter(params); }

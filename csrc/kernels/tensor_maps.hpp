@@ -23,6 +23,7 @@ inline TensorMapEncoder tensor_map_encoder() {
     cudaDriverEntryPointQueryResult result;
     cudaError_t const error =
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    cudaGetLastError();  // what is missing is said where it is wanted
     return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<TensorMapEncoder>(found)
                                                                          : nullptr;
   }();

@@ -39,6 +39,10 @@ void read(char const* schema, StableIValue from, Tensor* to) {
   schema[6] == '?' ? read_optional(from, to) : read(from, to);
 }
 
+void look(Tensor* t) { t->look(); }
+template <class T>
+void look(T*) {}
+
 int bounded_window(int64_t window) { return window >= kUnboundedWindow ? -1 : static_cast<int>(window); }
 
 /// Of [batch, row, head, head_dim], or of packed [row, head, head_dim].
@@ -58,8 +62,6 @@ void set_cache(Arguments const& a, Params* p) {
     while ((int64_t(1) << p->page_shift) < a.page_rows()) ++p->page_shift;
   }
   if (a.new_keys() > 0) {
-    p->k = a.k.mutable_data();
-    p->v = a.v.mutable_data();
     p->k_new = a.k_new.data;
     p->v_new = a.v_new.data;
     p->k_new_stride = strides_of(a.k_new);
@@ -72,7 +74,8 @@ void set_cache(Arguments const& a, Params* p) {
                  a.rotary_cos.stride(0),
                  static_cast<int>(a.rotary_cos.size(0)),
                  static_cast<int>(2 * a.rotary_cos.size(1)),
-                 a.rotary_interleaved};
+                 a.rotary_interleaved,
+                 p->window_left >= 0 || p->window_right >= 0};
   }
 }
 
@@ -91,6 +94,11 @@ Arguments::Arguments(Operator of, StableIValue const* stack) : of(of) {
   if (!is_cache()) read(schema, *stack++, &name);
 #define CACHE_OPTION(schema, type, name, default_value) \
   if (is_cache()) read(schema, *stack++, &name);
+#include "../options.def"
+  for (Tensor* const t : {&q, &k, &v, &k_new, &v_new}) t->look();
+#define SHARED_OPTION(schema, type, name, default_value) look(&name);
+#define PREFILL_OPTION(schema, type, name, default_value) look(&name);
+#define CACHE_OPTION(schema, type, name, default_value) look(&name);
 #include "../options.def"
 }
 
@@ -138,8 +146,6 @@ Params params_of(Arguments const& a) {
     p.n_q = static_cast<int>(std::min<int64_t>(*a.max_seqlen_q, p.total_q));
     p.n_kv = static_cast<int>(std::min<int64_t>(*a.max_seqlen_k, p.total_k));
   }
-  if (a.is_cache()) set_cache(a, &p);
-
   p.softmax_scale =
       static_cast<float>(a.softmax_scale ? *a.softmax_scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim)));
   p.softcap = static_cast<float>(a.softcap);
@@ -151,6 +157,7 @@ Params params_of(Arguments const& a) {
   p.start_positions = a.start_positions.as<int>();
   p.window_left = bounded_window(a.window_left);
   p.window_right = a.causal ? 0 : bounded_window(a.window_right);
+  if (a.is_cache()) set_cache(a, &p);
   return p;
 }
 
@@ -158,7 +165,7 @@ Request request_of(Arguments const& a) {
   return {a.q.dtype == kFloat32   ? DType::Float32
           : a.q.dtype == kFloat16 ? DType::Float16
                                   : DType::BFloat16,
-          a.backend, static_cast<int>(a.num_splits)};
+          a.backend, static_cast<int>(a.num_splits), a.is_cache()};
 }
 
 }  // namespace cutlass_ext

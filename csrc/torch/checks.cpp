@@ -92,8 +92,8 @@ void check_operands(Arguments const& a) {
     fail("ValueError", k_name, ": has ", heads_kv, " heads and q has ", heads_q,
          "; the heads of q must be a multiple of those of ", a.is_cache() ? "the cache" : "k and v");
   }
-  if (a.q.size(-3) * heads_q > INT32_MAX) {
-    fail("ValueError", "q: has ", a.q.size(-3), " rows of ", heads_q, " heads; expected fewer than 2^31 in all");
+  for (auto [name, t] : {std::pair("q", &a.q), std::pair(k_name, &a.k)}) {
+    if (t->size(0) > INT32_MAX) fail("ValueError", name, ": has ", t->size(0), " sequences; expected fewer than 2^31");
   }
 }
 
@@ -203,7 +203,7 @@ void check_rotary(Arguments const& a) {
     }
     if (t->size(0) != cos.size(0) || t->size(1) != cos.size(1))
       fail("ValueError", name, ": has shape ", t->shape_text(), " and rotary_cos ", cos.shape_text());
-    if (t->stride(1) != 1 || t->stride(0) != cos.stride(0))
+    if ((t->size(1) > 1 && t->stride(1) != 1) || (t->size(0) > 1 && t->stride(0) != cos.stride(0)))
       fail("ValueError", name, ": is not contiguous; call .contiguous() on it");
     check_same_device(name, *t, a.q);
     if (t->size(0) >= kMaxLength) fail("ValueError", name, ": has ", t->size(0), " rows; expected fewer than 2^29");

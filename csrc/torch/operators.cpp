@@ -1,8 +1,6 @@
 // torch.ops.cutlass_ext.*: registers the operators and carries calls out. Imported as cutlass_ext._C.
 #include <Python.h>
 
-#include <map>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,25 +10,16 @@
 namespace cutlass_ext {
 namespace {
 
-/// The empty tensor of a device that stands for lse where nobody asked for it. One for all calls: a new one costs 0.9 us
-/// of the host's time.
-AtenTensorHandle no_lse(int device) {
-  static std::mutex mutex;
-  static auto* const made = new std::map<int, Allocation>;  // torch may be gone before static objects are
-  std::lock_guard<std::mutex> const lock(mutex);
-  auto found = made->find(device);
-  if (found == made->end()) found = made->emplace(device, Allocation({0}, kFloat32, device)).first;
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(found->second.handle, &handle));
-  return handle;
-}
-
 /// out, and lse: empty where nobody asked for it.
 void forward(Arguments const& a, StableIValue* results) {
   check(a);
-  Params params = params_of(a);
   int const device = a.q.device_index;
   DeviceGuard const guard(device);
+  Params params = params_of(a);
+  if (params.n_new > 0) {
+    params.k = a.k.mutable_data();
+    params.v = a.v.mutable_data();
+  }
   Plan const planned = plan(&params, request_of(a));
   if (!planned.kernel) fail("NotImplementedError", planned.refusal);
 
@@ -38,20 +27,19 @@ void forward(Arguments const& a, StableIValue* results) {
   int64_t const head_dim_v = params.head_dim_v, row_stride = heads * head_dim_v;
   Allocation out = a.packed() ? Allocation({rows, heads, head_dim_v}, a.q.dtype, device)
                               : Allocation({batch, rows, heads, head_dim_v}, a.q.dtype, device);
-  Allocation lse;
-  if (a.return_lse) {
-    lse = a.packed() ? Allocation({heads, rows}, kFloat32, device) : Allocation({batch, heads, rows}, kFloat32, device);
-  }
+  Allocation lse = !a.return_lse ? Allocation({0}, kFloat32, device)
+                   : a.packed()  ? Allocation({heads, rows}, kFloat32, device)
+                                 : Allocation({batch, heads, rows}, kFloat32, device);
   params.o = out.data;
   params.o_stride = {rows * row_stride, row_stride, head_dim_v};
   std::vector<Allocation> workspace;
-  params.lse = static_cast<float*>(lse.data);
+  params.lse = a.return_lse ? static_cast<float*>(lse.data) : nullptr;
   run(planned, params, current_stream(device), [&](size_t bytes) {
     workspace.push_back(Allocation({int64_t(bytes + 3) / 4}, kFloat32, device));
     return workspace.back().data;
   });
   results[0] = torch::stable::detail::from(out.release());
-  results[1] = torch::stable::detail::from(a.return_lse ? lse.release() : no_lse(device));
+  results[1] = torch::stable::detail::from(lse.release());
 }
 
 StableIValue string_value(std::string const& text) { return torch::stable::detail::from(text); }
@@ -102,6 +90,15 @@ void kernels_taking(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = string_value(names);
 }
 
+/// Checks and explanations, which run where the tensors are.
+template <class Library>
+void add_checks(Library& library) {
+  library.impl("fmha_check", &boxed<Operator::Fmha, check_alone>);
+  library.impl("fmha_explain", &boxed<Operator::Fmha, explain>);
+  library.impl("fmha_kvcache_check", &boxed<Operator::KVCache, check_alone>);
+  library.impl("fmha_kvcache_explain", &boxed<Operator::KVCache, explain>);
+}
+
 constexpr char kExplanation[] =
     "(str backend, str kernel, int tile_rows, int tile_keys, int splits, int ctas, str reason)";
 constexpr char kResults[] = "(Tensor out, Tensor lse)";
@@ -123,14 +120,12 @@ STABLE_TORCH_LIBRARY_IMPL(cutlass_ext, CUDA, library) {
   library.impl("fmha", &boxed<Operator::Fmha, forward>);
   library.impl("fmha_kvcache", &boxed<Operator::KVCache, forward>);
   library.impl("fmha_kvcache_append", &boxed<Operator::KVCache, forward>);
+  add_checks(library);
 }
 
-// Checks and explanations run on every device.
+STABLE_TORCH_LIBRARY_IMPL(cutlass_ext, CPU, library) { add_checks(library); }
+
 STABLE_TORCH_LIBRARY_IMPL(cutlass_ext, CompositeExplicitAutograd, library) {
-  library.impl("fmha_check", &boxed<Operator::Fmha, check_alone>);
-  library.impl("fmha_explain", &boxed<Operator::Fmha, explain>);
-  library.impl("fmha_kvcache_check", &boxed<Operator::KVCache, check_alone>);
-  library.impl("fmha_kvcache_explain", &boxed<Operator::KVCache, explain>);
   library.impl("kernels_taking", &kernels_taking);
 }
 

@@ -29,11 +29,15 @@ inline char const* dtype_name(int32_t dtype) {
 }
 
 /// A tensor that the operator owns a handle of, or none. Every question to torch is a call through the shim, so that
-/// each is asked once.
+/// each is asked once, in `look`: a question may fail, and by then every handle of the call is to have its owner.
 class Tensor {
  public:
   Tensor() = default;
-  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {
+  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
+
+  void look() {
+    if (!handle_) return;
+    AtenTensorHandle const handle = handle_.get();
     int64_t dims;
     ask(aoti_torch_get_dim(handle, &dims));
     ask(aoti_torch_get_sizes(handle, &sizes_));
@@ -123,7 +127,7 @@ struct Allocation {
   Allocation() = default;
   /// An uninitialised contiguous tensor on a CUDA device, through the C shim: the dispatcher costs about 2 us more.
   template <size_t N>
-  Allocation(int64_t const (&shape)[N], int32_t dtype, int device) {
+  Allocation(int64_t const (&shape)[N], int32_t dtype, int device) : Allocation() {
     int64_t strides[N];
     int64_t step = 1;
     for (size_t i = N; i-- > 0;) {

@@ -73,9 +73,10 @@ TEST(Pages, WhatTheTableHoldsStaysInside) {
 }
 
 TEST(Rotary, RowsMoveWithAMaskOrAWindow) {
-  EXPECT_EQ(rotary_position(-1, -1, 40, 3), 40);
-  EXPECT_EQ(rotary_position(-1, 0, 40, 3), 43);
-  EXPECT_EQ(rotary_position(5, -1, 40, 3), 43);
+  Rotary rotary;
+  EXPECT_EQ(rotary_position(rotary, 40, 3), 40);
+  rotary.rows_move = true;
+  EXPECT_EQ(rotary_position(rotary, 40, 3), 43);
 }
 
 TEST(KeyTiles, NewKeysAreVisitedWhoeverSeesThem) {

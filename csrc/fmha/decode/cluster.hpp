@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
           __syncwarp();
           rotate_row<Element>(
               fresh.rotary,
-              rotary_position(params.window_left, params.window_right, cached, params.heads_per_kv.div(warp)),
+              rotary_position(fresh.rotary, cached, params.heads_per_kv.div(warp)),
               [&](int c) -> uint4& { return q[warp][c]; });
           __syncthreads();
           CUTE_UNROLL

@@ -213,7 +213,7 @@ class Query {
     CUTE_NO_UNROLL
     for (int row = threadIdx.x / 32; row < Traits::rows_of(params, place); row += Traits::Warps) {
       int const token = Traits::packed_row(params, place, row).token;
-      rotate_row<Element>(params.rotary, rotary_position(params.window_left, params.window_right, first_new, token),
+      rotate_row<Element>(params.rotary, rotary_position(params.rotary, first_new, token),
                           [&](int c) -> uint4& { return chunk_of(sQ, row, c); });
     }
   }

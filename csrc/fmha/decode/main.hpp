@@ -45,25 +45,6 @@ CUTE_DEVICE void meet() {
   }
 }
 
-/// The parameters, those of features that the kernel does not take as constants. Code for plain calls is then a quarter
-/// smaller and runs straight through, which counts where a kernel of a few microseconds finds its instructions in
-/// device memory: with L2 cold, 1024 keys of 8 heads take 18.4 us on an H200 with everything in the way, 12.7 without.
-template <Features Takes>
-CUTE_DEVICE Params specialised(Params const& params) {
-  constexpr auto kWithout = [](Features features) { return (Takes & features) == 0; };
-  Params p = params;
-  if (kWithout(feature::Packed)) p.cu_seqlens_q = p.cu_seqlens_k = nullptr;
-  if (kWithout(feature::Softcap)) p.softcap = 0.f;
-  if (kWithout(feature::Alibi)) p.alibi_slopes = nullptr;
-  if (kWithout(feature::Sink)) p.sink = nullptr;
-  if (kWithout(feature::LeftPadding)) p.leftpad_k = nullptr;
-  if (kWithout(feature::BatchIndex)) p.batch_idx = nullptr;
-  if (kWithout(feature::NewKeys)) p.n_new = 0;
-  if (kWithout(feature::RotaryEmbedding)) p.rotary.cos = nullptr;
-  if (kWithout(feature::FixedSplits)) p.fixed_splits = false;
-  return p;
-}
-
 /// The products of a tile that begins with key `first_key` become scores: multiplied by `query_scale` and changed if
 /// the call asks for it, hidden from rows that do not see them. The lane's rows are `row0` and row0 + 8; every row sees
 /// `keys_of_all`.
@@ -199,7 +180,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
 
   if (!params.fixed_splits && (walk.done() || !all_alike(params))) write_empty<Traits>(params, place, walk.tokens());
 
-  bool const changes_scores = params.softcap > 0.f || params.alibi_slopes;
+  bool const changes_scores = ScoreMod::changes(params);
   float const query_scale = ScoreMod::query_scale(params);
   int stage = 0;
   auto const free_stage = [&] { return (stage + Stages - 1) % Stages; };  // no copy is under way to it, nobody reads it

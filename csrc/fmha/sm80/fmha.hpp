@@ -233,7 +233,7 @@ class MainLoop {
         O_(O),
         softmax_(softmax),
         warp_row0_(row0 + place.warp_row),
-        score_mods_(params.softcap > 0.f || params.alibi_slopes),
+        score_mods_(ScoreMod::changes(params)),
         query_scale_(ScoreMod::query_scale(params)),
         keys_at_(cast_smem_ptr_to_uint(shared.k) +
                  2 * chunk_offset<B_c>(place.part * Traits::WarpKeys + place.lane % 8 + place.lane / 16 * 8,
