@@ -186,9 +186,7 @@ def test_each_sequence_has_the_bits_that_it_has_alone(target, feature, d, num_sp
     [([14], [722], (12, 12), 104), ([14], [722], (12, 2), 64), ([159, 233], [159, 233], (28, 4), 96),
      ([70, 5], [400, 300], (4, 4), 192), ([130, 3], [129, 260], (4, 2), 256)],
 )  # fmt: skip
-def test_bits_do_not_depend_on_rows_behind_a_sequence(
-    kernels, lengths_q, lengths_k, heads, d, options, num_splits
-):
+def test_bits_do_not_depend_on_rows_behind_a_sequence(kernels, lengths_q, lengths_k, heads, d, options, num_splits):
     """With num_splits fixed: not on rows of the buffers past the sequence's own, whatever they hold, not on how many
     there are, not on max_seqlen. Large rows there once decided when Hopper's kernels raised m for the rows before them.
     """

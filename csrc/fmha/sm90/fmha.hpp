@@ -2,7 +2,7 @@
 // warpgroups of 64 query rows each multiply them with WGMMA. Warpgroups take turns on the tensor cores, so that the
 // softmax of one runs beside the products of another (FlashAttention-3, arXiv:2407.08608, section 3.1); within one,
 // Q K^T of a tile and P V of the tile before are issued together, and part of the softmax runs beside P V.
-// Instantiated by csrc/kernels/sm90_*.cu; launched through dispatch.cu.
+// Instantiated by csrc/kernels/sm90_*.cu.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -286,7 +286,81 @@ struct TilesOfRows {
   Range tiles;  // of its own rows; empty if there are none, if they see no key, or if there is no job
   int skipped;  // tiles of the job past these
   Range unmasked;
+
+  template <int Consumers>
+  CUTE_DEVICE TilesOfRows(Job<Consumers> const& job, int warpgroup) {
+    bool const any = job.exists && job.tiles.size() > 0;
+    int const end = any ? job.rows[warpgroup].end : job.tiles.begin;
+    tiles = {job.tiles.begin, end};
+    skipped = job.tiles.end - end;
+    unmasked = job.rows[warpgroup].unmasked;
+  }
 };
+
+/// A consumer warp's place in the rings of Q, K and V: it waits for tiles and lets them go.
+template <class Traits>
+struct Rings {
+  typename Traits::SharedStorage& shared;
+  Turns<Traits> const& turns;
+  int lane;
+  RingPosition<Traits::StagesQ> q{};
+  RingPosition<Traits::Stages> k{}, v{};
+
+  CUTE_DEVICE void wait_q() const { shared.q_full[q.stage].wait_for(q.phase); }
+  CUTE_DEVICE void wait_k() const { shared.k_full[k.stage].wait_for(k.phase); }
+  CUTE_DEVICE void wait_v() const { shared.v_full[v.stage].wait_for(v.phase); }
+  CUTE_DEVICE void release_q() { release(shared.q_empty[q.stage], q); }
+  CUTE_DEVICE void release_k() { release(shared.k_empty[k.stage], k); }
+  CUTE_DEVICE void release_v() { release(shared.v_empty[v.stage], v); }
+
+  /// Let a tile of K or V go that this warpgroup does not use, K in its turn.
+  CUTE_DEVICE void skip_k() {
+    wait_k();
+    release_k();
+    turns.wait();
+    turns.pass();
+  }
+  CUTE_DEVICE void skip_v() {
+    wait_v();
+    release_v();
+  }
+
+  /// A job of which this warpgroup has no rows: lets go, in its turn, what the others use.
+  CUTE_DEVICE void stand_by(Range const& tiles) {
+    wait_q();
+    release_q();
+    CUTE_NO_UNROLL
+    for (int i = 0; i < tiles.size(); ++i) {
+      skip_k();
+      skip_v();
+    }
+  }
+
+ private:
+  template <class Position>
+  CUTE_DEVICE void release(Barrier& barrier, Position& position) {
+    if (lane == 0) barrier.arrive();
+    position.advance();
+  }
+};
+
+/// From products with the keys of `tile` to scores: score modifications, and masks where `masked`.
+template <class Traits, class ScoreTensor>
+CUTE_DEVICE void finish_scores(ScoreTensor& S, Job<Traits::Consumers> const& job, int tile, int warp_row, bool masked,
+                               float query_scale, int lane) {
+  constexpr int B_c = Traits::B_c;
+  if constexpr (Traits::ScoreMods) {
+    int const first_key = tile * B_c + lane % 4 * 2;
+    CUTE_UNROLL
+    for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
+    job.score_mod.template apply<true>(S, job.visibility.start_pos + job.row0 + warp_row + lane / 4 - first_key,
+                                       [&](int i, int j) { return row_of(i) - key_of(j); });
+  }
+  if (masked) {
+    TileMask<B_c / 4> const mask(job.visibility.counted_from(tile * B_c), job.row0 + warp_row + lane / 4, lane);
+    mask.apply(S);
+  }
+}
 
 /// A consumer warpgroup: S = Q K^T, softmax, O += P V for its 64 query rows of every job.
 template <class Traits>
@@ -308,71 +382,37 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
   Tensor words = recast<uint32_t>(fP);
 
   JobReader<Traits> jobs{shared, shared.job_full};
-  RingPosition<Traits::StagesQ> q;
-  RingPosition<Traits::Stages> k, v;
   Turns<Traits> const turns{warpgroup};
+  Rings<Traits> rings{shared, turns, lane};
   float const query_scale = ScoreMod::query_scale(params), scale = Traits::ScoreMods ? 1.f : query_scale;
 
-  auto release = [&](Barrier& barrier) {
-    if (lane == 0) barrier.arrive();
-  };
   auto issue_qk = [&] {
-    gemm_async<Traits::HeadDim / 16>(typename Traits::MmaQK{}, fQ(_, _, _, q.stage), fK(_, _, _, k.stage), cS, true);
+    gemm_async<Traits::HeadDim / 16>(typename Traits::MmaQK{}, fQ(_, _, _, rings.q.stage), fK(_, _, _, rings.k.stage),
+                                     cS, true);
   };
-  auto issue_pv = [&] { gemm_async<B_c / 16>(typename Traits::MmaPV{}, fP, fV(_, _, _, v.stage), cO, false); };
+  auto issue_pv = [&] { gemm_async<B_c / 16>(typename Traits::MmaPV{}, fP, fV(_, _, _, rings.v.stage), cO, false); };
   auto release_v = [&] {
     warpgroup_fence_operand(cO);
-    release(shared.v_empty[v.stage]);
-    v.advance();
-  };
-  // Let a tile of K or V go that this warpgroup does not use, K in its turn.
-  auto skip_k = [&] {
-    shared.k_full[k.stage].wait_for(k.phase);
-    release(shared.k_empty[k.stage]);
-    k.advance();
-    turns.wait();
-    turns.pass();
-  };
-  auto skip_v = [&] {
-    shared.v_full[v.stage].wait_for(v.phase);
-    release(shared.v_empty[v.stage]);
-    v.advance();
-  };
-  auto tiles_of = [&](auto const& job) {
-    bool const any = job.exists && job.tiles.size() > 0;
-    int const end = any ? job.rows[warpgroup].end : job.tiles.begin;
-    return TilesOfRows{{job.tiles.begin, end}, job.tiles.end - end, job.rows[warpgroup].unmasked};
+    rings.release_v();
   };
   // Issues the first Q K^T of a job, past the tiles that are hidden from this warpgroup alone. Where the job sees no
   // key or there is none, of whatever the buffers hold: WGMMAs in flight forbid a branch here.
   auto begin_job = [&](TilesOfRows const& mine) {
     if (mine.tiles.size() > 0) {
       CUTE_NO_UNROLL
-      for (int i = 0; i < mine.skipped; ++i) skip_k();
-      shared.q_full[q.stage].wait_for(q.phase);
-      shared.k_full[k.stage].wait_for(k.phase);
+      for (int i = 0; i < mine.skipped; ++i) rings.skip_k();
+      rings.wait_q();
+      rings.wait_k();
     }
     turns.wait();
     issue_qk();
     turns.pass();
   };
 
-  // A job of which this warpgroup has no rows: lets go, in its turn, what the others use.
-  auto stand_by = [&](Range const& tiles) {
-    shared.q_full[q.stage].wait_for(q.phase);
-    release(shared.q_empty[q.stage]);
-    q.advance();
-    CUTE_NO_UNROLL
-    for (int i = 0; i < tiles.size(); ++i) {
-      skip_k();
-      skip_v();
-    }
-  };
-
   turns.begin();
   for (bool exists = true; exists;) {
     auto const* next = jobs.next();
-    TilesOfRows mine = tiles_of(*next);
+    TilesOfRows mine(*next, warpgroup);
     begin_job(mine);
     warpgroup_wait<0>();
     while (mine.tiles.size() > 0) {
@@ -380,38 +420,23 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       int const begin = mine.tiles.begin, end = mine.tiles.end;
       Range const unmasked = mine.unmasked;
       typename Traits::Softmax softmax;
-      // The products of Q and the keys of `tile` have arrived: lets K go (Q too, after the last) and changes them as
-      // asked.
+      // The products of Q and the keys of `tile` have arrived: lets K go, and Q after the last.
       auto take_scores = [&](int tile) {
         warpgroup_fence_operand(cS);
-        release(shared.k_empty[k.stage]);
-        k.advance();
-        if (tile == begin) {
-          release(shared.q_empty[q.stage]);
-          q.advance();
-        }
-        if constexpr (Traits::ScoreMods) {
-          int const first_key = tile * B_c + lane % 4 * 2;
-          CUTE_UNROLL
-          for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
-          job.score_mod.template apply<true>(S, job.visibility.start_pos + job.row0 + warp_row + lane / 4 - first_key,
-                                             [&](int i, int j) { return row_of(i) - key_of(j); });
-        }
-        if (!unmasked.contains(tile)) {
-          TileMask<B_c / 4> const mask(job.visibility.counted_from(tile * B_c), job.row0 + warp_row + lane / 4, lane);
-          mask.apply(S);
-        }
+        rings.release_k();
+        if (tile == begin) rings.release_q();
+        finish_scores<Traits>(S, job, tile, warp_row, !unmasked.contains(tile), query_scale, lane);
       };
       take_scores(end - 1);
       softmax.template start<Element>(S, words, scale);
       clear(cO);
       CUTE_NO_UNROLL
-      for (int i = 0; i < mine.skipped; ++i) skip_v();
+      for (int i = 0; i < mine.skipped; ++i) rings.skip_v();
       for (int tile = end - 2; tile >= begin; --tile) {
-        shared.k_full[k.stage].wait_for(k.phase);
+        rings.wait_k();
         turns.wait();
         issue_qk();
-        shared.v_full[v.stage].wait_for(v.phase);
+        rings.wait_v();
         issue_pv();
         turns.pass();
         warpgroup_wait<1>();
@@ -422,7 +447,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         release_v();
         softmax.template update<Element>(S, words, O, scale);
       }
-      shared.v_full[v.stage].wait_for(v.phase);
+      rings.wait_v();
       turns.wait();
       issue_pv();
       turns.pass();
@@ -431,7 +456,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       __syncwarp();
       if (lane == 0) jobs.release(&job);
       next = jobs.next();
-      mine = tiles_of(*next);
+      mine = {*next, warpgroup};
       begin_job(mine);
       warpgroup_wait<1>();
       release_v();
@@ -441,7 +466,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
     exists = next->exists;
     if (exists) {
       if (next->tiles.size() > 0) {
-        stand_by(next->tiles);
+        rings.stand_by(next->tiles);
       } else {
         store_empty<Traits>(params, *next, staging, warp_row, lane);
       }
@@ -498,7 +523,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   }
 }
 
-/// The kernel of one tile shape: `FMHA<...>{}(params, stream)` launches it, persistent, for every query tile and split.
+/// The kernel of one tile shape, launched persistent for all query tiles and splits.
 template <int B_r, int B_c, int HeadDim, int HeadDimV, class Element, int Stages, int StagesQ, bool ScoreMods>
 struct FMHA {
   using Traits = sm90::Traits<B_r, B_c, HeadDim, HeadDimV, Element, Stages, StagesQ, ScoreMods>;

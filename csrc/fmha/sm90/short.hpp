@@ -1,7 +1,7 @@
 // FMHA on Hopper for launches that are over before a pipeline would be full: a CTA for each 64 query rows, with one
 // warp that copies and one or two warpgroups that multiply. What counts there is the way to the first product and back
 // from the last, so a CTA knows its work from its block index, its parameters lie together, and there is nothing in the
-// code that plain calls do not need. Instantiated by csrc/kernels/sm90_*.cu; launched through dispatch.cu.
+// code that plain calls do not need. Instantiated by csrc/kernels/sm90_short.cu.
 #pragma once
 
 #include <type_traits>
@@ -71,7 +71,7 @@ struct ShortTraits : Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stage
     alignas(1024) Element_ q[cosize_v<typename Base::LayoutQ>];  // in the end, the output
     alignas(1024) Element_ k[cosize_v<typename Base::LayoutK>];
     alignas(1024) Element_ v[cosize_v<typename Base::LayoutV>];
-    Sums of_second[Warpgroups - 1];
+    Sums second[Warpgroups - 1];  // of the second warpgroup
     Barrier q_full, k_full[Stages_], k_empty[Stages_], v_full[Stages_], v_empty[Stages_];
   };
 };
@@ -120,7 +120,7 @@ CUTE_DEVICE void copy_short(ShortParams const& params, TensorMaps const& maps, t
 
 /// Has the compiler work `x` out here and not where it is used.
 template <class T>
-CUTE_DEVICE void settle(T& x) {
+CUTE_DEVICE void compute_here(T& x) {
   if constexpr (std::is_same_v<T, float>) {
     asm volatile("" : "+f"(x));
   } else if constexpr (sizeof(T) == 8) {
@@ -130,6 +130,51 @@ CUTE_DEVICE void settle(T& x) {
   }
 }
 
+/// The first row of a CTA's query tile. The longest tiles of a causal mask come first and the shortest next, so that
+/// two that share a multiprocessor make about the same work everywhere: causal (1, 512, 32 heads on 8, 128), in tiles
+/// of 128 keys, took 15.6 us from the longest to the shortest and 15.0 so.
+CUTE_DEVICE int row0_of(int order, int query_tiles) {
+  int const long_tiles = query_tiles - query_tiles / 2;
+  return kAtomRows * (order < long_tiles ? query_tiles - 1 - order : order - long_tiles);
+}
+
+/// Brings what both warpgroups have summed up together in the first; true in the second, which is done then. Where
+/// there is one key tile, or none, the second has nothing.
+template <class Traits, class Softmax, class OutTensor>
+CUTE_DEVICE bool merge_warpgroups(typename Traits::SharedStorage& shared, int warpgroup, int tiles, Softmax& softmax,
+                                  OutTensor& O) {
+  auto& second = shared.second[0];
+  int const thread = threadIdx.x % kWarpgroup;
+  if (warpgroup == 1 && tiles > 1) {
+    second.ml[thread] = make_float4(softmax.m[0], softmax.m[1], softmax.l[0], softmax.l[1]);
+    CUTE_UNROLL
+    for (int j = 0; j < size<1>(O); j += 2)
+      second.o[j / 2][thread] = make_float4(O(0, j), O(1, j), O(0, j + 1), O(1, j + 1));
+  }
+  if (tiles > 1) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, 1);
+  if (warpgroup == 1) return true;
+  if (tiles > 1) {
+    float4 const ml = second.ml[thread];
+    float weights[2][2];  // of both warpgroups' sums, for each row
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      Part const parts[] = {{softmax.m[i], softmax.l[i]}, {i ? ml.y : ml.x, i ? ml.w : ml.z}};
+      Part const all = merge(parts, weights[i]);
+      softmax.m[i] = all.m;
+      softmax.l[i] = all.l;
+    }
+    CUTE_UNROLL
+    for (int j = 0; j < size<1>(O); j += 2) {
+      float4 const x = second.o[j / 2][thread];
+      O(0, j) = O(0, j) * weights[0][0] + x.x * weights[0][1];
+      O(1, j) = O(1, j) * weights[1][0] + x.y * weights[1][1];
+      O(0, j + 1) = O(0, j + 1) * weights[0][0] + x.z * weights[0][1];
+      O(1, j + 1) = O(1, j + 1) * weights[1][0] + x.w * weights[1][1];
+    }
+  }
+  return false;
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
     short_kernel(__grid_constant__ ShortParams const params, __grid_constant__ TensorMaps const maps) {
@@ -137,11 +182,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
   constexpr int B_c = Traits::B_c, Warpgroups = Traits::Warpgroups;
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
-  // The longest tiles of a causal mask come first and the shortest next, so that two that share a multiprocessor make
-  // about the same work everywhere: causal (1, 512, 32 heads on 8, 128), in tiles of 128 keys, took 15.6 us from the
-  // longest to the shortest and 15.0 so.
-  int const order = blockIdx.y, long_tiles = params.query_tiles - params.query_tiles / 2;
-  int const row0 = kAtomRows * (order < long_tiles ? params.query_tiles - 1 - order : order - long_tiles);
+  int const row0 = row0_of(blockIdx.y, params.query_tiles);
   int const head = blockIdx.x, batch = blockIdx.z;
   Visibility const visibility{params.n_q, params.n_kv, params.start_pos, params.window_left, params.window_right};
   Range const tiles = visibility.tiles_of(row0, kAtomRows, B_c);
@@ -171,7 +212,8 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
   Element* out = static_cast<Element*>(params.o) + batch * params.o_stride.batch + (row0 + warp_row) * row_stride +
                  head * params.o_stride.head;
   float* lse_out = params.lse + (int64_t(batch) * params.heads_q + head) * params.n_q + row0 + warp_row;
-  settle(scale), settle(sink_log2), settle(rows), settle(head_dim_v), settle(row_stride), settle(out), settle(lse_out);
+  compute_here(scale), compute_here(sink_log2), compute_here(rows), compute_here(head_dim_v), compute_here(row_stride),
+      compute_here(out), compute_here(lse_out);
 
   OnlineSoftmax<2, 4, 1> softmax;
   clear(cO);
@@ -186,7 +228,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
     TileMask<B_c / 4> mask;
     if (masked) {
       mask = {visibility.counted_from(tile * B_c), row0 + warp_row + lane / 4, lane};
-      for (auto& words : mask.visible) settle(words[0]);
+      for (auto& words : mask.visible) compute_here(words[0]);
     }
     shared.k_full[stage].wait_for(phase);
     gemm_async<Traits::HeadDim / 16>(typename Traits::MmaQK{}, fQ(_, _, _, 0), fK(_, _, _, stage), cS, true);
@@ -219,35 +261,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
   }
 
   if constexpr (Warpgroups == 2) {
-    auto& handed = shared.of_second[0];
-    int const thread = threadIdx.x % kWarpgroup;
-    if (warpgroup == 1 && tiles.size() > 1) {
-      handed.ml[thread] = make_float4(softmax.m[0], softmax.m[1], softmax.l[0], softmax.l[1]);
-      CUTE_UNROLL
-      for (int j = 0; j < size<1>(O); j += 2)
-        handed.o[j / 2][thread] = make_float4(O(0, j), O(1, j), O(0, j + 1), O(1, j + 1));
-    }
-    if (tiles.size() > 1) cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, 1);
-    if (warpgroup == 1) return;
-    if (tiles.size() > 1) {
-      float4 const ml = handed.ml[thread];
-      float weights[2][2];  // of both warpgroups' sums, for each row
-      CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        Part const parts[] = {{softmax.m[i], softmax.l[i]}, {i ? ml.y : ml.x, i ? ml.w : ml.z}};
-        Part const all = merge(parts, weights[i]);
-        softmax.m[i] = all.m;
-        softmax.l[i] = all.l;
-      }
-      CUTE_UNROLL
-      for (int j = 0; j < size<1>(O); j += 2) {
-        float4 const x = handed.o[j / 2][thread];
-        O(0, j) = O(0, j) * weights[0][0] + x.x * weights[0][1];
-        O(1, j) = O(1, j) * weights[1][0] + x.y * weights[1][1];
-        O(0, j + 1) = O(0, j + 1) * weights[0][0] + x.z * weights[0][1];
-        O(1, j + 1) = O(1, j + 1) * weights[1][0] + x.w * weights[1][1];
-      }
-    }
+    if (merge_warpgroups<Traits>(shared, warpgroup, tiles.size(), softmax, O)) return;
   }
 
   CUTE_UNROLL
@@ -260,7 +274,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
   store_rows<Traits>(out, row_stride, rows, head_dim_v, O, shared.q + warp_row * Traits::StagedPanels * kPanel, lane);
 }
 
-/// The kernel of one tile shape: `ShortFMHA<...>{}(params, stream)` launches it for every query tile.
+/// The kernel of one tile shape, launched for every query tile.
 template <int B_c, int HeadDim, class Element, int Stages, int Warpgroups>
 struct ShortFMHA {
   using Traits = ShortTraits<B_c, HeadDim, Element, Stages, Warpgroups>;
