@@ -101,31 +101,30 @@ CUTE_HOST_DEVICE Range split_range(Range tiles, cutlass::FastDivmod const& split
   return {begin, begin + of_each + (split < rest)};
 }
 
-/// Hides elements (i, j) of `S` unless `visible_to(i)`, a range, contains `index_of(j)`.
-template <class ScoreTensor, class VisibleTo, class IndexOf>
-CUTE_HOST_DEVICE void hide(ScoreTensor& S, VisibleTo visible_to, IndexOf index_of) {
+/// Hides from each row of `S` the keys that it does not see: element (i, j) is row `first_row + row_of(i)` and key
+/// `key_of(j)` of `visibility`.
+template <class ScoreTensor, class View, class RowOf, class KeyOf>
+CUTE_HOST_DEVICE void mask(ScoreTensor& S, View const& visibility, int first_row, RowOf row_of, KeyOf key_of) {
   CUTE_UNROLL
   for (int i = 0; i < cute::size<0>(S); ++i) {
-    Range const visible = visible_to(i);
+    Range const visible = visibility.keys_of_row(first_row + row_of(i));
     CUTE_UNROLL
     for (int j = 0; j < cute::size<1>(S); ++j) {
-      if (index_of(j) < visible.begin || index_of(j) >= visible.end) S(i, j) = -INFINITY;
+      if (key_of(j) < visible.begin || key_of(j) >= visible.end) S(i, j) = -INFINITY;
     }
   }
 }
 
-/// Hides from each row of `S` the keys that it does not see: element (i, j) is row `first_row + row_of(i)` and key
-/// `key_of(j)` of `visibility`.
-template <class ScoreTensor, class RowOf, class KeyOf>
-CUTE_HOST_DEVICE void mask(ScoreTensor& S, Visibility const& visibility, int first_row, RowOf row_of, KeyOf key_of) {
-  hide(S, [&](int i) { return visibility.keys_of_row(first_row + row_of(i)); }, key_of);
-}
-
-/// The same of S^T, rows that do not exist included: element (i, j) is key `first_key + key_of(i)` and row `row_of(j)`.
+/// The same of S^T, keys and rows that do not exist included: element (i, j) is key `first_key + key_of(i)` and row
+/// `row_of(j)`.
 template <class ScoreTensor, class KeyOf, class RowOf>
 CUTE_HOST_DEVICE void mask_transposed(ScoreTensor& S, Visibility const& visibility, int first_key, KeyOf key_of,
                                       RowOf row_of) {
-  hide(S, [&](int i) { return visibility.rows_of_key(first_key + key_of(i)); }, row_of);
+  struct FromTheKeys {
+    Visibility const& visibility;
+    CUTE_HOST_DEVICE Range keys_of_row(int key) const { return visibility.rows_of_key(key); }
+  };
+  mask(S, FromTheKeys{visibility}, first_key, key_of, row_of);
 }
 
 }  // namespace cutlass_ext

@@ -180,6 +180,33 @@ def test_each_sequence_has_the_bits_that_it_has_alone(target, feature, d, num_sp
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "start_pos": "end"}, {"window": (100, 0), "start_pos": 200}])
+@pytest.mark.parametrize(
+    "lengths_q,lengths_k,heads,d",
+    [([14], [722], (12, 12), 104), ([14], [722], (12, 2), 64), ([159, 233], [159, 233], (28, 4), 96),
+     ([70, 5], [400, 300], (4, 4), 192), ([130, 3], [129, 260], (4, 2), 256)],
+)  # fmt: skip
+def test_bits_do_not_depend_on_rows_behind_a_sequence(
+    kernels, lengths_q, lengths_k, heads, d, options, num_splits
+):
+    """With num_splits fixed: not on rows of the buffers past the sequence's own, whatever they hold, not on how many
+    there are, not on max_seqlen. Large rows there once decided when Hopper's kernels raised m for the rows before them.
+    """
+    batch = packed(kernels, lengths_q, lengths_k, heads, d)
+    options = options | {"num_splits": num_splits, "softmax_scale": 0.05}
+    out, lse = kernels.fmha(*batch, **batch.packing, **options)
+    for b, n_q in enumerate(lengths_q):
+        alone, _, rows = batch.alone(b)
+        want = kernels.fmha(*alone, **alone.packing, **options)
+        assert_same_bits((out[rows], lse[:, rows]), want)
+        for more, fill in itertools.product((0, 1, 5, 300), (300.0, NAN)):
+            behind = [torch.cat([t, fill * kernels.randn(more, *t.shape[1:])]) for t in alone]
+            longest = {name: alone.packing[name] + more for name in ("max_seqlen_q", "max_seqlen_k")}
+            got = kernels.fmha(*behind, **alone.packing | longest, **options)
+            assert_same_bits((got[0][:n_q], got[1][:, :n_q]), want)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
 def test_sequences_of_one_length_have_the_bits_of_a_batch(target, num_splits):
     """With N_q above half a tile the choice of the kernel is the same."""
     batch = packed(target, [131] * 3, [150] * 3, d=128)

@@ -19,17 +19,39 @@
 
 namespace cutlass_ext::sm90 {
 
-/// Zeroes the rows of a tile of V from `first` on: P is 0 there, but 0 times NaN is not. By a whole warp.
-template <class Traits>
-CUTE_DEVICE void zero_rows(typename Traits::Element* v, int first) {
-  for (int panel = 0; panel < Traits::ColumnsV / kPanel; ++panel) {
-    for (int chunk = first * 8 + threadIdx.x % 32; chunk < Traits::B_c * 8; chunk += 32) {
-      reinterpret_cast<uint4*>(v + panel * Traits::B_c * kPanel)[chunk] = make_uint4(0, 0, 0, 0);
+/// Zeroes the rows of a tile from `first` on. By a whole warp.
+template <int Rows, int Cols, class Element>
+CUTE_DEVICE void zero_rows(Element* tile, int first) {
+  for (int panel = 0; panel < Cols / kPanel; ++panel) {
+    for (int chunk = first * 8 + threadIdx.x % 32; chunk < Rows * 8; chunk += 32) {
+      reinterpret_cast<uint4*>(tile + panel * Rows * kPanel)[chunk] = make_uint4(0, 0, 0, 0);
     }
   }
   cutlass::arch::fence_view_async_shared();
   __syncwarp();
 }
+
+/// Copies tiles whose rows may end inside them and zeroes the rows that do not exist, before anyone sees them, where
+/// the tensor goes on there; what lies past its own end arrives as zeros. V, because P is 0 there, but 0 times NaN is
+/// not; Q, because warps ask all of their rows whether m is to rise (LazySoftmax), and bits must not depend on what
+/// lies behind a sequence. Used by a whole warp.
+struct TailCopy {
+  Barrier& landed;
+  uint32_t phase = 0;
+
+  template <int Rows, int Cols, class Element>
+  CUTE_DEVICE void tile(CUtensorMap const& map, Barrier& full, Element* to, int row, int rows, int tensor_rows,
+                        int head, int batch, TMA::CacheHintSm90 hint) {
+    bool const cut = rows < Rows && row + rows < tensor_rows, leader = threadIdx.x % 32 == 0;
+    if (leader) copy_panels<Rows, Cols>(map, cut ? landed : full, to, row, head, batch, hint);
+    if (cut) {
+      landed.wait_for(phase);
+      phase ^= 1;
+      zero_rows<Rows, Cols>(to, rows);
+      if (leader) full.arrive();
+    }
+  }
+};
 
 /// The scheduling warp: works out the jobs of this CTA, each when the copying warps are ready for it, and lets them
 /// know of it before the rest is worked out.
@@ -62,6 +84,7 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
       job.tiles = tiles;
       job.visibility = visibility;
       job.q_row0 = row;
+      job.row0 = work.row0;
       job.k_row0 = sequence.k_row0;
       job.batch = sequence.batch;
       job.head = work.head;
@@ -76,7 +99,6 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
       job.rows[lane].unmasked = visibility.unmasked_tiles_of(row0, kAtomRows, B_c);
     }
     if (lane == 0) {
-      job.row0 = work.row0;
       job.result_row0 = sequence.result_row0(params, work.head, work.split) + work.row0;
       job.out_row0 =
           sequence.batch * params.o_stride.batch + row * params.o_stride.row + work.head * params.o_stride.head;
@@ -109,17 +131,17 @@ struct JobReader {
 
 /// The warp that copies Q, as soon as a job is known and a buffer free.
 template <class Traits>
-CUTE_DEVICE void copy_queries(CUtensorMap const& map, typename Traits::SharedStorage& shared) {
+CUTE_DEVICE void copy_queries(Params const& params, CUtensorMap const& map, typename Traits::SharedStorage& shared) {
   constexpr int B_r = Traits::B_r, Columns = Traits::ColumnsQK;
+  TailCopy copy{shared.q_tail};
   JobReader<Traits> jobs{shared, shared.job_placed};
   RingPosition<Traits::StagesQ> q;
   for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
     if (job->tiles.size() > 0) {
       shared.q_empty[q.stage].wait_for(q.phase ^ 1);
-      if (threadIdx.x % 32 == 0) {
-        copy_panels<B_r, Columns>(map, shared.q_full[q.stage], shared.q + q.stage * B_r * Columns, job->q_row0,
-                                  job->head, job->batch, TMA::CacheHintSm90::EVICT_FIRST);
-      }
+      copy.template tile<B_r, Columns>(map, shared.q_full[q.stage], shared.q + q.stage * B_r * Columns, job->q_row0,
+                                       job->visibility.n_q - job->row0, params.stored_rows(), job->head, job->batch,
+                                       TMA::CacheHintSm90::EVICT_FIRST);
       q.advance();
     }
     __syncwarp();
@@ -137,7 +159,7 @@ CUTE_DEVICE void copy_keys_and_values(Params const& params, TensorMaps const& ma
   constexpr int B_c = Traits::B_c;
   bool const leader = threadIdx.x % 32 == 0;
   RingPosition<Traits::Stages> k, v;
-  uint32_t tail_phase = 0;
+  TailCopy copy_tail{shared.v_tail};
   auto load_k = [&](auto const& job, int tile) {
     shared.k_empty[k.stage].wait_for(k.phase ^ 1);
     if (leader) {
@@ -149,20 +171,10 @@ CUTE_DEVICE void copy_keys_and_values(Params const& params, TensorMaps const& ma
   };
   auto load_v = [&](auto const& job, int tile) {
     shared.v_empty[v.stage].wait_for(v.phase ^ 1);
-    auto* const to = shared.v + v.stage * B_c * Traits::ColumnsV;
-    int const keys = job.visibility.len_kv - tile * B_c;  // what lies past the end of the tensor arrives as zeros
-    bool const tail = keys < B_c && job.k_row0 + job.visibility.len_kv < params.stored_keys();
-    if (leader) {
-      copy_panels<B_c, Traits::ColumnsV>(maps.v, tail ? shared.v_tail : shared.v_full[v.stage], to,
-                                         job.k_row0 + tile * B_c, params.heads_per_kv.div(job.head), job.batch,
-                                         TMA::CacheHintSm90::EVICT_LAST);
-    }
-    if (tail) {
-      shared.v_tail.wait_for(tail_phase);
-      tail_phase ^= 1;
-      zero_rows<Traits>(to, keys);
-      if (leader) shared.v_full[v.stage].arrive();
-    }
+    copy_tail.template tile<B_c, Traits::ColumnsV>(
+        maps.v, shared.v_full[v.stage], shared.v + v.stage * B_c * Traits::ColumnsV, job.k_row0 + tile * B_c,
+        job.visibility.len_kv - tile * B_c, params.stored_keys(), params.heads_per_kv.div(job.head), job.batch,
+        TMA::CacheHintSm90::EVICT_LAST);
     v.advance();
   };
 
@@ -455,6 +467,7 @@ CUTE_DEVICE void set_up_barriers(TensorMaps const& maps, typename Traits::Shared
     init(shared.v_full, 1, shared.v_empty, kReaders);
     for (auto& barrier : shared.job_placed) barrier.init(1);
     shared.job_asked.init(1);
+    shared.q_tail.init(1);
     shared.v_tail.init(1);
     cutlass::arch::fence_barrier_init();
   }
@@ -475,7 +488,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     } else {
       if (warp == 3) set_up_barriers<Traits>(maps, shared);
       __syncthreads();
-      if (warp == 1) copy_queries<Traits>(maps.q, shared);
+      if (warp == 1) copy_queries<Traits>(params, maps.q, shared);
       if (warp == 2) copy_keys_and_values<Traits>(params, maps, shared);
     }
   } else {

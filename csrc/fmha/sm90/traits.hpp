@@ -77,7 +77,7 @@ struct Traits {
     Barrier q_full[StagesQ], q_empty[StagesQ];
     Barrier k_full[Stages], k_empty[Stages];
     Barrier v_full[Stages], v_empty[Stages];
-    Barrier v_tail;  // the copy of a tile whose rows past the keys are to be zeroed before anyone sees it
+    Barrier q_tail, v_tail;  // the copy of a tile whose rows past the last are to be zeroed before anyone sees it
   };
 };
 

@@ -1,0 +1,220 @@
+// What the mma.sync kernels do with tiles: the two products of a warp, P between them, and rows of O to memory. Used by
+// fmha.hpp.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "../mma/mma_sync.hpp"
+#include "../operand.hpp"
+#include "../softmax.hpp"
+#include "traits.hpp"
+
+namespace cutlass_ext::sm80 {
+
+/// A thread's place in the work of its CTA.
+template <class Traits>
+struct Place {
+  int lane = threadIdx.x % 32;
+  int warp_row = threadIdx.x / 32 / Traits::Sharers * Traits::RowAtoms * kAtom;
+  int part = threadIdx.x / 32 % Traits::Sharers;  // of the keys of a tile, and of the columns of O
+};
+
+/// Rows and keys of a thread, counted from its first: an accumulator holds two rows 8 apart and two columns.
+CUTE_HOST_DEVICE constexpr int row_of(int i) { return i / 2 * kAtom + i % 2 * 8; }
+CUTE_HOST_DEVICE constexpr int key_of(int j) { return j / 2 * kAtomN + j % 2; }
+
+/// The thread's rows and columns of its accumulators.
+template <int RowAtoms, int ColumnAtoms>
+CUTE_DEVICE auto rows_and_columns(float (&c)[RowAtoms][ColumnAtoms][4]) {
+  return make_tensor(make_rmem_ptr(&c[0][0][0]),
+                     make_layout(make_shape(Shape<_2, Int<RowAtoms>>{}, Shape<_2, Int<ColumnAtoms>>{}),
+                                 make_stride(Stride<_2, Int<4 * ColumnAtoms>>{}, Stride<_1, _4>{})));
+}
+
+/// S = Q K^T of the warp's rows, over all columns of the tile: the copies have zeroed those past head_dim. `queries(q,
+/// k)` gives 16 columns of Q; `meanwhile` is issued behind the first products.
+template <class Traits, class Queries, class Meanwhile>
+CUTE_DEVICE void gemm_qk(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Queries const& queries, uint32_t keys_at,
+                         Meanwhile const& meanwhile) {
+  using Element = typename Traits::Element;
+  CUTE_UNROLL
+  for (int a = 0; a < Traits::RowAtoms; ++a) {
+    CUTE_UNROLL
+    for (int n = 0; n < Traits::KeyAtoms; ++n) S[a][n][0] = S[a][n][1] = S[a][n][2] = S[a][n][3] = 0.f;
+  }
+  auto multiply = [&](uint32_t const(&q)[Traits::RowAtoms][4], int k, int n) {
+    uint32_t keys[4];  // two atoms of 8 keys, both halves of the 16 columns
+    load_matrices(keys, chunk_at<Traits::B_c>(keys_at, n * kAtomN, 2 * k));
+    CUTE_UNROLL
+    for (int a = 0; a < Traits::RowAtoms; ++a) {
+      mma<Element>(S[a][n], q[a], keys[0], keys[1]);
+      mma<Element>(S[a][n + 1], q[a], keys[2], keys[3]);
+    }
+  };
+  // The last steps go keys first, so that the maxima of some scores are taken while others are still being summed.
+  constexpr int Steps = Traits::HeadDim / kAtom, Last = Traits::QueriesInRegisters ? Steps : 2;
+  CUTE_UNROLL
+  for (int k = 0; k < Steps - Last; ++k) {
+    uint32_t q[Traits::RowAtoms][4];
+    queries(q, k);
+    CUTE_UNROLL
+    for (int n = 0; n < Traits::KeyAtoms; n += 2) multiply(q, k, n);
+    if (k == 0) meanwhile();
+  }
+  uint32_t q[Last][Traits::RowAtoms][4];
+  CUTE_UNROLL
+  for (int k = 0; k < Last; ++k) queries(q[k], Steps - Last + k);
+  CUTE_UNROLL
+  for (int n = 0; n < Traits::KeyAtoms; n += 2) {
+    CUTE_UNROLL
+    for (int k = 0; k < Last; ++k) multiply(q[k], Steps - Last + k, n);
+    if (Last == Steps && n == 0) meanwhile();
+  }
+}
+
+/// O += P V over 16 keys, the first of which `values_at` points to. Loads come before products: the other order took 4%
+/// more at head_dim 128.
+template <class Traits>
+CUTE_DEVICE void gemm_pv_step(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4],
+                              uint32_t const (&p)[Traits::RowAtoms][4], uint32_t values_at) {
+  uint32_t values[Traits::OutAtoms / 2][4];  // both halves of the 16 keys, two atoms of 8 columns
+  CUTE_UNROLL
+  for (int n = 0; n < Traits::OutAtoms; n += 2)
+    load_matrices_transposed(values[n / 2], chunk_at<Traits::B_c>(values_at, 0, n));
+  CUTE_UNROLL
+  for (int n = 0; n < Traits::OutAtoms; n += 2) {
+    CUTE_UNROLL
+    for (int a = 0; a < Traits::RowAtoms; ++a) {
+      mma<typename Traits::Element>(O[a][n], p[a], values[n / 2][0], values[n / 2][1]);
+      mma<typename Traits::Element>(O[a][n + 1], p[a], values[n / 2][2], values[n / 2][3]);
+    }
+  }
+}
+
+/// P of 16 keys as an operand: `p_of(i, s)` of a score of row i.
+template <class Traits, class POf>
+CUTE_DEVICE void operand_p(uint32_t (&p)[Traits::RowAtoms][4], float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4],
+                           int k, POf const& p_of) {
+  CUTE_UNROLL
+  for (int a = 0; a < Traits::RowAtoms; ++a) {
+    CUTE_UNROLL
+    for (int x = 0; x < 4; ++x) {
+      float const* const s = &S[a][2 * k + x / 2][x % 2 * 2];
+      float const left = p_of(2 * a + x % 2, s[0]), right = p_of(2 * a + x % 2, s[1]);
+      put_operand<typename Traits::Element>(p[a], x % 2, x / 2 * 2, left, right);
+    }
+  }
+}
+
+/// O += P V: P of 16 keys is made ahead of the 16 that are multiplied.
+template <class Traits, class POf>
+CUTE_DEVICE void gemm_pv(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4],
+                         float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], POf const& p_of, uint32_t values_at) {
+  constexpr int Steps = Traits::B_c / kAtom;
+  uint32_t p[Steps][Traits::RowAtoms][4];
+  operand_p<Traits>(p[0], S, 0, p_of);
+  CUTE_UNROLL
+  for (int k = 0; k < Steps; ++k) {
+    if (k + 1 < Steps) operand_p<Traits>(p[k + 1], S, k + 1, p_of);
+    gemm_pv_step<Traits>(O, p[k], chunk_at<Traits::B_c>(values_at, k * kAtom, 0));
+  }
+}
+
+/// Until both warps that share the rows have come here: what they wrote to shared memory before is there.
+template <class Traits>
+CUTE_DEVICE void meet_sharer() {
+  int const barrier = 1 + threadIdx.x / 32 / Traits::Sharers;  // 0 is __syncthreads
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(32 * Traits::Sharers) : "memory");
+}
+
+/// The same where two warps share the rows: each multiplies P of its own keys first, then that of the other's, which
+/// comes through shared memory. `own_at` and `other_at` point to the first 16 keys of V of either; `p_to` and `p_from`
+/// to the lane's place in what this warp writes of P, and to its rows of the other's fragments.
+template <class Traits, class POf>
+CUTE_DEVICE void gemm_pv_shared(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4],
+                                float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], POf const& p_of,
+                                uint32_t own_at, uint32_t other_at, uint32_t p_to, uint32_t p_from) {
+  constexpr int Steps = Traits::WarpKeys / kAtom;
+  uint32_t p[Steps][Traits::RowAtoms][4];
+  CUTE_UNROLL
+  for (int k = 0; k < Steps; ++k) {
+    operand_p<Traits>(p[k], S, k, p_of);
+    CUTE_UNROLL
+    for (int a = 0; a < Traits::RowAtoms; ++a) {
+      CUTE_UNROLL
+      for (int x = 0; x < 4; ++x)
+        store_shared(chunk_at<Traits::B_r>(p_to, a * kAtom + x % 2 * 8, 2 * k + x / 2), p[k][a][x]);
+    }
+  }
+  CUTE_UNROLL
+  for (int k = 0; k < Steps; ++k) gemm_pv_step<Traits>(O, p[k], chunk_at<Traits::B_c>(own_at, k * kAtom, 0));
+  meet_sharer<Traits>();
+  CUTE_UNROLL
+  for (int k = 0; k < Steps; ++k) {
+    CUTE_UNROLL
+    for (int a = 0; a < Traits::RowAtoms; ++a) load_matrices(p[k][a], chunk_at<Traits::B_r>(p_from, a * kAtom, 2 * k));
+    gemm_pv_step<Traits>(O, p[k], chunk_at<Traits::B_c>(other_at, k * kAtom, 0));
+  }
+}
+
+/// Writes the warp's part of O and lse, or of a split's.
+template <class Traits, class OutTensor, class Softmax>
+CUTE_DEVICE void store(Params const& params, typename Traits::SharedStorage& shared, WorkItem const& work,
+                       OutTensor& out, Softmax& softmax, Place<Traits> place) {
+  using Element = typename Traits::Element;
+  constexpr int B_r = Traits::B_r, Rows = Traits::Rows;
+  auto const [lane, warp_row, part] = place;
+  bool const is_split = params.num_splits > 1;
+  Sequence const sequence = shared.sequence;
+  int const rows = sequence.visibility.n_q - work.row0, first_column = part * Traits::WarpColumns;
+  int64_t const result_row0 = sequence.result_row0(params, work.head, work.split) + work.row0;
+  float const sink_log2 = is_split ? -INFINITY : shared.score_mod.sink_log2;
+  CUTE_UNROLL
+  for (int i = 0; i < Rows; ++i) {
+    Finish const finished = softmax.template finish<Element>(i, sink_log2, out);
+    int const row = warp_row + row_of(i) + lane / 4;
+    if (lane % 4 == 0 && part == 0 && row < rows) store_lse(params, result_row0 + row, finished);
+  }
+  if (is_split) {
+    CUTE_UNROLL
+    for (int i = 0; i < Rows; ++i) {
+      int const row = warp_row + row_of(i) + lane / 4;
+      float* const partial = params.o_partial + (result_row0 + row) * params.head_dim_v;
+      CUTE_UNROLL
+      for (int n = 0; n < Traits::OutAtoms; ++n) {
+        int const col = first_column + n * kAtomN + lane % 4 * 2;
+        if (row < rows && col < params.head_dim_v)
+          *reinterpret_cast<float2*>(partial + col) = make_float2(out(i, 2 * n), out(i, 2 * n + 1));
+      }
+    }
+    return;
+  }
+  // O leaves through the warp's own part of the query tile, which nobody reads any more, so that it is written 16 bytes
+  // at a time.
+  uint32_t const o_at = cast_smem_ptr_to_uint(shared.q);
+  uint32_t const o_to = o_at + 2 * (chunk_offset<B_r>(warp_row + lane / 4, first_column / kVector) + lane % 4 * 2);
+  __syncwarp();  // where no key is seen, Q was loaded a moment ago
+  CUTE_UNROLL
+  for (int i = 0; i < Rows; ++i) {
+    CUTE_UNROLL
+    for (int n = 0; n < Traits::OutAtoms; ++n)
+      store_shared(chunk_at<B_r>(o_to, row_of(i), n), pack<Element>(out(i, 2 * n), out(i, 2 * n + 1)));
+  }
+  __syncwarp();
+  int const row = warp_row + lane / 8, chunk = first_column / kVector + lane % 8;
+  Element* to = static_cast<Element*>(params.o) + sequence.batch * params.o_stride.batch +
+                int64_t(sequence.q_row0 + work.row0 + row) * params.o_stride.row + work.head * params.o_stride.head +
+                chunk * kVector;
+  uint32_t const o_from[2] = {o_at + 2 * chunk_offset<B_r>(row, chunk), o_at + 2 * chunk_offset<B_r>(row + 4, chunk)};
+  CUTE_UNROLL
+  for (int pass = 0; pass < Traits::RowAtoms * kAtom / 4; ++pass, to += 4 * params.o_stride.row) {
+    CUTE_UNROLL
+    for (int panel = 0; panel < Traits::WarpColumns / kPanel; ++panel) {
+      if (row + pass * 4 < rows && (panel * 8 + chunk) * kVector < params.head_dim_v)
+        *reinterpret_cast<uint4*>(to + panel * kPanel) =
+            load_shared(o_from[pass % 2] + (panel * B_r + pass / 2 * 8) * kPanel * uint32_t(sizeof(Element)));
+    }
+  }
+}
+
+}  // namespace cutlass_ext::sm80
