@@ -174,10 +174,8 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
           auto& q = shared.ring[0][Stages - 1].k;
           if (lane < Chunks) q[warp][lane] = chunk_of(warp, lane);
           __syncwarp();
-          rotate_row<Element>(
-              fresh.rotary,
-              rotary_position(fresh.rotary, cached, params.heads_per_kv.div(warp)),
-              [&](int c) -> uint4& { return q[warp][c]; });
+          rotate_row<Element>(fresh.rotary, rotary_position(fresh.rotary, cached, params.heads_per_kv.div(warp)),
+                              [&](int c) -> uint4& { return q[warp][c]; });
           __syncthreads();
           CUTE_UNROLL
           for (int c = 0; c < Chunks; c += 4) query[c / 4] = crossed(q[lane / 4][c + lane % 4]);

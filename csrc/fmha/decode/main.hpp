@@ -45,6 +45,13 @@ CUTE_DEVICE void meet() {
   }
 }
 
+/// The lane's scores of its `rows` rows, of which the first begins at `first`, as [row, key].
+template <int TileKeys, class Rows>
+CUTE_DEVICE auto score_rows(float* first, Rows rows) {
+  return make_tensor(make_rmem_ptr(first), make_layout(make_shape(rows, Shape<_2, Int<TileKeys / 8>>{}),
+                                                       make_stride(_2{}, Stride<_1, _4>{})));
+}
+
 /// The products of a tile that begins with key `first_key` become scores: multiplied by `query_scale` and changed if
 /// the call asks for it, hidden from rows that do not see them. The lane's rows are `row0` and row0 + 8; every row sees
 /// `keys_of_all`.
@@ -55,17 +62,13 @@ CUTE_DEVICE void finish_scores(Params const& params, Place const& place, int bat
   constexpr int TileKeys = Traits::TileKeys;
   auto const key_of = [](int j) { return j / 2 * 8 + j % 2; };
   int const lane_key = first_key + threadIdx.x % 4 * 2;  // the lane's first
-  auto const rows_of_scores = [&](float* first, auto rows) {
-    return make_tensor(make_rmem_ptr(first), make_layout(make_shape(rows, Shape<_2, Int<TileKeys / 8>>{}),
-                                                         make_stride(_2{}, Stride<_1, _4>{})));
-  };
-  Tensor S = rows_of_scores(&scores[0][0], _2{});
+  Tensor S = score_rows<TileKeys>(&scores[0][0], _2{});
   if (changes_scores) {
     CUTE_UNROLL
     for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      Tensor S_row = rows_of_scores(&scores[0][2 * i], _1{});
+      Tensor S_row = score_rows<TileKeys>(&scores[0][2 * i], _1{});
       PackedRow const row = Traits::packed_row(params, place, row0 + 8 * i);
       ScoreMod(params, batch, row.head).apply(S_row, visibility.start_pos + row.token - lane_key, [&](int, int j) {
         return -key_of(j);
@@ -217,8 +220,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
       math.scores(scores, sQ, ring[stage].k, lane);
       finish_scores<Traits>(params, place, walk.batch(), visibility, keys_of_all, row_warp * kWarpRows + lane / 4,
                             first_key, changes_scores, query_scale, scores);
-      Tensor S = make_tensor(make_rmem_ptr(&scores[0][0]), make_layout(make_shape(_2{}, Shape<_2, Int<TileKeys / 8>>{}),
-                                                                       make_stride(_2{}, Stride<_1, _4>{})));
+      Tensor S = score_rows<TileKeys>(&scores[0][0], _2{});
       float rescale[2];
       Tensor rescale_rows = make_tensor(make_rmem_ptr(rescale), Shape<_2>{});
       softmax.update(S, rescale_rows, changes_scores ? 1.f : query_scale);

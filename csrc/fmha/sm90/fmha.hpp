@@ -531,9 +531,8 @@ struct FMHA {
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Persistent;
-  static constexpr Features kTakes =
-      (ScoreMods ? feature::kScoreMods : 0) | feature::Sink | feature::Packed | feature::kUnlike |
-      feature::FewerKeys | feature::FixedSplits;
+  static constexpr Features kTakes = (ScoreMods ? feature::kScoreMods : 0) | feature::Sink | feature::Packed |
+                                     feature::kUnlike | feature::FewerKeys | feature::FixedSplits;
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
   static_assert(Traits::Consumers > 1, "warpgroups take turns with each other");
 };
