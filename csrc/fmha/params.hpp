@@ -70,6 +70,9 @@ struct Work {
   bool fixed_splits = false;  // num_splits parts of every sequence; else the batch's keys in equal parts
   int row_tiles = 1;          // tiles of the packed query rows, N_q * G of them
   int groups = 1;             // of CTAs; each group has one for every key head and row tile
+
+  /// Whether parts of rows are written, which a launch of its own merges; of query tiles.
+  CUTE_HOST_DEVICE bool is_split() const { return num_splits > 1; }
 };
 
 /// The tensors that are read.

@@ -80,7 +80,7 @@ CUTE_DEVICE Finish finish(Part row, float sink_log2) {
 
 /// Writes the lse of row `row` of lse, if it was asked for; or a split's, to be merged, to row `row` of lse_partial.
 CUTE_DEVICE void store_lse(Params const& params, int64_t row, Finish const& finished) {
-  bool const split = params.num_splits > 1;
+  bool const split = params.is_split();
   float* const lse = split ? params.lse_partial : params.lse;
   if (lse) lse[row] = split ? finished.lse_log2 : finished.lse();
 }

@@ -1,5 +1,5 @@
 // FMHA on CUDA cores: exact fp32 attention for one query tile and its visible key tiles.
-// Instantiated by csrc/kernels/simt_*.cu and by the tile sweep of bench/; launched through dispatch.cu.
+// Instantiated by csrc/kernels/simt_*.cu and by the tile sweep of bench/; launched through host/plan.cpp.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
     gemm_pv<Traits>(O, rescale, shared.p, sV, place);
   }
 
-  bool const is_split = params.num_splits > 1;
+  bool const is_split = params.is_split();
   int64_t const result_row0 = sequence.result_row0(params, work.head, work.split);
   CUTE_UNROLL
   for (int i = 0; i < Rows; ++i) {
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
   }
 }
 
-/// The kernel of one tile shape: `FMHA<...>{}(params, stream)` launches it for every query tile and split of `params`.
+/// The kernel of one tile shape, a CTA for each query tile and split.
 template <int B_r, int B_c, int HeadDim, class Element, int Threads>
 struct FMHA {
   using Traits = simt::Traits<B_r, B_c, HeadDim, Element, Threads>;

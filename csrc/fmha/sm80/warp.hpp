@@ -164,7 +164,7 @@ CUTE_DEVICE void store(Params const& params, typename Traits::SharedStorage& sha
   using Element = typename Traits::Element;
   constexpr int B_r = Traits::B_r, Rows = Traits::Rows;
   auto const [lane, warp_row, part] = place;
-  bool const is_split = params.num_splits > 1;
+  bool const is_split = params.is_split();
   Sequence const sequence = shared.sequence;
   int const rows = sequence.visibility.n_q - work.row0, first_column = part * Traits::WarpColumns;
   int64_t const result_row0 = sequence.result_row0(params, work.head, work.split) + work.row0;

@@ -230,7 +230,7 @@ struct Results {
 template <class Traits>
 CUTE_DEVICE Results finish(Params const& params, Job<Traits::Consumers> const& job,
                            typename Traits::Softmax const& softmax, int warp_row, int lane) {
-  bool const split = params.num_splits > 1;
+  bool const split = params.is_split();
   int64_t const result_row = job.result_row0 + warp_row;
   Results results{job.visibility.n_q - job.row0 - warp_row,
                   split ? result_row * params.head_dim_v : job.out_row0 + warp_row * params.o_stride.row};
@@ -255,7 +255,7 @@ CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& 
     for (int j = 0; j < size<1>(O); ++j) O(i, j) *= results.factor[i];
   }
   int const rows = results.rows;
-  if (params.num_splits == 1) {
+  if (!params.is_split()) {
     auto* const to = static_cast<typename Traits::Element*>(params.o) + results.to;
     return store_rows<Traits>(to, params.o_stride.row, rows, params.head_dim_v, O, staging, lane);
   }
