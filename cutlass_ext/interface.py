@@ -108,7 +108,8 @@ def fmha(
     Returns:
         `out` `[B, N_q, H_q, d_v]` or `[total_q, H_q, d_v]`, contiguous, dtype of q; with `return_lse` also `lse`
         `[B, H_q, N_q]` or `[H_q, total_q]`, float32, the natural logarithm of each row's sum. The same
-        inputs give the same bits.
+        inputs give the same bits. In a captured CUDA graph the call may be replayed as often as wanted, but two
+        instances of one graph must not run at the same time: they share what the call computes in.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
@@ -146,8 +147,8 @@ class Explanation:
 
     backend: str
     kernel: str
-    tile: tuple[int, int]  # B_r, B_c: query rows and keys of a tile
-    splits: int
+    tile: tuple[int, int]  # B_r, B_c: query rows and keys of a tile; of kernels that decode, rows of all heads of a group
+    splits: int  # parts of a sequence's keys; 0 where the keys of the batch are shared out by the lengths on the device
     ctas: int  # of the launch
     reason: str
 

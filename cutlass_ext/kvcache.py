@@ -131,7 +131,7 @@ def _on_any_device(o: SimpleNamespace) -> Results:
     if table is None:
         rows = torch.arange(B, device=o.q.device) if o.cache_batch_idx is None else o.cache_batch_idx
         table = rows[:, None]
-    capacity = table.shape[1] * o.k_cache.shape[1]
+    capacity = table.shape[1] * o.k_cache.shape[1] if len(o.k_cache) else 0
     if o.cache_seqlens is None:
         cached = table.new_full((B,), capacity if o.cache_len is None else o.cache_len, dtype=torch.int32)
     else:
@@ -154,7 +154,7 @@ def _on_any_device(o: SimpleNamespace) -> Results:
         # Entries outside the cache are read at the nearest page: those past a sequence's pages may be anything.
         pages = table.clamp(0, max(len(keys) - 1, 0)).long()
         keys, values = (
-            cache[pages].flatten(1, 2) if len(cache) else cache.new_zeros(B, capacity, *cache.shape[2:])
+            cache[pages].flatten(1, 2) if len(cache) else cache.new_zeros(B, 0, *cache.shape[2:])
             for cache in (keys, values)
         )
     return attention(q, keys, values, lengths, o)

@@ -1,6 +1,7 @@
 """O(N) memory, measured at two N; no hidden copies; and indices beyond 2^31."""
 
 import dataclasses
+import resource
 
 import pytest
 import torch
@@ -99,3 +100,15 @@ def test_every_tensor_beyond_int(gpu, plenty_of_memory):
     out, lse = cutlass_ext.fmha(q, k, v, causal=True, return_lse=True)
     some = [0, (1 << 31) // a_sequence - 1, (1 << 31) // a_sequence, len(q) - 1]
     expect(*(t[some] for t in (q, k, v)), causal=True).check(out[some], lse[some])
+
+
+def test_refused_calls_keep_nothing():
+    """A call that is refused while its arguments are read lets go of those behind the one at fault, too."""
+    million = 1 << 20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(40):
+        v = torch.ones(8 * million)  # 32 MB
+        with pytest.raises(TypeError, match=r"\bk\b"):
+            cutlass_ext.fmha(torch.ones(1, 1, 1, 4), None, v.view(1, -1, 1, 4))
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak  # KB
+    assert grown < 200 * 1024, f"{grown} KB more after 40 refused calls with 32 MB each"
