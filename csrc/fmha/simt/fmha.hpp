@@ -1,5 +1,5 @@
 // FMHA on CUDA cores: exact fp32 attention for one query tile and its visible key tiles.
-// Instantiated by csrc/kernels/simt_*.cu and by the tile sweep of bench/; launched through dispatch.cu.
+// Instantiated by csrc/kernels/simt_*.cu and by the tile sweep of bench/.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
   }
 }
 
-/// The kernel of one tile shape: `FMHA<...>{}(params, stream)` launches it for every query tile and split of `params`.
+/// The kernel of one tile shape, launched for every query tile and split.
 template <int B_r, int B_c, int HeadDim, class Element, int Threads>
 struct FMHA {
   using Traits = simt::Traits<B_r, B_c, HeadDim, Element, Threads>;

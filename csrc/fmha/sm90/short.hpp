@@ -9,6 +9,7 @@
 #include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
 
+#include "../copy/tma.hpp"
 #include "../features.hpp"
 #include "../merge.hpp"
 #include "../score.hpp"
