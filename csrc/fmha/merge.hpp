@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_co
     Element* to = out + col;
     to[0] = Element(acc.x), to[1] = Element(acc.y), to[2] = Element(acc.z), to[3] = Element(acc.w);
   }
-  if (lane == 0) params.lse[index] = finished.lse();
+  if (lane == 0 && params.lse) params.lse[index] = finished.lse();
 }
 
 }  // namespace cutlass_ext

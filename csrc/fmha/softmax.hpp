@@ -72,10 +72,11 @@ CUTE_DEVICE Finish finish(Part row, float sink_log2 = -INFINITY) {
   return {rescale * reciprocal(sum), base + (sizeof(Element) == 2 ? log2_approx(sum) : log2f(sum))};
 }
 
-/// Writes the lse of row `row` of lse; or a split's, to be merged, to row `row` of lse_partial.
+/// Writes the lse of row `row` of lse, if it was asked for; or a split's, to be merged, to row `row` of lse_partial.
 CUTE_DEVICE void store_lse(Params const& params, int64_t row, Finish const& finished) {
   bool const split = params.num_splits > 1;
-  (split ? params.lse_partial : params.lse)[row] = split ? finished.lse_log2 : finished.lse();
+  float* const lse = split ? params.lse_partial : params.lse;
+  if (lse) lse[row] = split ? finished.lse_log2 : finished.lse();
 }
 
 /// m and l of the `Rows` rows that a thread shares with `Lanes` lanes at `Stride`. l stays a sum over the thread's own
