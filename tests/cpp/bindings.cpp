@@ -28,9 +28,20 @@ std::vector<std::pair<int, bool>> visible_tiles(int row0, int rows, int n_q, int
   return visited;
 }
 
-std::vector<std::tuple<int, int, int, int>> schedule(int batch, int heads_q, int n_q, int block_r, int num_splits,
-                                                     int section) {
-  Scheduler const scheduler(batch, heads_q, n_q, block_r, num_splits, section);
+/// (first row, needs a mask) of the query tiles that see the key tile that begins at `key0`.
+std::vector<std::pair<int, bool>> seeing_tiles(int key0, int keys, int n_q, int len_kv, int start_pos, int window_left,
+                                               int window_right, int block_r) {
+  Visibility const visibility{n_q, len_kv, start_pos, window_left, window_right};
+  Range const tiles = visibility.row_tiles_of(key0, keys, block_r);
+  Range const unmasked = visibility.unmasked_row_tiles_of(key0, keys, block_r);
+  std::vector<std::pair<int, bool>> seeing;
+  for (int tile = tiles.begin; tile < tiles.end; ++tile) seeing.emplace_back(tile * block_r, !unmasked.contains(tile));
+  return seeing;
+}
+
+std::vector<std::tuple<int, int, int, int>> schedule(int batch, int heads, int length, int block, int num_splits,
+                                                     int section, bool over_keys) {
+  Scheduler const scheduler(batch, heads, length, block, num_splits, section, over_keys ? Axis::Keys : Axis::Rows);
   std::vector<std::tuple<int, int, int, int>> items;
   for (unsigned i = 0; i < scheduler.size(); ++i) {
     WorkItem const w = scheduler(i);
@@ -103,7 +114,9 @@ std::vector<std::tuple<int, int, int, int, int, int, int>> decode_work(std::vect
 PYBIND11_MODULE(cutlass_ext_host, module) {
   auto const reports = simt::bank_reports();
   module.def("visible_tiles", &visible_tiles);
-  module.def("schedule", &schedule);
+  module.def("seeing_tiles", &seeing_tiles);
+  module.def("schedule", &schedule, py::arg("batch"), py::arg("heads"), py::arg("length"), py::arg("block"),
+             py::arg("num_splits"), py::arg("section"), py::arg("over_keys") = false);
   module.def("packed_sequence", &packed_sequence);
   module.def("decode_work", &decode_work);
   module.def("choose_num_splits", &choose_num_splits);

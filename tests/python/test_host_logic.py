@@ -80,6 +80,28 @@ def test_visible_tiles(host, block, tile, n_q, len_kv, start_pos, left, right):
     check_tiles(host, row0, block_r, n_q, len_kv, start_pos, left, right, block_c)
 
 
+@settings(max_examples=500)
+@given(
+    block=st.sampled_from([(32, 32), (64, 64), (128, 32), (64, 128), (16, 48)]),
+    tile=st.integers(0, 5),
+    n_q=st.integers(0, 400),
+    len_kv=st.integers(1, 500),
+    start_pos=st.integers(-450, 600),
+    left=st.just(-1) | st.integers(0, 300),
+    right=st.just(-1) | st.just(0) | st.integers(0, 300),
+)
+def test_tiles_of_rows_that_see_a_tile_of_keys(host, block, tile, n_q, len_kv, start_pos, left, right):
+    """From the other side: the query tiles, and which of them see all of the key tile with rows that all exist."""
+    block_r, block_c = block
+    key0 = min(tile, (len_kv - 1) // block_c) * block_c
+    tile_keys = set(range(key0, key0 + block_c))
+    seen = [tile_keys & visible_keys(start_pos + i, len_kv, left, right) for i in range(n_q)]
+    tiles = [(row0, seen[row0 : row0 + block_r]) for row0 in range(0, n_q, block_r)]
+    assert host.seeing_tiles(key0, block_c, n_q, len_kv, start_pos, left, right, block_r) == [
+        (row0, len(rows) < block_r or any(keys != tile_keys for keys in rows)) for row0, rows in tiles if any(rows)
+    ]
+
+
 def test_positions_at_the_ends_of_their_range(host):
     """Lengths and positions just below 2^29, a window just below 2^30: no overflow."""
     far = (1 << 29) - 1
@@ -165,6 +187,14 @@ def test_sections_begin_with_the_last_rows(host, batch, heads_q, n_q, block_r, n
         for split in range(num_splits)
         for pair in pairs[first : first + section]
     ]
+
+
+@given(**SIZES)
+def test_schedule_over_keys_begins_with_the_first(host, batch, heads_q, n_q, block_r, num_splits, section):
+    """The same sections, and in each the keys that the most rows see under causal first."""
+    rows, keys = (host.schedule(batch, heads_q, n_q, block_r, num_splits, section, over_keys=k) for k in (False, True))
+    last = (n_q - 1) // block_r * block_r
+    assert keys == [(b, h, last - row0, split) for b, h, row0, split in rows]
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 64), (2, 4, 0)])

@@ -9,6 +9,7 @@
 #include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
 
+#include "../copy/tma.hpp"
 #include "../features.hpp"
 #include "../merge.hpp"
 #include "../score.hpp"
@@ -211,7 +212,8 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
   int64_t row_stride = params.o_stride.row;
   Element* out = static_cast<Element*>(params.o) + batch * params.o_stride.batch + (row0 + warp_row) * row_stride +
                  head * params.o_stride.head;
-  float* lse_out = params.lse + (int64_t(batch) * params.heads_q + head) * params.n_q + row0 + warp_row;
+  float* lse_out = params.lse;  // null: not asked for
+  if (lse_out) lse_out += (int64_t(batch) * params.heads_q + head) * params.n_q + row0 + warp_row;
   compute_here(scale), compute_here(sink_log2), compute_here(rows), compute_here(head_dim_v), compute_here(row_stride),
       compute_here(out), compute_here(lse_out);
 
@@ -268,7 +270,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
   for (int i = 0; i < 2; ++i) {
     int const row = lane / 4 + i * 8;
     Finish const finished = softmax.template finish<Element>(i, sink_log2, O);
-    if (row < rows && lane % 4 == 0 && params.lse) lse_out[row] = finished.lse();
+    if (row < rows && lane % 4 == 0 && lse_out) lse_out[row] = finished.lse();
   }
   cutlass::arch::NamedBarrier::sync(kWarpgroup, 2);  // nobody reads Q any more
   store_rows<Traits>(out, row_stride, rows, head_dim_v, O, shared.q + warp_row * Traits::StagedPanels * kPanel, lane);

@@ -8,6 +8,7 @@
 #include <cute/tensor.hpp>
 #include <cutlass/numeric_types.h>
 
+#include "../copy/tma.hpp"
 #include "jobs.hpp"
 #include "pipeline.hpp"
 #include "lazy_softmax.hpp"
@@ -17,7 +18,6 @@ namespace cutlass_ext::sm90 {
 using namespace cute;
 
 constexpr int kWarpgroup = 128;  // threads that issue one WGMMA together
-constexpr int kPanel = 64;       // 16-bit columns of one copy: 128 bytes, the widest swizzle
 
 /// `B_r` query rows are shared out to B_r / 64 consumer warpgroups; `Stages` tiles of K and of V and `StagesQ` of Q are
 /// in flight. `ScoreMods`: with softcap and ALiBi (a variant of its own, since scale then leaves the exponent's FMA).

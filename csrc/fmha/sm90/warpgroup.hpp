@@ -1,44 +1,17 @@
-// What the Hopper kernels do with tiles: copies by the tensor memory accelerator, products by WGMMA, masks, and rows of
-// O to memory. Used by fmha.hpp and short.hpp.
+// What a consumer warpgroup of the Hopper kernels does with tiles: operands and accumulators of its products, masks,
+// rows of O to memory. Used by fmha.hpp and short.hpp.
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
 
+#include "../mma/wgmma.hpp"
 #include "../operand.hpp"
 #include "../swizzle.hpp"
 #include "../visibility.hpp"
 #include "traits.hpp"
 
 namespace cutlass_ext::sm90 {
-
-/// Copies `Rows` rows of one head, in panels; `barrier` counts the bytes as they land.
-template <int Rows, int Cols, class Element>
-CUTE_DEVICE void copy_panels(CUtensorMap const& map, Barrier& barrier, Element* smem, int row, int head, int batch,
-                             TMA::CacheHintSm90 hint) {
-  barrier.arrive_and_expect_tx(Rows * Cols * sizeof(Element));
-  CUTE_UNROLL
-  for (int panel = 0; panel < Cols / kPanel; ++panel) {
-    SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&barrier), static_cast<uint64_t>(hint),
-                           smem + panel * Rows * kPanel, panel * kPanel, row, head, batch);
-  }
-}
-
-/// C += A B (C = A B where `zero`) over `Steps` times 16, issued and not waited for.
-template <int Steps, class Mma, class A, class B, class C>
-CUTE_DEVICE void gemm_async(Mma mma, A const& a, B const& b, C& c, bool zero) {
-  warpgroup_fence_operand(c);
-  warpgroup_arrive();
-  mma.accumulate_ = zero ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-  CUTE_UNROLL
-  for (int i = 0; i < Steps; ++i) {
-    cute::gemm(mma, a(_, _, i), b(_, _, i), c);
-    mma.accumulate_ = GMMA::ScaleOut::One;
-  }
-  warpgroup_commit_batch();
-  warpgroup_fence_operand(c);
-}
 
 /// The operands of a warpgroup's products: 64 rows of Q, K and V in all their stages, P in registers.
 template <class Traits>
@@ -73,22 +46,6 @@ template <class Traits>
 CUTE_DEVICE auto accumulator_o() {
   typename Traits::MmaPV mma;
   return partition_fragment_C(mma, Shape<Int<kAtomRows>, Int<Traits::HeadDimV>>{});
-}
-
-/// The rows and columns that a thread holds of an accumulator of 64 x N.
-template <class Accumulator>
-CUTE_DEVICE auto rows_and_columns(Accumulator& c) {
-  constexpr int N = decltype(size(c))::value / 4;
-  return make_tensor(c.data(), Layout<Shape<_2, Shape<_2, Int<N>>>, Stride<_2, Stride<_1, _4>>>{});
-}
-
-/// Where element (i, j) of a thread's scores lies, counted from its first row and key.
-CUTE_HOST_DEVICE constexpr int row_of(int i) { return i * 8; }
-CUTE_HOST_DEVICE constexpr int key_of(int j) { return j / 2 * 8 + j % 2; }
-
-/// How many of a thread's columns lie before `key`, counted from its first.
-CUTE_HOST_DEVICE constexpr int columns_before(int key) {
-  return key <= 0 ? 0 : key / 8 * 2 + (key % 8 < 2 ? key % 8 : 2);
 }
 
 /// Which keys of a tile the two rows of a thread see, a bit for each of its columns.

@@ -1,0 +1,62 @@
+// Tiles from global to shared memory by the tensor memory accelerator (TMA), in panels of 64 columns swizzled over 128
+// bytes. Used by the warps of the Hopper kernels that copy.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cutlass/arch/barrier.h>
+
+#include "../sm90/pipeline.hpp"
+
+namespace cutlass_ext::sm90 {
+
+using namespace cute;
+
+constexpr int kPanel = 64;  // 16-bit columns of one copy: 128 bytes, the widest swizzle
+
+/// Copies `Rows` rows of one head, in panels; `barrier` counts the bytes as they land.
+template <int Rows, int Cols, class Element>
+CUTE_DEVICE void copy_panels(CUtensorMap const& map, Barrier& barrier, Element* smem, int row, int head, int batch,
+                             TMA::CacheHintSm90 hint) {
+  barrier.arrive_and_expect_tx(Rows * Cols * sizeof(Element));
+  CUTE_UNROLL
+  for (int panel = 0; panel < Cols / kPanel; ++panel) {
+    SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&barrier), static_cast<uint64_t>(hint),
+                           smem + panel * Rows * kPanel, panel * kPanel, row, head, batch);
+  }
+}
+
+/// Zeroes the rows of a tile from `first` on. By a whole warp.
+template <int Rows, int Cols, class Element>
+CUTE_DEVICE void zero_rows(Element* tile, int first) {
+  for (int panel = 0; panel < Cols / kPanel; ++panel) {
+    for (int chunk = first * 8 + threadIdx.x % 32; chunk < Rows * 8; chunk += 32) {
+      reinterpret_cast<uint4*>(tile + panel * Rows * kPanel)[chunk] = make_uint4(0, 0, 0, 0);
+    }
+  }
+  cutlass::arch::fence_view_async_shared();
+  __syncwarp();
+}
+
+/// Copies tiles whose rows may end inside them and zeroes the rows that do not exist, before anyone sees them, where
+/// the tensor goes on there; what lies past its own end arrives as zeros. V, because P is 0 there, but 0 times NaN is
+/// not; Q, because warps ask all of their rows whether m is to rise (LazySoftmax), and bits must not depend on what
+/// lies behind a sequence. Used by a whole warp.
+struct TailCopy {
+  Barrier& landed;
+  uint32_t phase = 0;
+
+  template <int Rows, int Cols, class Element>
+  CUTE_DEVICE void tile(CUtensorMap const& map, Barrier& full, Element* to, int row, int rows, int tensor_rows,
+                        int head, int batch, TMA::CacheHintSm90 hint) {
+    bool const cut = rows < Rows && row + rows < tensor_rows, leader = threadIdx.x % 32 == 0;
+    if (leader) copy_panels<Rows, Cols>(map, cut ? landed : full, to, row, head, batch, hint);
+    if (cut) {
+      landed.wait_for(phase);
+      phase ^= 1;
+      zero_rows<Rows, Cols>(to, rows);
+      if (leader) full.arrive();
+    }
+  }
+};
+
+}  // namespace cutlass_ext::sm90

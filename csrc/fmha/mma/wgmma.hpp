@@ -1,0 +1,43 @@
+// Products by WGMMA, and where a thread's elements of an accumulator of 64 rows lie. Used by the Hopper kernels.
+#pragma once
+
+#include <cute/atom/mma_atom.hpp>
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
+#include <cute/tensor.hpp>
+
+namespace cutlass_ext::sm90 {
+
+using namespace cute;
+
+/// C += A B (C = A B where `zero`) over `Steps` times 16, issued and not waited for.
+template <int Steps, class Mma, class A, class B, class C>
+CUTE_DEVICE void gemm_async(Mma mma, A const& a, B const& b, C& c, bool zero) {
+  warpgroup_fence_operand(c);
+  warpgroup_arrive();
+  mma.accumulate_ = zero ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+  CUTE_UNROLL
+  for (int i = 0; i < Steps; ++i) {
+    cute::gemm(mma, a(_, _, i), b(_, _, i), c);
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+  warpgroup_fence_operand(c);
+}
+
+/// The rows and columns that a thread holds of an accumulator of 64 x N.
+template <class Accumulator>
+CUTE_DEVICE auto rows_and_columns(Accumulator& c) {
+  constexpr int N = decltype(size(c))::value / 4;
+  return make_tensor(c.data(), Layout<Shape<_2, Shape<_2, Int<N>>>, Stride<_2, Stride<_1, _4>>>{});
+}
+
+/// Where element (i, j) of a thread's scores lies, counted from its first row and key.
+CUTE_HOST_DEVICE constexpr int row_of(int i) { return i * 8; }
+CUTE_HOST_DEVICE constexpr int key_of(int j) { return j / 2 * 8 + j % 2; }
+
+/// How many of a thread's columns lie before `key`, counted from its first.
+CUTE_HOST_DEVICE constexpr int columns_before(int key) {
+  return key <= 0 ? 0 : key / 8 * 2 + (key % 8 < 2 ? key % 8 : 2);
+}
+
+}  // namespace cutlass_ext::sm90
