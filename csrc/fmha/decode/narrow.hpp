@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) narrow_kernel(__grid_const
   for (int b = params.chunk > 0 ? params.batch : group; b < params.batch; b += params.groups) {
     if (shared.segments[b].first < shared.segments[b].end) continue;
     CUTE_NO_UNROLL
-    for (int index = threadIdx.x; index < rows * Units; index += Traits::Threads)
+    for (unsigned index = threadIdx.x; index < rows * Units; index += Traits::Threads)
       write(b, index / Units, index % Units, {});
   }
 }
