@@ -1,5 +1,5 @@
-// Shared memory of the narrow decode kernels: chunks keep apart, and what eight lanes access at a time falls in different
-// groups of four banks.
+// Shared memory of the narrow decode kernels: chunks keep apart, and what eight lanes access at a time falls in
+// different groups of four banks.
 #include <gtest/gtest.h>
 
 #include <set>
