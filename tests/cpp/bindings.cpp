@@ -86,7 +86,7 @@ std::vector<std::tuple<int, int, int, int, int, int, int>> decode_work(std::vect
   params.num_splits = num_splits;
   decode::Tokens const tokens = decode::Place(params, 0).tokens(params, 16);
   auto const tiles_of = [&](int b) {
-    return unsigned(decode::tiles_of(sequence_of(params, b), tokens, TileKeys).size());
+    return unsigned(decode::tiles_of(params, sequence_of(params, b), tokens, TileKeys).size());
   };
   unsigned total = 0;
   for (int b = 0; b < params.batch; ++b) total += tiles_of(b);

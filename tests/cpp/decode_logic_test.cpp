@@ -90,12 +90,12 @@ TEST(KeyTiles, NewKeysAreVisitedWhoeverSeesThem) {
   EXPECT_TRUE(none.ends);
   for (int window_right : {-1, 0}) {
     p.window_right = window_right;
-    Range const tiles = tiles_of(sequence_of(p, 0), none, 16);
+    Range const tiles = tiles_of(p, sequence_of(p, 0), none, 16);
     EXPECT_EQ(tiles.begin, 6);
     EXPECT_EQ(tiles.end, 9) << "those of keys 100 to 129";
   }
   p.n_new = 0;
-  EXPECT_EQ(tiles_of(sequence_of(p, 0), none, 16).size(), 0);
+  EXPECT_EQ(tiles_of(p, sequence_of(p, 0), none, 16).size(), 0);
 
   p = call(1, 40, 1, 1, 200);  // causal from position 0: the first row tile sees 16 keys, the last one 40 and the new
   p.n_cached = 100;
@@ -103,8 +103,8 @@ TEST(KeyTiles, NewKeysAreVisitedWhoeverSeesThem) {
   p.window_right = 0;
   p.row_tiles = row_tiles_of(p, 16);
   ASSERT_EQ(p.row_tiles, 3);
-  Range const first = tiles_of(sequence_of(p, 0), Place(p, 0).tokens(p, 16), 16),
-              last = tiles_of(sequence_of(p, 0), Place(p, 2).tokens(p, 16), 16);
+  Range const first = tiles_of(p, sequence_of(p, 0), Place(p, 0).tokens(p, 16), 16),
+              last = tiles_of(p, sequence_of(p, 0), Place(p, 2).tokens(p, 16), 16);
   EXPECT_EQ(std::pair(first.begin, first.end), std::pair(0, 1));
   EXPECT_EQ(std::pair(last.begin, last.end), std::pair(0, 9));
 }

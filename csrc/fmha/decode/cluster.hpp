@@ -97,6 +97,33 @@ CUTE_DEVICE void push(uint32_t to, float2 const& x, uint32_t barrier) {
                : "memory");
 }
 
+/// The warps' sums meet in shared memory, those of the `size` CTAs in that of the first, which writes the result.
+template <class Traits>
+CUTE_DEVICE void merge_cluster(NarrowParams const& params, typename Traits::SharedStorage& shared, int rows, int size,
+                               int rank, int head, int batch) {
+  using Tile = typename Traits::Tile;
+  using Element = typename Tile::Element;
+  constexpr int Units = Tile::Units, Warps = Traits::Warps;
+  auto const in_first = [&](void const* p) { return cute::set_block_rank(cute::cast_smem_ptr_to_uint(p), 0); };
+  uint32_t const barrier = in_first(&shared.parts_there);
+  for (unsigned index = threadIdx.x; index < rows * Units; index += Traits::Threads) {
+    unsigned const row = index / Units, unit = index % Units;
+    UnitPart const sum = merge_units<Warps>(
+        Warps, [&](int w) { return shared.ml[w][row]; },
+        [&](int w) { return reinterpret_cast<float4*>(shared.ring[w])[NarrowSums<Tile>::scratch_place(row, unit)]; });
+    push(in_first(&shared.parts[rank][index]), sum.o, barrier);
+    if (unit == 0) push(in_first(&shared.parts_ml[rank][row]), make_float2(sum.row.m, sum.row.l), barrier);
+  }
+  if (rank > 0) return;
+  shared.parts_there.wait_for(0);
+  for (unsigned index = threadIdx.x; index < rows * Units; index += Traits::Threads) {
+    unsigned const row = index / Units;
+    UnitPart const sum = merge_units<kMaxCluster>(
+        size, [&](int i) { return shared.parts_ml[i][row]; }, [&](int i) { return shared.parts[i][index]; });
+    write_unit<Element>(params, batch, PackedRow(params, head, row), index % Units, sum.o, finish<Element>(sum.row));
+  }
+}
+
 /// A cluster has all CTAs of x, for key head blockIdx.y of sequence blockIdx.z.
 template <class Traits, class Fresh>
 __global__ void __launch_bounds__(Traits::Threads, 1)
@@ -131,7 +158,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   Sequence const sequence = sequence_of(lengths, batch);
   Visibility const& visibility = sequence.visibility;
   int const cached = sequence.cached, len = visibility.len_kv;
-  Range const tiles = tiles_of(sequence, {0, params.n_q - 1, true}, TileKeys);
+  Range const tiles = tiles_of(lengths, sequence, {0, params.n_q - 1, true}, TileKeys);
   Range const seen_by_all = keys_of_all_rows(visibility);
   int const hidden = tiles.begin > place ? (tiles.begin - place + step - 1) / step : 0;
   int tile = place + hidden * step;
@@ -203,29 +230,10 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     __syncwarp();  // the stage may be copied to
   }
 
-  // The warps' sums meet in shared memory, the CTAs' in that of the first.
-  auto const scratch_of = [&](int w) { return reinterpret_cast<float4*>(shared.ring[w]); };
-  sums.put(scratch_of(warp), shared.ml[warp], rows);
+  sums.put(reinterpret_cast<float4*>(ring), shared.ml[warp], rows);
   __syncthreads();
   cute::cluster_wait();  // the first CTA's barrier is there
-  auto const in_first = [&](void const* p) { return cute::set_block_rank(cute::cast_smem_ptr_to_uint(p), 0); };
-  uint32_t const barrier = in_first(&shared.parts_there);
-  for (int index = threadIdx.x; index < rows * Units; index += Traits::Threads) {
-    int const row = index / Units, unit = index % Units;
-    UnitPart const sum = merge_units<Warps>(
-        Warps, [&](int w) { return shared.ml[w][row]; },
-        [&](int w) { return scratch_of(w)[Sums::scratch_place(row, unit)]; });
-    push(in_first(&shared.parts[rank][index]), sum.o, barrier);
-    if (unit == 0) push(in_first(&shared.parts_ml[rank][row]), make_float2(sum.row.m, sum.row.l), barrier);
-  }
-  if (rank > 0) return;
-  shared.parts_there.wait_for(0);
-  for (int index = threadIdx.x; index < rows * Units; index += Traits::Threads) {
-    int const row = index / Units;
-    UnitPart const sum = merge_units<kMaxCluster>(
-        size, [&](int i) { return shared.parts_ml[i][row]; }, [&](int i) { return shared.parts[i][index]; });
-    write_unit<Element>(params, batch, PackedRow(params, head, row), index % Units, sum.o, finish<Element>(sum.row));
-  }
+  merge_cluster<Traits>(params, shared, rows, size, rank, head, batch);
 }
 
 /// The kernel of one head_dim, which also appends where `Appends`.

@@ -25,7 +25,7 @@ template <class Traits>
 CUTE_DEVICE void write_empty(Params const& params, Place const& place, Tokens const& tokens) {
   using Element = typename Traits::Element;
   for (int b = place.group + threadIdx.x * params.groups; b < params.batch; b += Traits::Threads * params.groups) {
-    if (tiles_of(sequence_of(params, b), tokens, Traits::TileKeys).size() > 0) continue;
+    if (tiles_of(params, sequence_of(params, b), tokens, Traits::TileKeys).size() > 0) continue;
     for (int row = 0; row < Traits::rows_of(params, place); ++row) {
       PackedRow const packed = Traits::packed_row(params, place, row);
       Finish const finished = finish_row<Element>(params, packed.head, {});

@@ -1,6 +1,6 @@
 // The decode kernel of the commonest call: a cache that is read and nothing more, at most eight packed query rows of
-// fp16 or bf16, head_dim 64 or 128. It shares the work out and merges as main.hpp does, in less than half of the
-// instructions (2,400 for 5,200): a kernel of a few microseconds finds them in device memory. Instantiated by
+// fp16 or bf16, head_dim 64 or 128. It shares the work out and merges as main.hpp does, in little more than half of
+// the instructions (2,400 for 4,300): a kernel of a few microseconds finds them in device memory. Instantiated by
 // csrc/kernels/decode_*.cu; called where cluster.hpp does not serve.
 #pragma once
 
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) narrow_kernel(__grid_const
   for (int b = params.chunk > 0 ? params.batch : group; b < params.batch; b += params.groups) {
     if (shared.segments[b].first < shared.segments[b].end) continue;
     CUTE_NO_UNROLL
-    for (int index = threadIdx.x; index < rows * Units; index += Traits::Threads)
+    for (unsigned index = threadIdx.x; index < rows * Units; index += Traits::Threads)
       write(b, index / Units, index % Units, {});
   }
 }

@@ -156,7 +156,7 @@ template <int Warps, int Units, class Sum, class Write>
 CUTE_DEVICE void end_part(Partials const& partials, unsigned part, unsigned parts, unsigned* counter, bool& is_last,
                           int rows, Sum const& sum, Write const& write) {
   CUTE_NO_UNROLL
-  for (int index = threadIdx.x; index < rows * Units; index += 32 * Warps) {
+  for (unsigned index = threadIdx.x; index < rows * Units; index += 32 * Warps) {
     int const row = index / Units, unit = index % Units;
     if (unit >= partials.units) continue;
     UnitPart const x = sum(row, unit);

@@ -14,7 +14,7 @@ CUTE_DEVICE Walk<Traits::TileKeys> first_walk(Params const& params, unsigned gro
   constexpr unsigned MinChunk = kMinChunkKeys > TileKeys ? kMinChunkKeys / TileKeys : 1;
   if (params.fixed_splits) return Walk<TileKeys>::of_split(params, group, tokens);
   if (all_alike(params)) {
-    unsigned const tiles = tiles_of(sequence_of(params, 0), tokens, TileKeys).size();
+    unsigned const tiles = tiles_of(params, sequence_of(params, 0), tokens, TileKeys).size();
     Partition const partition(params.batch * tiles, params.groups, MinChunk);
     unsigned const batch = tiles > 0 ? partition.begin_of(group) / tiles : 0;
     return Walk<TileKeys>::of_chunk(params, partition, group, batch, batch * tiles, tokens);
@@ -23,7 +23,7 @@ CUTE_DEVICE Walk<Traits::TileKeys> first_walk(Params const& params, unsigned gro
   unsigned const each = (params.batch + Traits::Threads - 1) / Traits::Threads, lane = threadIdx.x % 32;
   unsigned const begin = threadIdx.x * each, end = min(begin + each, unsigned(params.batch));
   auto const tiles_of_batch = [&](unsigned b) -> unsigned {
-    return tiles_of(sequence_of(params, b), tokens, TileKeys).size();
+    return tiles_of(params, sequence_of(params, b), tokens, TileKeys).size();
   };
   unsigned sum = 0;
   for (unsigned b = begin; b < end; ++b) sum += tiles_of_batch(b);

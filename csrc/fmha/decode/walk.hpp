@@ -15,11 +15,11 @@ struct Tokens {
 
 /// The key tiles that some of `tokens` sees, and, for the CTA of the last ones, the tiles of the new keys, which are
 /// written whoever sees them, even where there is no query row.
-CUTE_HOST_DEVICE Range tiles_of(Sequence const& s, Tokens const& tokens, int tile_keys) {
+CUTE_HOST_DEVICE Range tiles_of(Lengths const& lengths, Sequence const& s, Tokens const& tokens, int tile_keys) {
   Range const seen = tokens.last < tokens.first
                          ? Range{0, 0}
                          : s.visibility.tiles_of(tokens.first, tokens.last - tokens.first + 1, tile_keys);
-  if (s.cached >= s.visibility.len_kv || !tokens.ends) return seen;
+  if (lengths.n_new == 0 || s.cached >= s.visibility.len_kv || !tokens.ends) return seen;
   Range const fresh = {s.cached / tile_keys, (s.visibility.len_kv + tile_keys - 1) / tile_keys};
   if (seen.size() == 0) return fresh;
   return {seen.begin < fresh.begin ? seen.begin : fresh.begin, seen.end > fresh.end ? seen.end : fresh.end};
@@ -119,7 +119,7 @@ class Walk {
 
   CUTE_HOST_DEVICE void enter(Params const& params) {
     sequence_ = sequence_of(params, batch_);
-    tiles_ = tiles_of(sequence_, tokens_, TileKeys);
+    tiles_ = tiles_of(params, sequence_, tokens_, TileKeys);
   }
 
   Partition partition_;
