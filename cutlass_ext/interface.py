@@ -147,7 +147,9 @@ class Explanation:
 
     backend: str
     kernel: str
-    tile: tuple[int, int]  # B_r, B_c: query rows and keys of a tile; of kernels that decode, rows of all heads of a group
+    tile: tuple[
+        int, int
+    ]  # B_r, B_c: query rows and keys of a tile; of kernels that decode, rows of all heads of a group
     splits: int  # parts of a sequence's keys; 0 where the keys of the batch are shared out by the lengths on the device
     ctas: int  # of the launch
     reason: str

@@ -41,7 +41,7 @@ inline int warpgroups_of_short(Params const& p, Device const& device) {
   constexpr int kBlock = 64, kMaxTiles = 64;
   int const head_dim = std::max(p.head_dim, p.head_dim_v), query_tiles = Scheduler::tiles_of(p.n_q, kBlock);
   if (device.capability != 90 || head_dim > 128 || query_tiles > kMaxTiles) return 0;
-  Visibility const visibility = sequence_of(p, 0).visibility;
+  Visibility const visibility = visibility_of_all(p);
   int64_t blocks_of_head = 0, longest = 0;
   for (int tile = 0; tile < query_tiles; ++tile) {
     int64_t const blocks = std::max(1, visibility.tiles_of(tile * kBlock, kBlock, kBlock).size());  // a CTA at least
