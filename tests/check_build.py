@@ -3,6 +3,7 @@
 `make test` runs it after the tests. What ptxas said lies in build/ptxas, where setup.py leaves it.
 """
 
+import os
 import re
 import shutil
 import subprocess
