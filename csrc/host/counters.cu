@@ -4,10 +4,9 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <tuple>
-#include <vector>
 
 #include "error.hpp"
+#include "slices.hpp"
 
 namespace cutlass_ext {
 namespace {
@@ -17,57 +16,19 @@ constexpr int kSlices = 128;             // streams and captures at a time; 4 MB
 
 __device__ unsigned pool[kSlices * kSliceCounters];
 
-/// Which slice of a device's pool is whose. Streams are known by their ids, which no other stream of the process gets
-/// (handles come back, and cudaStreamPerThread is one for many); those of a capture, where the id may not be asked for,
-/// by their handles, which are theirs alone as long as it lasts.
-class Owners {
- public:
-  using Key = std::tuple<int, unsigned long long, unsigned long long>;  // device, capture or 0, stream
-
-  /// The slice of `key`; -1 where none is left. `fresh` says whether it has just become so.
-  int slice_of(Key const& key, bool* fresh) {
-    std::lock_guard<std::mutex> const lock(mutex_);
-    auto const found = owned_.find(key);
-    *fresh = found == owned_.end();
-    if (!*fresh) return found->second;
-    Free& free = free_[std::get<0>(key)];
-    if (free.returned.empty() && free.next == kSlices) return -1;
-    int const slice = free.returned.empty() ? free.next++ : free.returned.back();
-    if (!free.returned.empty()) free.returned.pop_back();
-    owned_.emplace(key, slice);
-    return slice;
-  }
-
-  void give_back(Key const& key) {
-    std::lock_guard<std::mutex> const lock(mutex_);
-    auto const found = owned_.find(key);
-    free_[std::get<0>(key)].returned.push_back(found->second);
-    owned_.erase(found);
-  }
-
- private:
-  struct Free {
-    int next = 0;
-    std::vector<int> returned;
-  };
-  std::mutex mutex_;
-  std::map<Key, int> owned_;
-  std::map<int, Free> free_;
-};
-
-Owners& owners() {
-  static Owners* const all = new Owners;  // graphs may outlive every static object
+SliceOwners& owners() {
+  static auto* const all = new SliceOwners(kSlices);  // graphs may outlive every static object
   return *all;
 }
 
 /// Has the graph give the slice back when it and its instances are gone; false where it will not.
-bool tie_to_graph(cudaGraph_t graph, Owners::Key const& key) {
+bool tie_to_graph(cudaGraph_t graph, SliceOwners::Key const& key) {
   auto const give_back = [](void* mine) {
-    auto* const key = static_cast<Owners::Key*>(mine);
+    auto* const key = static_cast<SliceOwners::Key*>(mine);
     owners().give_back(*key);
     delete key;
   };
-  auto* const mine = new Owners::Key(key);
+  auto* const mine = new SliceOwners::Key(key);
   cudaUserObject_t object;
   if (cudaUserObjectCreate(&object, mine, give_back, 1, cudaUserObjectNoDestructorSync) != cudaSuccess) {
     cudaGetLastError();
@@ -113,7 +74,7 @@ unsigned* pooled_counters(int device, cudaStream_t stream) {
     capture = 0;
     check_cuda(cudaStreamGetId(stream, &id), "asking for the stream's id");
   }
-  Owners::Key const key{device, capture, id};
+  SliceOwners::Key const key{device, capture, id};
   bool fresh;
   int const slice = owners().slice_of(key, &fresh);
   if (slice < 0 || (fresh && capture != 0 && !tie_to_graph(graph, key))) return nullptr;
