@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <random>
 #include <sstream>
 #include <stdexcept>
@@ -320,9 +321,9 @@ Call random_call(std::mt19937& random) {
   int const far = kMaxPosition - 1;
   bool const huge = one_in(8), is_cache = one_in(3);
   int const batch = huge ? pick({1, 1000, 65535, 65536, 1 << 20}) : pick({0, 1, 1, 2, 3, 8, 33, 64, 257});
-  int n_q =
+  int const n_q =
       huge ? pick({0, 1, 16, 17, 1000, 131072, far}) : pick({0, 1, 1, 1, 2, 4, 8, 16, 17, 64, 100, 128, 513, 4096});
-  int n_kv = huge ? pick({0, 1, 64, 1000, 131072, far}) : pick({0, 1, 5, 64, 129, 1000, 4096, 32768});
+  int const n_kv = huge ? pick({0, 1, 64, 1000, 131072, far}) : pick({0, 1, 5, 64, 129, 1000, 4096, 32768});
   int const heads_kv = huge ? pick({1, 8, 32768, 65536}) : pick({1, 2, 8, 32});
   int const heads_per_kv = huge ? pick({1, 16, 16384}) : pick({1, 1, 2, 5, 8, 16});
   Call call = (is_cache ? kvcache : fmha)(batch, n_q, n_kv, heads_kv * heads_per_kv, heads_kv,
