@@ -1,83 +1,52 @@
 // See counters.hpp. The counters are the module's own device memory, which is zero from its load on.
 #include "counters.hpp"
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <mutex>
 #include <tuple>
-#include <vector>
 
 #include "error.hpp"
 
 namespace cutlass_ext {
 namespace {
 
-constexpr size_t kSliceCounters = 8192;  // of a stream; decoding wants one for each sequence, key head and row tile
-constexpr int kSlices = 128;             // streams and captures at a time; 4 MB in all
+constexpr size_t kPool = size_t(1) << 20;  // counters; decoding wants one for each sequence, key head and row tile
+constexpr size_t kLeast = 1024;            // that a stream is given, so that its next calls need no more
 
-__device__ unsigned pool[kSlices * kSliceCounters];
+__device__ unsigned pool[kPool];
 
-/// Which slice of a device's pool is whose. Streams are known by their ids, which no other stream of the process gets
-/// (handles come back, and cudaStreamPerThread is one for many); those of a capture, where the id may not be asked for,
-/// by their handles, which are theirs alone as long as it lasts.
-class Owners {
- public:
-  using Key = std::tuple<int, unsigned long long, unsigned long long>;  // device, capture or 0, stream
-
-  /// The slice of `key`; -1 where none is left. `fresh` says whether it has just become so.
-  int slice_of(Key const& key, bool* fresh) {
-    std::lock_guard<std::mutex> const lock(mutex_);
-    auto const found = owned_.find(key);
-    *fresh = found == owned_.end();
-    if (!*fresh) return found->second;
-    Free& free = free_[std::get<0>(key)];
-    if (free.returned.empty() && free.next == kSlices) return -1;
-    int const slice = free.returned.empty() ? free.next++ : free.returned.back();
-    if (!free.returned.empty()) free.returned.pop_back();
-    owned_.emplace(key, slice);
-    return slice;
+/// Which counters of a device's pool are whose. Streams are known by their ids, which no other stream of the process
+/// gets (handles come back, and cudaStreamPerThread is one for many); those of a capture, where the id may not be asked
+/// for, by their handles, which are theirs alone as long as it lasts.
+struct Owner {
+  int device;
+  unsigned long long capture;  // 0: none
+  unsigned long long stream;
+  bool operator<(Owner const& other) const {
+    return std::tie(device, capture, stream) < std::tie(other.device, other.capture, other.stream);
   }
-
-  void give_back(Key const& key) {
-    std::lock_guard<std::mutex> const lock(mutex_);
-    auto const found = owned_.find(key);
-    free_[std::get<0>(key)].returned.push_back(found->second);
-    owned_.erase(found);
-  }
-
- private:
-  struct Free {
-    int next = 0;
-    std::vector<int> returned;
-  };
-  std::mutex mutex_;
-  std::map<Key, int> owned_;
-  std::map<int, Free> free_;
 };
 
-Owners& owners() {
-  static Owners* const all = new Owners;  // graphs may outlive every static object
-  return *all;
-}
-
-/// Has the graph give the slice back when it and its instances are gone; false where it will not.
-bool tie_to_graph(cudaGraph_t graph, Owners::Key const& key) {
-  auto const give_back = [](void* mine) {
-    auto* const key = static_cast<Owners::Key*>(mine);
-    owners().give_back(*key);
-    delete key;
+/// The first of `count` counters of the pool that are `owner`'s; kPool where there are too few left.
+size_t place_of(Owner const& owner, size_t count) {
+  struct Slice {
+    size_t begin = kPool, count = 0;
   };
-  auto* const mine = new Owners::Key(key);
-  cudaUserObject_t object;
-  if (cudaUserObjectCreate(&object, mine, give_back, 1, cudaUserObjectNoDestructorSync) != cudaSuccess) {
-    cudaGetLastError();
-    give_back(mine);
-    return false;
+  static std::mutex mutex;
+  static auto& slices = *new std::map<Owner, Slice>;
+  static auto& used = *new std::map<int, size_t>;
+  std::lock_guard<std::mutex> const lock(mutex);
+  Slice& slice = slices[owner];
+  if (slice.count < count) {
+    size_t& end = used[owner.device];
+    size_t const wanted = owner.capture ? count : std::max(2 * count, kLeast);
+    if (wanted > kPool - end) return kPool;
+    slice = {end, wanted};
+    end += wanted;
   }
-  if (cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove) == cudaSuccess) return true;
-  cudaGetLastError();
-  cudaUserObjectRelease(object, 1);
-  return false;
+  return slice.begin;
 }
 
 /// Where the current device has the pool. To be told so may load the module, which an open capture forbids otherwise.
@@ -96,34 +65,30 @@ unsigned* begin_of_pool(int device) {
   return begin;
 }
 
-/// Of the pool; null where there are none left.
-unsigned* pooled_counters(int device, cudaStream_t stream) {
+/// Of the pool; null where there are too few left.
+unsigned* pooled_counters(int device, cudaStream_t stream, size_t count) {
   cudaStreamCaptureStatus capturing;
-  unsigned long long capture = 0, id = 0;
-  cudaGraph_t graph = nullptr;
+  Owner owner{device, 0, 0};
 #if CUDART_VERSION >= 13000
-  check_cuda(cudaStreamGetCaptureInfo(stream, &capturing, &capture, &graph), "asking whether the stream is captured");
+  cudaError_t const error = cudaStreamGetCaptureInfo(stream, &capturing, &owner.capture);
 #else
-  check_cuda(cudaStreamGetCaptureInfo_v2(stream, &capturing, &capture, &graph),
-             "asking whether the stream is captured");
+  cudaError_t const error = cudaStreamGetCaptureInfo_v2(stream, &capturing, &owner.capture);
 #endif
+  check_cuda(error, "asking whether the stream is captured");
   if (capturing == cudaStreamCaptureStatusActive) {
-    id = reinterpret_cast<uintptr_t>(stream);
+    owner.stream = reinterpret_cast<uintptr_t>(stream);
   } else {
-    capture = 0;
-    check_cuda(cudaStreamGetId(stream, &id), "asking for the stream's id");
+    owner.capture = 0;
+    check_cuda(cudaStreamGetId(stream, &owner.stream), "asking for the stream's id");
   }
-  Owners::Key const key{device, capture, id};
-  bool fresh;
-  int const slice = owners().slice_of(key, &fresh);
-  if (slice < 0 || (fresh && capture != 0 && !tie_to_graph(graph, key))) return nullptr;
-  return begin_of_pool(device) + slice * kSliceCounters;
+  size_t const place = place_of(owner, count);
+  return place < kPool ? begin_of_pool(device) + place : nullptr;
 }
 
 }  // namespace
 
 unsigned* zero_counters(int device, cudaStream_t stream, size_t count, std::function<void*(size_t)> const& allocate) {
-  unsigned* counters = count <= kSliceCounters ? pooled_counters(device, stream) : nullptr;
+  unsigned* counters = pooled_counters(device, stream, count);
   if (!counters) {
     counters = static_cast<unsigned*>(allocate(count * sizeof(unsigned)));
     check_cuda(cudaMemsetAsync(counters, 0, count * sizeof(unsigned), stream), "zeroing counters");
