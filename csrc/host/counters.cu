@@ -1,53 +1,19 @@
 // See counters.hpp. The counters are the module's own device memory, which is zero from its load on.
 #include "counters.hpp"
 
-#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <tuple>
 
 #include "error.hpp"
+#include "slices.hpp"
 
 namespace cutlass_ext {
 namespace {
 
 constexpr size_t kPool = size_t(1) << 20;  // counters; decoding wants one for each sequence, key head and row tile
-constexpr size_t kLeast = 1024;            // that a stream is given, so that its next calls need no more
 
 __device__ unsigned pool[kPool];
-
-/// Which counters of a device's pool are whose. Streams are known by their ids, which no other stream of the process
-/// gets (handles come back, and cudaStreamPerThread is one for many); those of a capture, where the id may not be asked
-/// for, by their handles, which are theirs alone as long as it lasts.
-struct Owner {
-  int device;
-  unsigned long long capture;  // 0: none
-  unsigned long long stream;
-  bool operator<(Owner const& other) const {
-    return std::tie(device, capture, stream) < std::tie(other.device, other.capture, other.stream);
-  }
-};
-
-/// The first of `count` counters of the pool that are `owner`'s; kPool where there are too few left.
-size_t place_of(Owner const& owner, size_t count) {
-  struct Slice {
-    size_t begin = kPool, count = 0;
-  };
-  static std::mutex mutex;
-  static auto& slices = *new std::map<Owner, Slice>;
-  static auto& used = *new std::map<int, size_t>;
-  std::lock_guard<std::mutex> const lock(mutex);
-  Slice& slice = slices[owner];
-  if (slice.count < count) {
-    size_t& end = used[owner.device];
-    size_t const wanted = owner.capture ? count : std::max(2 * count, kLeast);
-    if (wanted > kPool - end) return kPool;
-    slice = {end, wanted};
-    end += wanted;
-  }
-  return slice.begin;
-}
 
 /// Where the current device has the pool. To be told so may load the module, which an open capture forbids otherwise.
 unsigned* begin_of_pool(int device) {
@@ -81,7 +47,8 @@ unsigned* pooled_counters(int device, cudaStream_t stream, size_t count) {
     owner.capture = 0;
     check_cuda(cudaStreamGetId(stream, &owner.stream), "asking for the stream's id");
   }
-  size_t const place = place_of(owner, count);
+  static auto& slices = *new Slices(kPool);  // graphs may outlive static objects
+  size_t const place = slices.place_of(owner, count);
   return place < kPool ? begin_of_pool(device) + place : nullptr;
 }
 

@@ -21,11 +21,12 @@ struct Call {
   Device const& device;
   Features features;
 
-  bool could_run(Kernel const& kernel) const {
-    return (request.backend == "auto" || request.backend == kernel.family) && runs_on(kernel, device) &&
-           kernel.takes_sizes(params);
+  bool may_use(Kernel const& kernel) const {
+    return (request.backend == "auto" || request.backend == kernel.family) && runs_on(kernel, device);
   }
-  bool runs(Kernel const& kernel) const { return could_run(kernel) && kernel.takes_features(features); }
+  bool runs(Kernel const& kernel) const {
+    return may_use(kernel) && kernel.takes_sizes(params) && kernel.takes_features(features);
+  }
 
   int ctas_a_multiprocessor(Kernel const& kernel) const { return occupancy_of(kernel, device).ctas_a_multiprocessor; }
 };
@@ -111,7 +112,8 @@ void lay_out(Device const& device, Params* params, Plan* plan) {
   p.scheduler = Scheduler(p.batch, p.heads_q, p.n_q, kernel.block_r, p.num_splits,
                           section_for(p, kernel.block_r, device.l2_bytes));
   int64_t const items = p.scheduler.size();
-  if (items > INT32_MAX) fail("ValueError", "q: has ", items, " tiles of query rows; a launch has room for 2^31");
+  if (items > INT32_MAX)
+    fail("ValueError", "q: has ", items, " tiles of query rows; a launch has room for fewer than 2^31");
   bool const persistent = kernel.kind == Kind::Persistent;
   plan->grid.ctas = dim3(static_cast<unsigned>(persistent ? std::min<int64_t>(items, p.resident_ctas) : items));
   plan->counters = persistent ? 2 : 0;
@@ -165,9 +167,15 @@ void plan_prefill(Call const& call, Plan* plan) {
 /// What keeps every kernel from the call: the head dims, or the argument that the nearest one does not take.
 std::string refusal_of(Call const& call) {
   auto const missing = [&](Kernel const& k) { return call.features & ~k.takes; };
-  Kernel const* const nearest = cheapest(
-      {Kind::Persistent, Kind::Tiles, Kind::Decode}, call.request.dtype,
-      [&](Kernel const& k) { return call.could_run(k); }, [&](Kernel const& k) { return count_bits(missing(k)); });
+  auto const holds = [&](Kernel const& k) {
+    return call.may_use(k) && call.params.head_dim <= k.head_dim && call.params.head_dim_v <= k.head_dim_v;
+  };
+  auto const cost = [&](Kernel const& k) { return std::tuple(!k.takes_sizes(call.params), count_bits(missing(k))); };
+  auto const nearest_of = [&](std::initializer_list<Kind> kinds) {
+    return cheapest(kinds, call.request.dtype, holds, cost);
+  };
+  Kernel const* const nearest = call.request.is_cache ? nearest_of({Kind::Decode, Kind::Narrow, Kind::Cluster})
+                                                      : nearest_of({Kind::Persistent, Kind::Tiles});
   std::string const where = call.request.backend == "auto" ? "" : " of backend \"" + call.request.backend + "\"";
   std::ostringstream text;
   if (!nearest) {

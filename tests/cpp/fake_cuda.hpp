@@ -1,0 +1,12 @@
+// A CUDA runtime without a GPU: what host/device.cpp asks of one, answered for the GPUs listed here. Linked into the
+// C++ tests in place of libcudart; used by plan_test.cpp.
+#pragma once
+
+namespace cutlass_ext::fake {
+
+enum Gpu : int { kH200, kA100, kA40 };  // compute capability 9.0, 8.0, 8.6
+
+/// Makes `gpu` the current device.
+void use(Gpu gpu);
+
+}  // namespace cutlass_ext::fake

@@ -1,0 +1,128 @@
+// A table of kernels that cannot be launched: the tiles, the threads and the shared memory of those in csrc/kernels/,
+// as they were when this was written. plan_test.cpp says what the host makes of them.
+#include <cstdint>
+
+#include "fmha/decode/params.hpp"
+#include "host/kernel_table.hpp"
+
+namespace cutlass_ext {
+namespace {
+
+using namespace feature;
+
+constexpr Features kTiles = kScoreMods | Sink | Packed | kUnlike | FewerKeys | FixedSplits | UnalignedRows;
+constexpr Features kPersistent = Sink | Packed | kUnlike | FewerKeys | FixedSplits;
+constexpr Features kPlainDecode = KeyLengths | StartPositions | FewerKeys | Pages;
+constexpr Features kDecode = kScoreMods | Sink | kUnlike | kCache | FixedSplits | UnalignedRows;
+
+/// Something that no other kernel has: the host knows kernels by their entries.
+void const* new_entry() {
+  static uintptr_t entries = 0;
+  return reinterpret_cast<void const*>(++entries);
+}
+
+Kernel simt(int d, int b_r, int b_c, int threads, int shared) {
+  return {"simt", Kind::Tiles, DType::Float32, d, d, b_r, b_c, kTiles, threads, shared, new_entry(), nullptr, nullptr};
+}
+Kernel sm80(DType dtype, int d, int b_r, int b_c, int shared) {
+  return {"sm80", Kind::Tiles, dtype, d, d, b_r, b_c, kTiles, 128, shared, new_entry(), nullptr, nullptr};
+}
+Kernel sm90(DType dtype, int d, int d_v, int b_r, int b_c, int shared, Features more = 0) {
+  return {"sm90",        Kind::Persistent, dtype,       d,       d_v,    b_r, b_c, kPersistent | more,
+          2 * b_r + 128, shared,           new_entry(), nullptr, nullptr};
+}
+Kernel brief(DType dtype, int d, int warpgroups, int shared) {
+  int const threads = 128 * warpgroups + 32;
+  return {"sm90", Kind::Short, dtype, d, d, 64, 64, Sink, threads, shared, new_entry(), nullptr, nullptr};
+}
+Kernel decode(DType dtype, int d, int b_r, int b_c, int threads, int shared, Features takes = kDecode) {
+  char const* const family = dtype == DType::Float32 ? "simt" : "sm80";
+  auto const takes_shape = [](Params const& p) { return decode::fits(p); };
+  return {family, Kind::Decode, dtype, d, d, b_r, b_c, takes, threads, shared, new_entry(), takes_shape, nullptr};
+}
+template <int d>
+Kernel narrow(DType dtype, int shared) {
+  auto const takes_shape = [](Params const& p) { return decode::is_narrow(p, d) && p.batch <= decode::kNarrowBatch; };
+  return {"sm80", Kind::Narrow, dtype, d, d, 8, 16, kPlainDecode, 128, shared, new_entry(), takes_shape, nullptr};
+}
+template <int d>
+Kernel cluster(DType dtype, int shared, Features more = 0) {
+  auto const takes_shape = [](Params const& p) {
+    return decode::is_narrow(p, d) && p.batch < 65536 && p.heads_kv < 65536;
+  };
+  Features const takes = kPlainDecode | more;
+  return {"sm90", Kind::Cluster, dtype, d, d, 8, 16, takes, 256, shared, new_entry(), takes_shape, nullptr};
+}
+
+Entered of_16_bits(DType t) {
+  return {
+      sm80(t, 64, 128, 64, 49280),
+      sm80(t, 64, 64, 64, 41088),
+      sm80(t, 128, 128, 48, 82048),
+      sm80(t, 128, 64, 64, 49280),
+      sm80(t, 192, 64, 80, 86144),
+      sm80(t, 192, 64, 32, 73856),
+      sm80(t, 256, 64, 64, 107136),  // two warps share rows
+      sm80(t, 256, 64, 64, 98432),
+      sm90(t, 64, 64, 192, 128, 173056),
+      sm90(t, 64, 64, 128, 128, 148480),
+      sm90(t, 64, 64, 128, 128, 148480, kScoreMods),
+      sm90(t, 96, 96, 128, 128, 230400),
+      sm90(t, 96, 96, 128, 128, 230400, kScoreMods),
+      sm90(t, 128, 128, 128, 128, 230400),
+      sm90(t, 128, 128, 128, 128, 230400, kScoreMods),
+      sm90(t, 192, 128, 128, 112, 226304),
+      sm90(t, 192, 128, 128, 112, 226304, kScoreMods),
+      sm90(t, 192, 192, 128, 96, 230400),
+      sm90(t, 192, 192, 128, 80, 205824, kScoreMods),
+      sm90(t, 256, 256, 128, 64, 230400),
+      sm90(t, 256, 256, 128, 64, 230400, kScoreMods),
+      brief(t, 64, 1, 25600),
+      brief(t, 64, 2, 93184),
+      brief(t, 128, 1, 50176),
+      brief(t, 128, 2, 183296),
+      decode(t, 64, 16, 16, 128, 99456, kPlainDecode),
+      decode(t, 64, 16, 16, 128, 99456),
+      decode(t, 64, 64, 64, 128, 99072),
+      decode(t, 128, 16, 16, 128, 99456, kPlainDecode),
+      decode(t, 128, 16, 16, 128, 99456),
+      decode(t, 128, 64, 64, 128, 99072),
+      decode(t, 192, 16, 16, 64, 80512, kPlainDecode),
+      decode(t, 192, 16, 16, 64, 80512),
+      decode(t, 192, 64, 32, 128, 99072),
+      decode(t, 256, 16, 16, 64, 74368, kPlainDecode),
+      decode(t, 256, 16, 16, 64, 74368),
+      decode(t, 256, 64, 32, 128, 99072),
+      narrow<64>(t, 55680),
+      narrow<128>(t, 105856),
+      cluster<64>(t, 214144),
+      cluster<64>(t, 214144, NewKeys | RotaryEmbedding),
+      cluster<128>(t, 230528),
+      cluster<128>(t, 230528, NewKeys | RotaryEmbedding),
+  };
+}
+
+Entered const kHalf = of_16_bits(DType::Float16), kBFloat = of_16_bits(DType::BFloat16);
+Entered const kFloat{
+    simt(32, 128, 64, 128, 65536),
+    simt(32, 64, 32, 128, 24576),
+    simt(64, 128, 64, 128, 98304),
+    simt(64, 32, 64, 64, 49152),
+    simt(64, 64, 32, 128, 40960),
+    simt(96, 64, 64, 128, 90112),
+    simt(96, 64, 32, 128, 57344),
+    simt(128, 128, 96, 256, 212992),
+    simt(128, 64, 64, 128, 114688),
+    simt(128, 64, 32, 128, 73728),
+    simt(192, 64, 32, 128, 106496),
+    simt(192, 32, 32, 64, 77824),
+    simt(224, 32, 32, 64, 90112),
+    simt(256, 128, 32, 256, 212992),
+    simt(256, 64, 32, 128, 139264),
+    decode(DType::Float32, 64, 16, 8, 128, 70784),
+    decode(DType::Float32, 128, 16, 8, 128, 74880),
+    decode(DType::Float32, 256, 16, 8, 64, 82560),
+};
+
+}  // namespace
+}  // namespace cutlass_ext

@@ -1,0 +1,564 @@
+// What the host makes of calls, on GPUs that are not there: which kernel, how many splits, which grid, which workspace;
+// and that each call has a kernel that takes all of it, or a refusal that names an argument.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fake_cuda.hpp"
+#include "host/counters.hpp"
+#include "host/merge.hpp"
+#include "host/plan.hpp"
+
+namespace cutlass_ext {
+
+// The parts of host/ that are compiled by nvcc: they note what is asked of them.
+static size_t counters_asked = 0;
+static int merges = 0;
+unsigned* zero_counters(int, cudaStream_t, size_t count, std::function<void*(size_t)> const&) {
+  static unsigned counters[2];
+  counters_asked = count;
+  return counters;
+}
+void merge_splits(DType, Params const&, cudaStream_t) { ++merges; }
+
+namespace {
+
+constexpr auto kAnywhere = uintptr_t(1) << 30;  // device memory, never read
+
+template <class T = int>
+T* somewhere() {
+  return reinterpret_cast<T*>(kAnywhere);
+}
+
+/// A call of contiguous tensors, and what is asked besides.
+struct Call {
+  Params p;
+  Request request;
+  fake::Gpu gpu = fake::kH200;
+
+  Call& dtype(DType t) { return request.dtype = t, *this; }
+  Call& backend(char const* name) { return request.backend = name, *this; }
+  Call& splits(int n) { return request.num_splits = n, *this; }
+  Call& on(fake::Gpu other) { return gpu = other, *this; }
+  Call& head_dim_v(int d_v) { return p.head_dim_v = d_v, *this; }
+  Call& window(int left, int right) { return p.window_left = left, p.window_right = right, *this; }
+  Call& causal() { return window(-1, 0); }
+  Call& softcap() { return p.softcap = 30.f, *this; }
+  Call& sink() { return p.sink = somewhere<float>(), *this; }
+  Call& lengths() { return p.seqused_k = somewhere(), *this; }
+  Call& unaligned() { return p.k = somewhere<char>() + 4, *this; }
+  Call& packed(int total_q, int total_k) {
+    p.cu_seqlens_q = p.cu_seqlens_k = somewhere();
+    p.total_q = total_q, p.total_k = total_k;
+    return *this;
+  }
+  Call& pages(int rows) {
+    p.block_table = somewhere();
+    for (p.page_shift = 0; 1 << p.page_shift < rows;) ++p.page_shift;
+    p.pages = 1000;
+    return *this;
+  }
+  Call& new_keys(int n) {
+    p.n_new = n;
+    p.k_new = p.v_new = somewhere<void>();
+    return *this;
+  }
+};
+
+Call fmha(int batch, int n_q, int n_kv, int heads_q, int heads_kv, int head_dim) {
+  Call call;
+  Params& p = call.p;
+  p.batch = batch, p.n_q = n_q, p.n_kv = n_kv;
+  p.heads_q = heads_q, p.heads_kv = heads_kv;
+  p.head_dim = p.head_dim_v = head_dim;
+  p.q = p.k = p.v = somewhere<void>();
+  call.request.dtype = DType::BFloat16;
+  return call;
+}
+
+/// Of float32.
+Call fmha32(int batch, int n_q, int n_kv, int heads_q, int heads_kv, int head_dim) {
+  return fmha(batch, n_q, n_kv, heads_q, heads_kv, head_dim).dtype(DType::Float32);
+}
+
+/// Of the cache operator.
+Call kvcache(int batch, int n_q, int n_kv, int heads_q, int heads_kv, int head_dim) {
+  Call call = fmha(batch, n_q, n_kv, heads_q, heads_kv, head_dim);
+  call.request.is_cache = true;
+  call.p.pages = batch;
+  call.p.start_pos_kind = StartPos::End;
+  return call;
+}
+
+Plan plan_of(Call const& call, Params* params) {
+  Params& p = *params = call.p;
+  auto const strides = [](int64_t rows, int64_t heads, int64_t d) { return Strides{rows * heads * d, heads * d, d}; };
+  int64_t const keys = p.block_table ? 1 << p.page_shift : p.stored_keys();
+  p.q_stride = strides(p.stored_rows(), p.heads_q, p.head_dim);
+  p.k_stride = strides(keys, p.heads_kv, p.head_dim);
+  p.v_stride = strides(keys, p.heads_kv, p.head_dim_v);
+  p.k_new_stride = strides(p.n_new, p.heads_kv, p.head_dim);
+  p.v_new_stride = strides(p.n_new, p.heads_kv, p.head_dim_v);
+  p.element_bytes = call.request.dtype == DType::Float32 ? 4 : 2;
+  fake::use(call.gpu);
+  return plan(&p, call.request);
+}
+
+/// A plan in a line: family, kind, tile with its head_dim, the warpgroups of a short kernel, whether a kernel that
+/// there is with and without some features is the plain one; splits; grid; counters; whether splits are merged apart.
+std::string line_of(Call const& call) {
+  std::ostringstream line;
+  try {
+    Params p;
+    Plan const plan = plan_of(call, &p);
+    if (!plan.kernel) return plan.refusal;
+    Kernel const& k = *plan.kernel;
+    dim3 const& ctas = plan.grid.ctas;
+    line << k.family << " " << name_of(k.kind) << " " << k.block_r << "x" << k.block_c << " d" << k.head_dim;
+    if (k.kind == Kind::Short) line << " by " << k.threads / 128;
+    if (k.kind == Kind::Persistent || k.kind == Kind::Decode) line << (k.takes & feature::Softcap ? "" : " plain");
+    line << ", ";
+    if (plan.splits == 0)
+      line << "shared out";
+    else
+      line << plan.splits << (plan.splits == 1 ? " split" : " splits");
+    line << ", grid " << ctas.x;
+    if (ctas.y != 1 || ctas.z != 1) line << " " << ctas.y << " " << ctas.z;
+    if (plan.grid.cluster > 1) line << " in clusters of " << plan.grid.cluster;
+    if (plan.counters > 0) line << ", " << plan.counters << " counters";
+    if (plan.merges_apart) line << ", merged apart";
+  } catch (std::runtime_error const& error) {
+    return error.what();
+  }
+  return line.str();
+}
+
+struct Case {
+  char const* text;
+  Call call;
+  char const* expected;
+};
+#define CASE(call, expected) {#call, call, expected}
+
+void check(std::vector<Case> const& cases) {
+  for (Case const& c : cases) EXPECT_EQ(line_of(c.call), c.expected) << c.text;
+}
+
+// ------------------------------------------------------------------------------------------------ which plan
+TEST(Plan, OfManyQueryRows) {
+  check({
+      CASE(fmha(2, 4096, 4096, 16, 16, 128), "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(2, 4096, 4096, 16, 16, 128).causal(),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(2, 4096, 4096, 16, 16, 128).dtype(DType::Float16).window(100, 0),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(4, 4096, 4096, 32, 8, 64), "sm90 persistent 192x128 d64 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(4, 2000, 2000, 4, 4, 64), "sm90 persistent 192x128 d64 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(2, 4096, 4096, 32, 8, 96), "sm90 persistent 128x128 d96 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(2, 4096, 4096, 32, 8, 72), "sm90 persistent 128x128 d96 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(2, 4096, 4096, 16, 16, 192), "sm90 persistent 128x96 d192 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(2, 4096, 4096, 16, 16, 192).softcap(), "sm90 persistent 128x80 d192, 1 split, grid 132, 2 counters"),
+      CASE(fmha(2, 4096, 4096, 16, 16, 192).head_dim_v(128),
+           "sm90 persistent 128x112 d192 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(2, 4096, 4096, 16, 16, 256).lengths(),
+           "sm90 persistent 128x64 d256 plain, 1 split, grid 132, 2 counters"),
+      // Few tiles: split keys, unless the caller says how many there are to be.
+      CASE(fmha(1, 2048, 16384, 1, 1, 128),
+           "sm90 persistent 128x128 d128 plain, 8 splits, grid 128, 2 counters, merged apart"),
+      CASE(fmha(1, 2048, 16384, 1, 1, 128).window(500, 0), "sm90 short 64x64 d128 by 2, 1 split, grid 1 32 1"),
+      CASE(fmha(1, 2048, 16384, 1, 1, 128).splits(1),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 16, 2 counters"),
+      CASE(fmha(1, 2048, 16384, 1, 1, 128).splits(3),
+           "sm90 persistent 128x128 d128 plain, 3 splits, grid 48, 2 counters, merged apart"),
+      // Packed.
+      CASE(fmha(4, 1000, 1000, 16, 16, 128).packed(2500, 2500),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(4, 1, 1000, 16, 16, 128).packed(4, 2500),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 64, 2 counters"),
+      CASE(fmha(4, 1, 1000, 16, 16, 64).packed(4, 2500).splits(1),
+           "sm90 persistent 192x128 d64 plain, 1 split, grid 64, 2 counters"),
+      // Over before a pipeline is full, or just not.
+      CASE(fmha(1, 384, 384, 32, 8, 128), "sm90 persistent 128x128 d128 plain, 1 split, grid 96, 2 counters"),
+      CASE(fmha(1, 256, 256, 32, 8, 128).causal(), "sm90 short 64x64 d128 by 2, 1 split, grid 32 4 1"),
+      CASE(fmha(32, 197, 197, 32, 8, 64).causal().sink(), "sm90 short 64x64 d64 by 1, 1 split, grid 32 4 32"),
+      CASE(fmha(8, 64, 64, 32, 8, 64).softcap(), "sm80 tiles 64x64 d64, 1 split, grid 256"),
+      CASE(fmha(8, 64, 64, 32, 8, 64).softcap().splits(1),
+           "sm90 persistent 128x128 d64, 1 split, grid 132, 2 counters"),
+      CASE(fmha(8, 64, 64, 32, 8, 64).softcap().backend("sm90"),
+           "sm90 persistent 128x128 d64, 1 split, grid 132, 2 counters"),
+      // Forced, unaligned, other GPUs.
+      CASE(fmha(2, 4096, 4096, 16, 16, 128).backend("sm80"), "sm80 tiles 128x48 d128, 1 split, grid 1024"),
+      CASE(fmha(2, 4096, 4096, 16, 16, 128).unaligned(), "sm80 tiles 128x48 d128, 1 split, grid 1024"),
+      CASE(fmha(1, 8, 4096, 16, 16, 128).unaligned(), "sm80 tiles 64x64 d128, 32 splits, grid 512, merged apart"),
+      CASE(fmha(2, 4096, 4096, 16, 16, 128).on(fake::kA100), "sm80 tiles 128x48 d128, 1 split, grid 1024"),
+      CASE(fmha(1, 100, 4096, 16, 16, 128).on(fake::kA100), "sm80 tiles 64x64 d128, 10 splits, grid 320, merged apart"),
+      CASE(fmha(2, 4096, 4096, 16, 16, 192).on(fake::kA40), "sm80 tiles 64x80 d192, 1 split, grid 2048"),
+      CASE(fmha(2, 4096, 4096, 16, 16, 256).on(fake::kA100), "sm80 tiles 64x64 d256, 1 split, grid 2048"),
+      CASE(fmha(2, 4096, 4096, 16, 16, 256).on(fake::kA40), "sm80 tiles 64x64 d256, 1 split, grid 2048"),
+  });
+}
+
+TEST(Plan, OfFloat32) {
+  check({
+      CASE(fmha32(2, 4096, 4096, 16, 16, 64), "simt tiles 128x64 d64, 1 split, grid 1024"),
+      CASE(fmha32(1, 1024, 1024, 16, 16, 64), "simt tiles 32x64 d64, 1 split, grid 512"),
+      // Half of a tile or more is not to be empty.
+      CASE(fmha32(64, 65, 1024, 16, 16, 64), "simt tiles 128x64 d64, 1 split, grid 1024"),
+      CASE(fmha32(64, 64, 1024, 16, 16, 64), "simt tiles 32x64 d64, 1 split, grid 2048"),
+      CASE(fmha32(64, 64, 1024, 16, 16, 64).splits(1), "simt tiles 32x64 d64, 1 split, grid 2048"),
+      CASE(fmha32(1, 20, 1024, 4, 4, 64), "simt tiles 64x32 d64, 16 splits, grid 64, merged apart"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 128), "simt tiles 128x96 d128, 1 split, grid 1024"),
+      CASE(fmha32(1, 1000, 1000, 16, 16, 128), "simt tiles 128x96 d128, 1 split, grid 128"),
+      CASE(fmha32(1, 100, 1000, 16, 16, 128), "simt tiles 64x32 d128, 11 splits, grid 352, merged apart"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 128).on(fake::kA100), "simt tiles 64x64 d128, 1 split, grid 2048"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 128).on(fake::kA40), "simt tiles 64x32 d128, 1 split, grid 2048"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 200), "simt tiles 32x32 d224, 1 split, grid 4096"),
+      CASE(fmha32(1, 4, 4096, 32, 8, 128), "simt decode 16x8 d128, shared out, grid 264, 8 counters"),
+      CASE(fmha32(1, 4, 4096, 32, 8, 128).splits(3), "simt decode 16x8 d128, 3 splits, grid 24, 8 counters"),
+  });
+}
+
+TEST(Plan, OfFewQueryRows) {
+  check({
+      CASE(fmha(1, 1, 4096, 32, 8, 128), "sm90 cluster 8x16 d128, 8 splits, grid 8 8 1 in clusters of 8"),
+      CASE(fmha(4, 1, 4096, 32, 8, 128), "sm90 cluster 8x16 d128, 4 splits, grid 4 8 4 in clusters of 4"),
+      CASE(fmha(1, 1, 100000, 32, 8, 128), "sm80 narrow 8x16 d128, shared out, grid 8 16 1, 8 counters"),
+      CASE(fmha(64, 1, 4096, 32, 8, 128), "sm80 narrow 8x16 d128, shared out, grid 8 16 1, 512 counters"),
+      CASE(fmha(64, 1, 4096, 32, 8, 128).lengths(), "sm80 narrow 8x16 d128, shared out, grid 8 33 1, 512 counters"),
+      CASE(fmha(300, 1, 4096, 32, 8, 128), "sm80 decode 16x16 d128 plain, shared out, grid 264, 2400 counters"),
+      CASE(fmha(4, 4, 4096, 32, 8, 128), "sm80 decode 16x16 d128 plain, shared out, grid 128, 32 counters"),
+      CASE(fmha(4, 1, 4096, 32, 8, 128).softcap(), "sm80 decode 16x16 d128, shared out, grid 128, 32 counters"),
+      CASE(fmha(4, 16, 4096, 64, 8, 128), "sm80 decode 64x64 d128, shared out, grid 128, 64 counters"),
+      CASE(fmha(4, 17, 4096, 64, 8, 128), "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(4, 1, 4096, 32, 8, 192).head_dim_v(128),
+           "sm80 decode 16x16 d192 plain, shared out, grid 264, 32 counters"),
+      CASE(fmha(4, 1, 4096, 32, 8, 128).splits(1), "sm80 decode 16x16 d128, 1 split, grid 32"),
+      CASE(fmha(4, 1, 4096, 32, 8, 128).splits(3), "sm80 decode 16x16 d128, 3 splits, grid 96, 32 counters"),
+      CASE(fmha(4, 1, 4096, 32, 8, 128).backend("sm80"), "sm80 narrow 8x16 d128, shared out, grid 8 16 1, 32 counters"),
+      CASE(fmha(4, 1, 4096, 32, 8, 128).on(fake::kA100), "sm80 narrow 8x16 d128, shared out, grid 8 13 1, 32 counters"),
+      CASE(fmha(4, 1, 4096, 32, 8, 128).on(fake::kA40),
+           "sm80 decode 16x16 d128 plain, shared out, grid 80, 32 counters"),
+      // Where no kernel of a family decodes, its query tiles do.
+      CASE(fmha(4, 1, 4096, 64, 4, 128).backend("sm90"),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+  });
+}
+
+TEST(Plan, OfACache) {
+  check({
+      CASE(kvcache(4, 1, 4096, 32, 8, 128).lengths(), "sm90 cluster 8x16 d128, 4 splits, grid 4 8 4 in clusters of 4"),
+      CASE(kvcache(64, 1, 4096, 32, 8, 128).lengths(), "sm80 narrow 8x16 d128, shared out, grid 8 33 1, 512 counters"),
+      CASE(kvcache(64, 1, 4096, 32, 8, 128).lengths().pages(16),
+           "sm80 narrow 8x16 d128, shared out, grid 8 33 1, 512 counters"),
+      CASE(kvcache(64, 1, 4096, 32, 8, 128).lengths().pages(8),
+           "sm80 decode 16x16 d128 plain, shared out, grid 264, 512 counters"),
+      CASE(kvcache(4, 1, 4096, 32, 8, 128).lengths().new_keys(1),
+           "sm90 cluster 8x16 d128, 4 splits, grid 4 8 4 in clusters of 4"),
+      CASE(kvcache(64, 1, 4096, 32, 8, 128).lengths().new_keys(1),
+           "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
+      CASE(kvcache(64, 0, 4096, 32, 8, 128).lengths().new_keys(20),
+           "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
+      CASE(kvcache(2, 0, 4096, 32, 8, 128).lengths().new_keys(20),
+           "sm90 cluster 8x16 d128, 8 splits, grid 8 8 2 in clusters of 8"),
+      CASE(kvcache(64, 0, 4096, 32, 8, 128).lengths(), "sm80 narrow 8x16 d128, shared out, grid 0, 512 counters"),
+      CASE(kvcache(4, 1, 4096, 32, 8, 128).lengths().unaligned(),
+           "sm80 decode 16x16 d128, shared out, grid 128, 32 counters"),
+      CASE(kvcache(4, 32, 4096, 32, 8, 128).lengths(), "sm80 decode 64x64 d128, shared out, grid 128, 64 counters"),
+      CASE(kvcache(1, 1000, 4096, 8, 8, 64), "sm80 decode 64x64 d64, shared out, grid 128"),
+      CASE(kvcache(1, 1000, 4096, 8, 8, 64).splits(3), "sm80 decode 64x64 d64, 3 splits, grid 384, 128 counters"),
+      CASE(kvcache(4, 1, 4096, 32, 8, 128).backend("sm90"),
+           "sm90 cluster 8x16 d128, 4 splits, grid 4 8 4 in clusters of 4"),
+  });
+}
+
+TEST(Plan, OfNothing) {
+  check({
+      CASE(fmha(0, 4096, 4096, 16, 16, 128), "sm90 short 64x64 d128 by 1, 1 split, grid 0"),
+      CASE(fmha(2, 0, 4096, 16, 16, 128), "sm90 cluster 8x16 d128, 4 splits, grid 0 in clusters of 4"),
+      CASE(fmha(2, 4096, 0, 16, 16, 128), "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(2, 1, 0, 16, 16, 128), "sm90 cluster 8x16 d128, 4 splits, grid 4 16 2 in clusters of 4"),
+      CASE(fmha(0, 0, 0, 16, 16, 128).packed(0, 0), "sm80 tiles 64x64 d128, 1 split, grid 0"),
+      // Few rows, where clusters have no kernel of that head_dim.
+      CASE(fmha(0, 1, 4096, 32, 8, 128), "sm90 cluster 8x16 d128, 8 splits, grid 0 in clusters of 8"),
+      CASE(fmha(0, 1, 4096, 32, 8, 192), "sm80 decode 16x16 d192 plain, shared out, grid 0"),
+      CASE(fmha(0, 1, 4096, 32, 8, 256), "sm80 decode 16x16 d256 plain, shared out, grid 0"),
+      CASE(kvcache(0, 1, 4096, 32, 8, 256).new_keys(1), "sm80 decode 16x16 d256, shared out, grid 0"),
+  });
+}
+
+/// How the refusals begin; what would do instead follows.
+TEST(Plan, OfNone) {
+  std::pair<Call, std::string> const refusals[] = {
+      {fmha(2, 4096, 4096, 16, 16, 128).backend("simt"),
+       R"(q: no kernel of backend "simt" for this GPU takes bfloat16 with head_dim 128)"},
+      {fmha(2, 4096, 4096, 16, 16, 128).on(fake::kA100).backend("sm90"), R"(q: no kernel of backend "sm90" for this)"},
+      {fmha(2, 4096, 4096, 16, 16, 128).backend("sm90").unaligned(), R"(q, k, v: no kernel of backend "sm90" takes)"},
+      {fmha32(2, 4096, 4096, 16, 16, 256).on(fake::kA40), "q: no kernel for this GPU takes float32 with head_dim 256"},
+      // Of a cache sm90 has clusters alone.
+      {kvcache(4, 1, 4096, 32, 8, 128).backend("sm90").splits(3), R"(num_splits: no kernel of backend "sm90")"},
+      {kvcache(4, 1, 4096, 32, 8, 128).backend("sm90").softcap(), R"(softcap: no kernel of backend "sm90")"},
+      {kvcache(4, 100, 4096, 32, 8, 128).backend("sm90"), R"(backend: no kernel of backend "sm90" is for a call of)"},
+      {kvcache(64, 1, 4096, 32, 8, 128).backend("sm90"), R"(backend: no kernel of backend "sm90" is for a call of)"},
+      // More CTAs than a launch has.
+      {fmha(65536, 17, 64, 32768, 1, 64), "cutlass_ext.ValueError: q: has 2147483648 tiles of query rows"},
+      {kvcache(65536, 16, 64, 32768, 32768, 64).splits(1), "cutlass_ext.ValueError: q: asks for 2147483648 CTAs"},
+  };
+  for (auto const& [call, begins] : refusals) EXPECT_EQ(line_of(call).substr(0, begins.size()), begins);
+}
+
+// ------------------------------------------------------------------------------------------------ whatever the call
+/// A call that the checks of torch/ would let through, now and then a very large one.
+Call random_call(std::mt19937& random) {
+  auto const one_in = [&](unsigned n) { return random() % n == 0; };
+  auto const pick = [&](std::initializer_list<int> of) { return of.begin()[random() % of.size()]; };
+  int const far = kMaxPosition - 1;
+  bool const huge = one_in(8), is_cache = one_in(3);
+  int const batch = huge ? pick({1, 1000, 65535, 65536, 1 << 20}) : pick({0, 1, 1, 2, 3, 8, 33, 64, 257});
+  int n_q =
+      huge ? pick({0, 1, 16, 17, 1000, 131072, far}) : pick({0, 1, 1, 1, 2, 4, 8, 16, 17, 64, 100, 128, 513, 4096});
+  int n_kv = huge ? pick({0, 1, 64, 1000, 131072, far}) : pick({0, 1, 5, 64, 129, 1000, 4096, 32768});
+  int const heads_kv = huge ? pick({1, 8, 32768, 65536}) : pick({1, 2, 8, 32});
+  int const heads_per_kv = huge ? pick({1, 16, 16384}) : pick({1, 1, 2, 5, 8, 16});
+  Call call = (is_cache ? kvcache : fmha)(batch, n_q, n_kv, heads_kv * heads_per_kv, heads_kv,
+                                          pick({8, 64, 64, 72, 96, 128, 128, 160, 192, 200, 256}));
+  Params& p = call.p;
+  call.on(static_cast<fake::Gpu>(pick({0, 0, 0, 1, 2})));
+  call.dtype(static_cast<DType>(pick({0, 1, 2})));
+  if (one_in(3)) call.backend(one_in(3) ? "simt" : one_in(2) ? "sm80" : "sm90");
+  if (one_in(4)) call.splits(pick({1, 2, 3, 7, 1024}));
+  if (one_in(4)) call.head_dim_v(pick({8, 64, 128, 192, 256}));
+  if (one_in(3)) call.window(pick({-1, 0, 3, 1000, (1 << 30) - 1}), pick({-1, 0, 0, 200, (1 << 30) - 1}));
+  if (one_in(6)) call.softcap();
+  if (one_in(6)) p.alibi_slopes = somewhere<float>();
+  if (one_in(5)) call.sink();
+  if (one_in(3)) call.lengths();
+  if (one_in(6)) p.leftpad_k = somewhere();
+  if (one_in(12)) call.unaligned();
+  p.start_pos_kind = static_cast<StartPos>(pick({0, 0, 1, 2, 2}));
+  if (p.start_pos_kind == StartPos::PerBatch) p.start_positions = somewhere();
+  if (p.start_pos_kind == StartPos::Scalar) p.start_pos = pick({0, 0, -3, 1000, far, -far});
+  if (is_cache) {
+    if (one_in(2)) call.new_keys(std::min(p.n_kv, pick({1, 1, 4, 20})));
+    if (!p.seqused_k && one_in(2)) p.n_cached = p.n_kv - p.n_new;
+    if (p.n_new > 0 && one_in(3)) p.rotary.cos = p.rotary.sin = somewhere<void>();
+    if (one_in(3)) {
+      call.pages(pick({1, 8, 16, 256}));
+    } else if (one_in(4)) {
+      p.batch_idx = somewhere();
+    }
+  } else if (one_in(4)) {
+    call.packed(static_cast<int>(std::min<int64_t>(far, int64_t(batch) * n_q)),
+                static_cast<int>(std::min<int64_t>(far, int64_t(batch) * n_kv)));
+    p.n_q = std::min(n_q, p.total_q), p.n_kv = std::min(n_kv, p.total_k);
+  }
+  return call;
+}
+
+/// Whether there can be such tensors: of fewer than 2^60 elements, in a cache fewer than 2^34 keys. Packed sequences
+/// count as if all were as long as the longest.
+bool can_be(Params const& p, bool is_cache) {
+  double const rows_and_heads = std::max(1. * p.n_q * p.heads_q, 1. * p.n_kv * p.heads_kv);
+  return p.batch * rows_and_heads * 256 < 0x1p60 &&
+         (!is_cache || int64_t(p.batch) * (p.n_kv / 8 + 1) < int64_t(1) << 31);
+}
+
+/// Whether `kernel` can do all that the call asks for, however slowly.
+bool would_do(Kernel const& kernel, Call const& call, Params const& p) {
+  std::string const& backend = call.request.backend;
+  return kernel.dtype == call.request.dtype && (backend == "auto" || backend == kernel.family) &&
+         runs_on(kernel, current_device()) && kernel.takes_sizes(p) && kernel.takes_features(features_of(p));
+}
+
+/// Whether `text` begins with the name of an argument.
+bool names_an_argument(std::string const& text) {
+  std::string const name = text.substr(0, text.find(": "));
+  if (name == "q" || name == "backend") return true;
+  for (int bit = 0; bit < feature::kCount; ++bit) {
+    if (name == argument_of(Features(1) << bit)) return true;
+  }
+  return false;
+}
+
+void check_launch(Call const& call, Params const& p, Plan const& plan) {
+  Kernel const& kernel = *plan.kernel;
+  dim3 const& ctas = plan.grid.ctas;
+  bool const decodes = kernel.kind >= Kind::Decode;
+  EXPECT_TRUE(would_do(kernel, call, p));
+  EXPECT_TRUE(decodes || !call.request.is_cache);
+  if (p.batch == 0 || (p.n_q == 0 && p.n_new == 0)) {
+    EXPECT_EQ(ctas.x, 0u);
+    return;
+  }
+  EXPECT_TRUE(ctas.x > 0 && ctas.x <= INT32_MAX);
+  EXPECT_TRUE(ctas.y > 0 && ctas.y < 65536 && ctas.z > 0 && ctas.z < 65536);
+  EXPECT_TRUE(ctas.x % plan.grid.cluster == 0 && (kernel.kind == Kind::Cluster) == (plan.grid.cluster > 1));
+  if (p.fixed_splits) {
+    EXPECT_EQ(plan.splits, call.request.num_splits);
+  }
+  EXPECT_EQ(plan.merges_apart, !decodes && plan.splits > 1);
+  if (plan.merges_apart) {
+    EXPECT_EQ(plan.partial_rows, plan.splits * p.result_rows());
+  }
+  if (kernel.kind == Kind::Tiles) {
+    EXPECT_EQ(ctas.x, p.scheduler.size());
+  }
+  EXPECT_NE(plan.reason(p, call.request), "");
+}
+
+TEST(Plan, OfWhateverCall) {
+  std::mt19937 random(13);
+  int planned = 0, refused = 0, too_large = 0;
+  for (int i = 0; i < 20000; ++i) {
+    SCOPED_TRACE(testing::Message() << "call " << i);
+    Call const call = random_call(random);
+    if (!can_be(call.p, call.request.is_cache)) continue;
+    Params p;
+    try {
+      Plan const plan = plan_of(call, &p);
+      if (plan.kernel) {
+        ++planned;
+        check_launch(call, p, plan);
+        continue;
+      }
+      ++refused;
+      EXPECT_TRUE(names_an_argument(plan.refusal)) << plan.refusal;
+      for (Kernel const& kernel : kernels()) {
+        bool const in_question = call.request.is_cache ? kernel.kind == Kind::Decode
+                                                       : kernel.kind == Kind::Persistent || kernel.kind == Kind::Tiles;
+        EXPECT_FALSE(in_question && would_do(kernel, call, p)) << plan.refusal;
+      }
+    } catch (std::runtime_error const& error) {
+      ++too_large;
+      EXPECT_EQ(std::string(error.what()).find("cutlass_ext.ValueError: q: "), 0u) << error.what();
+      EXPECT_GE(1. * p.batch * p.heads_q * std::max(p.n_q, 1) * p.num_splits, 0x1p31) << error.what();
+    }
+  }
+  EXPECT_TRUE(planned > 10000 && refused > 500 && too_large > 50) << planned << " " << refused << " " << too_large;
+}
+
+/// With the number of splits fixed a sequence's bits do not depend on those that it comes with.
+TEST(Plan, OfFixedSplitsForgetsTheBatch) {
+  auto const expect_same = [](Call const& one, Call const& many) {
+    Params p;
+    Plan const a = plan_of(one, &p), b = plan_of(many, &p);
+    ASSERT_TRUE(a.kernel);
+    EXPECT_EQ(a.kernel->entry, b.kernel->entry) << line_of(one) << " and " << line_of(many);
+    EXPECT_EQ(a.splits, b.splits);
+  };
+  for (fake::Gpu gpu : {fake::kH200, fake::kA100}) {
+    for (DType dtype : {DType::Float32, DType::BFloat16}) {
+      for (int head_dim : {32, 64, 96, 128, 192, 256}) {
+        for (int splits : {1, 3}) {
+          for (int n_q : {1, 4, 16, 17, 33, 64, 65, 100, 129, 1000}) {
+            for (int n_kv : {0, 64, 1000}) {
+              auto const padded = [&](auto const& of, int batch) {
+                return of(batch, n_q, n_kv, 8, 2, head_dim).dtype(dtype).splits(splits).on(gpu).causal();
+              };
+              expect_same(padded(fmha, 1), padded(fmha, 64));
+              expect_same(padded(kvcache, 1), padded(kvcache, 64));
+              // Packed sequences come with longer ones, too.
+              expect_same(padded(fmha, 1).packed(n_q, n_kv), fmha(64, 2000, 3000, 8, 2, head_dim)
+                                                                 .dtype(dtype)
+                                                                 .splits(splits)
+                                                                 .on(gpu)
+                                                                 .causal()
+                                                                 .packed(20000, 30000));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Plan, WithAKernelThatTheCallerChose) {
+  for (Kernel const& kernel : kernels()) {
+    if (kernel.kind != Kind::Tiles && kernel.kind != Kind::Persistent) continue;
+    Params p = fmha(2, 1000, 1000, 8, 8, 64).p;
+    p.num_splits = 3;
+    fake::use(fake::kH200);
+    Plan const plan = plan_with(kernel, &p);
+    EXPECT_EQ(plan.kernel, &kernel);
+    EXPECT_EQ(plan.splits, 3);
+    EXPECT_EQ(p.scheduler.size(), 2 * 8 * 3 * Scheduler::tiles_of(1000, kernel.block_r));
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ features
+TEST(Features, OneThatNoKernelKnowsIsTakenByNone) {
+  Features const last = Features(1) << (feature::kCount - 1), made_up = last << 1;
+  Features all = 0;
+  for (Kernel const& kernel : kernels()) {
+    all |= kernel.takes;
+    EXPECT_TRUE(kernel.takes_features(kernel.takes));
+    EXPECT_FALSE(kernel.takes_features(kernel.takes | made_up));
+  }
+  EXPECT_EQ(all, made_up - 1) << "every bit below is taken by some kernel";
+  EXPECT_STREQ(argument_of(last), "q, k, v");
+  EXPECT_STREQ(argument_of(last | made_up), "q, k, v");
+  EXPECT_STREQ(argument_of(made_up), "(unknown)");
+  EXPECT_STREQ(argument_of(feature::Sink | last), "sink");
+}
+
+// ------------------------------------------------------------------------------------------------ the launch
+/// What the kernel was launched with.
+struct Launched {
+  int times = 0;
+  Params params;
+};
+Launched launched;
+
+void launch_of(Call const& call, size_t* bytes) {
+  launched = {};
+  counters_asked = 0, merges = 0, *bytes = 0;
+  Params p;
+  Plan plan = plan_of(call, &p);
+  Kernel kernel = *plan.kernel;
+  kernel.launch = [](Params const& params, Grid const&, cudaStream_t) {
+    ++launched.times;
+    launched.params = params;
+  };
+  plan.kernel = &kernel;
+  run(plan, p, nullptr, [&](size_t asked) {
+    *bytes += asked;
+    return somewhere<void>();
+  });
+}
+
+TEST(Run, GivesAKernelTheWorkspaceThatItWants) {
+  size_t bytes;
+  launch_of(fmha(2, 1000, 1000, 8, 8, 128).splits(3).head_dim_v(64), &bytes);
+  EXPECT_EQ(launched.times, 1);
+  EXPECT_EQ(counters_asked, 2u);
+  EXPECT_EQ(merges, 1);
+  EXPECT_EQ(bytes, 3u * 2 * 8 * 1000 * (64 + 1) * 4);  // O and lse of three splits
+  EXPECT_EQ(launched.params.lse_partial - launched.params.o_partial, 3 * 2 * 8 * 1000 * 64);
+
+  launch_of(kvcache(4, 1, 4096, 32, 8, 128).splits(3), &bytes);
+  EXPECT_EQ(launched.times, 1);
+  EXPECT_EQ(counters_asked, 4u * 8);
+  EXPECT_EQ(merges, 0);                               // in the same launch
+  EXPECT_EQ(bytes, 4u * 3 * 8 * 16 * (128 + 2) * 4);  // O, m and l of whole tiles
+
+  launch_of(fmha(1, 256, 256, 32, 8, 128), &bytes);
+  EXPECT_EQ(launched.times, 1);
+  EXPECT_EQ(counters_asked + bytes + merges, 0u);
+}
+
+TEST(Run, LaunchesNothingWhereThereIsNothingToDo) {
+  size_t bytes;
+  for (Call const& call :
+       {fmha(0, 1000, 1000, 8, 8, 128), fmha(2, 0, 1000, 8, 8, 128).splits(3), kvcache(2, 0, 1000, 8, 8, 128)}) {
+    launch_of(call, &bytes);
+    EXPECT_EQ(launched.times + counters_asked + bytes + merges, 0u);
+  }
+}
+
+}  // namespace
+}  // namespace cutlass_ext
