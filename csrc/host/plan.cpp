@@ -197,7 +197,8 @@ std::string refusal_of(Call const& call) {
 
 Plan plan(Params* params, Request const& request) {
   params->heads_per_kv = cutlass::FastDivmod(params->heads_q / params->heads_kv);
-  params->fixed_splits = request.num_splits > 0;
+  params->fixed_splits =
+      request.num_splits > 0 || (params->n_q <= kMaxDecodeRows && decode::has_too_many_keys(*params));
   params->num_splits = std::max(request.num_splits, 1);
   Call const call{*params, request, current_device(), features_of(*params)};
   Plan plan;

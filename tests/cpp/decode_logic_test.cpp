@@ -111,7 +111,10 @@ TEST(KeyTiles, NewKeysAreVisitedWhoeverSeesThem) {
 
 TEST(Limits, CountersStayBelow32Bits) {
   EXPECT_TRUE(fits(call(64, 1, 8, 8, 1 << 20)));
-  EXPECT_FALSE(fits(call(32768, 1, 8, 8, 1 << 20))) << "2^32 tiles of 8 keys";
+  Params many = call(32768, 1, 8, 8, 1 << 20);
+  EXPECT_FALSE(fits(many)) << "2^32 tiles of 8 keys";
+  many.fixed_splits = true;
+  EXPECT_TRUE(fits(many)) << "each sequence has parts of its own";
   EXPECT_FALSE(fits(call(1, 1 << 28, 8, 1, 64))) << "2^31 packed rows";
   Params p = call(3, 1, 8, 4, 64);
   p.groups = 1;

@@ -1,4 +1,4 @@
-// Who owns which slice of the pool of counters: streams and captures of two devices, until there are none left.
+// Who owns which counters of the pool: streams and captures of two devices, until there are none left.
 #include <gtest/gtest.h>
 
 #include "host/slices.hpp"
@@ -6,42 +6,39 @@
 namespace cutlass_ext {
 namespace {
 
-using Key = SliceOwners::Key;  // device, capture, stream
+constexpr size_t kPool = 4 * Slices::kLeast;
 
 TEST(Slices, AStreamKeepsItsOwn) {
-  SliceOwners owners(2);
-  bool fresh;
-  int const slice = owners.slice_of(Key{0, 0, 7}, &fresh);
-  EXPECT_TRUE(fresh);
-  EXPECT_NE(owners.slice_of(Key{0, 5, 7}, &fresh), slice) << "a capture on the same stream";
-  EXPECT_TRUE(fresh);
-  EXPECT_EQ(owners.slice_of(Key{0, 0, 7}, &fresh), slice);
-  EXPECT_FALSE(fresh);
+  Slices slices(kPool);
+  size_t const place = slices.place_of({0, 0, 7}, 2);
+  EXPECT_EQ(slices.place_of({0, 0, 7}, Slices::kLeast), place) << "it has more than it asked for";
+  size_t const other = slices.place_of({0, 0, 8}, 2), captured = slices.place_of({0, 5, 7}, 2);
+  EXPECT_GE(other, place + Slices::kLeast);
+  EXPECT_EQ(captured, other + Slices::kLeast) << "a capture on the same stream is another owner";
+  EXPECT_EQ(slices.place_of({0, 6, 7}, 2), captured + 2) << "and is given no more than it asks for";
+  EXPECT_EQ(slices.place_of({0, 0, 7}, 2), place);
 }
 
-TEST(Slices, WhereNoneIsLeftOneIsHadAfterAnotherComesBack) {
-  SliceOwners owners(3);
-  bool fresh;
-  for (unsigned stream = 0; stream < 3; ++stream) EXPECT_EQ(owners.slice_of(Key{0, 0, stream}, &fresh), int(stream));
-  EXPECT_EQ(owners.slice_of(Key{0, 0, 3}, &fresh), -1);
-  EXPECT_EQ(owners.slice_of(Key{0, 0, 3}, &fresh), -1) << "who was refused owns nothing";
-  EXPECT_EQ(owners.slice_of(Key{0, 0, 2}, &fresh), 2) << "the others keep theirs";
+TEST(Slices, WhoWantsMoreMoves) {
+  Slices slices(kPool);
+  size_t const place = slices.place_of({0, 0, 7}, 2);
+  size_t const larger = slices.place_of({0, 0, 7}, Slices::kLeast + 1);
+  EXPECT_GE(larger, place + Slices::kLeast);
+  EXPECT_EQ(slices.place_of({0, 0, 7}, 2), larger);
+}
 
-  owners.give_back(Key{0, 0, 1});
-  EXPECT_EQ(owners.slice_of(Key{0, 0, 3}, &fresh), 1);
-  EXPECT_TRUE(fresh);
-  EXPECT_EQ(owners.slice_of(Key{0, 0, 1}, &fresh), -1);
+TEST(Slices, WhereTooFewAreLeftNobodyElseLosesAny) {
+  Slices slices(kPool);
+  EXPECT_EQ(slices.place_of({0, 0, 7}, kPool), kPool) << "twice as many are wanted for a stream's next calls";
+  EXPECT_EQ(slices.place_of({0, 1, 7}, kPool), 0u);
+  EXPECT_EQ(slices.place_of({0, 2, 7}, 1), kPool);
+  EXPECT_EQ(slices.place_of({0, 1, 7}, 5), 0u);
 }
 
 TEST(Slices, EachDeviceHasItsOwnPool) {
-  SliceOwners owners(1);
-  bool fresh;
-  EXPECT_EQ(owners.slice_of(Key{0, 0, 7}, &fresh), 0);
-  EXPECT_EQ(owners.slice_of(Key{1, 0, 7}, &fresh), 0);
-  EXPECT_TRUE(fresh);
-  owners.give_back(Key{0, 0, 7});
-  EXPECT_EQ(owners.slice_of(Key{1, 0, 8}, &fresh), -1) << "what came back is the other device's";
-  EXPECT_EQ(owners.slice_of(Key{0, 0, 8}, &fresh), 0);
+  Slices slices(kPool);
+  EXPECT_EQ(slices.place_of({0, 1, 7}, kPool), 0u);
+  EXPECT_EQ(slices.place_of({1, 1, 7}, kPool), 0u);
 }
 
 }  // namespace

@@ -25,11 +25,16 @@ constexpr int kMinChunkKeys = 64;
 /// partial results: the first of the sequence that it begins with, the second of one that begins inside.
 constexpr int kPartialsOfCta = 2;
 
-/// What no kernel here can do without: rows and the batch's key tiles (of 8 keys at least) are counted in 32 bits.
+/// Rows, and the key tiles (of 8 keys at least) that are shared out, are counted in 32 bits.
+constexpr int64_t kMostCounted = (int64_t(1) << 31) - 64;
+
+/// Whether the keys of the batch are too many to be shared out; each sequence can have parts of its own.
+inline bool has_too_many_keys(Params const& p) { return int64_t(p.batch) * (p.n_kv / 8 + 1) > kMostCounted; }
+
+/// What no kernel here can do without.
 inline bool fits(Params const& p) {
-  constexpr int64_t kMost = (int64_t(1) << 31) - 64;
-  return !p.packed() && int64_t(p.n_q) * (p.heads_q / p.heads_kv) <= kMost &&
-         int64_t(p.batch) * (p.n_kv / 8 + 1) <= kMost;
+  return !p.packed() && int64_t(p.n_q) * (p.heads_q / p.heads_kv) <= kMostCounted &&
+         (p.fixed_splits || !has_too_many_keys(p));
 }
 
 /// Whether narrow.hpp and cluster.hpp have room for the rows and pages of a call, in tiles of `head_dim` columns.
