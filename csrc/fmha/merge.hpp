@@ -40,12 +40,14 @@ __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_co
   int const lane = threadIdx.x % 32, head = batch_head % params.heads_q;
   int64_t const b = batch_head / params.heads_q;
 
+  // Asked for before the parts, so that it does not come behind them.
+  float const sink_log2 = params.sink ? params.sink[head] * kLog2e : -INFINITY;
   auto const part_of = [&](int split) { return Part{params.lse_partial[split * rows + index], 1.f}; };
   Part all{-INFINITY, 0.f};
   for (int s = 0; s < params.num_splits; ++s) all.m = fmaxf(all.m, part_of(s).m);
   float const base = base_of(all.m);
   for (int s = 0; s < params.num_splits; ++s) all.l += weight_of(part_of(s), base);
-  Finish const finished = finish<Element>(all, params.sink ? params.sink[head] * kLog2e : -INFINITY);
+  Finish const finished = finish<Element>(all, sink_log2);
 
   Element* out = static_cast<Element*>(params.o) + b * params.o_stride.batch + row * params.o_stride.row +
                  head * params.o_stride.head;

@@ -197,12 +197,22 @@ std::string refusal_of(Call const& call) {
 
 Plan plan(Params* params, Request const& request) {
   params->heads_per_kv = cutlass::FastDivmod(params->heads_q / params->heads_kv);
-  params->fixed_splits =
-      request.num_splits > 0 || (params->n_q <= kMaxDecodeRows && decode::has_too_many_keys(*params));
+  params->fixed_splits = request.num_splits > 0;
   params->num_splits = std::max(request.num_splits, 1);
-  Call const call{*params, request, current_device(), features_of(*params)};
+  Call call{*params, request, current_device(), features_of(*params)};
   Plan plan;
-  if (request.is_cache || decodes(call)) plan_decode(call, &plan);
+  if (request.is_cache || decodes(call)) {
+    Features const asked = call.features;
+    if (decode::has_too_many_keys(*params)) {  // each sequence then has parts of its own, one where no more are asked
+      params->fixed_splits = true;
+      call.features |= feature::FixedSplits;
+    }
+    plan_decode(call, &plan);
+    if (!plan.kernel) {
+      params->fixed_splits = request.num_splits > 0;
+      call.features = asked;
+    }
+  }
   if (!plan.kernel && !request.is_cache) plan_prefill(call, &plan);
   if (!plan.kernel) plan.refusal = refusal_of(call);
   if (params->batch == 0 || (params->n_q == 0 && params->n_new == 0)) plan.grid.ctas = dim3(0);
@@ -231,7 +241,7 @@ std::string Plan::reason(Params const& params, Request const& request) const {
     text << ", the keys of the batch shared out among " << params.groups << " groups of them";
   else
     text << ", " << splits << (splits == 1 ? " split" : " splits") << " of the keys";
-  if (params.fixed_splits) text << " as asked";
+  if (request.num_splits > 0) text << " as asked";
   if (!passed_over.empty()) text << "; " << passed_over;
   return text.str();
 }
