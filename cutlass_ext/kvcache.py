@@ -186,7 +186,8 @@ def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: Ten
     tokens = torch.arange(position.numel(), device=k.device)
     token = torch.where(fits.flatten(), tokens, fits.flatten().int().argmax())
     place = page.flatten()[token].clamp(0, pages - 1), (position % page_size).flatten()[token]
-    for cache, new in ((k_cache, k), (v_cache, v)):
+    bits = torch.int16 if k.element_size() == 2 else torch.int32  # what is put back as it was is so to the last NaN
+    for cache, new in ((k_cache.view(bits), k.view(bits)), (v_cache.view(bits), v.view(bits))):
         cache.index_put_(place, torch.where(fits.any(), new.flatten(0, 1)[token], cache[place]))
 
 

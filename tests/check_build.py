@@ -43,8 +43,9 @@ def kernels_without_wgmma() -> list[str] | None:
         if family != "sm90":
             continue
         sass = subprocess.check_output(
-            [disassembler, "-sass", ROOT / "build/objects" / Path(source).with_suffix(".o")], text=True
-        )
+            [disassembler, "-sass", ROOT / "build/objects" / Path(source).with_suffix(".o")], text=True,
+            env={**os.environ, "PATH": os.pathsep.join([str(Path(disassembler).parent), os.environ["PATH"]])},
+        )  # fmt: skip
         for function in sass.split("Function : ")[1:]:
             name = function.split()[0]
             if "4sm90" in name and "HGMMA" not in function:  # of namespace sm90: the decode kernels use mma.sync

@@ -203,13 +203,15 @@ Plan plan(Params* params, Request const& request) {
   Plan plan;
   if (request.is_cache || decodes(call)) {
     Features const asked = call.features;
-    if (decode::has_too_many_keys(*params)) {  // each sequence then has parts of its own, one where no more are asked
+    if (!params->fixed_splits && decode::has_too_many_keys(*params)) {  // each sequence then has parts of its own
       params->fixed_splits = true;
+      params->num_splits = decode::parts_of_many_keys(*params);
       call.features |= feature::FixedSplits;
     }
     plan_decode(call, &plan);
     if (!plan.kernel) {
       params->fixed_splits = request.num_splits > 0;
+      params->num_splits = std::max(request.num_splits, 1);
       call.features = asked;
     }
   }

@@ -31,6 +31,13 @@ constexpr int64_t kMostCounted = (int64_t(1) << 31) - 64;
 /// Whether the keys of the batch are too many to be shared out; each sequence can have parts of its own.
 inline bool has_too_many_keys(Params const& p) { return int64_t(p.batch) * (p.n_kv / 8 + 1) > kMostCounted; }
 
+/// How many, then: of 2^16 keys, since a CTA's sums lose digits with their number (fp32, one part of 2^20 keys: 1.7
+/// times the error that is allowed), while their CTAs are not too many.
+inline int parts_of_many_keys(Params const& p) {
+  int64_t const room = (int64_t(1) << 20) / std::max<int64_t>(1, int64_t(p.batch) * p.heads_kv);
+  return static_cast<int>(std::clamp<int64_t>((p.n_kv >> 16) + 1, 1, std::clamp<int64_t>(room, 1, 1024)));
+}
+
 /// What no kernel here can do without.
 inline bool fits(Params const& p) {
   return !p.packed() && int64_t(p.n_q) * (p.heads_q / p.heads_kv) <= kMostCounted &&
