@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "fake_cuda.hpp"
+#include "fmha/decode/params.hpp"
 #include "host/counters.hpp"
 #include "host/merge.hpp"
 #include "host/plan.hpp"

@@ -32,9 +32,11 @@ constexpr int64_t kMostCounted = (int64_t(1) << 31) - 64;
 inline bool has_too_many_keys(Params const& p) { return int64_t(p.batch) * (p.n_kv / 8 + 1) > kMostCounted; }
 
 /// How many, then: of 2^16 keys, since a CTA's sums lose digits with their number (fp32, one part of 2^20 keys: 1.7
-/// times the error that is allowed), while their CTAs are not too many.
+/// times the error that is allowed), as far as 256 MB of workspace hold them.
 inline int parts_of_many_keys(Params const& p) {
-  int64_t const room = (int64_t(1) << 20) / std::max<int64_t>(1, int64_t(p.batch) * p.heads_kv);
+  int64_t const rows = std::max<int64_t>(16, int64_t(p.n_q) * (p.heads_q / p.heads_kv));
+  int64_t const bytes_a_part = 4 * int64_t(p.batch) * p.heads_kv * rows * (p.head_dim_v + 2);
+  int64_t const room = (int64_t(1) << 28) / std::max<int64_t>(bytes_a_part, 1);
   return static_cast<int>(std::clamp<int64_t>((p.n_kv >> 16) + 1, 1, std::clamp<int64_t>(room, 1, 1024)));
 }
 
