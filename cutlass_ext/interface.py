@@ -40,6 +40,7 @@ def fmha(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    block_table: Tensor | None = None,
     return_lse: bool = False,
     num_splits: int = 0,
     backend: Backend = "auto",
@@ -130,11 +131,11 @@ def fmha(
     # Those at the end that a plain call leaves out would cost it 1.6 us, of the 4.5 that 21 arguments take.
     absent = (
         cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is softmax_scale is alibi_slopes is sink
-        is seqused_k is leftpad_k is start_positions is None
+        is seqused_k is leftpad_k is start_positions is block_table is None
     )  # fmt: skip
     if not absent or (left, right, softcap, num_splits, backend) != (-1, -1, 0.0, 0, "auto"):
         arguments += (
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, left, right, softmax_scale, softcap, alibi_slopes,
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, left, right, softmax_scale, softcap, alibi_slopes,
             sink, seqused_k, leftpad_k, start_positions, num_splits, backend,
         )  # fmt: skip
     out, lse = run(_fmha_torch if backend == "torch" else _fmha, arguments, _NAMES)

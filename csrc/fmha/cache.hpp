@@ -19,11 +19,13 @@ CUTE_HOST_DEVICE bool has_page(int pages, int page) { return 0 <= page && page <
 /// Where row `row` of a sequence lies: the page, or the batch index of a contiguous cache. -1 where the cache has none.
 CUTE_HOST_DEVICE int page_of_row(Cache const& cache, int batch, int row) {
   if (!cache.block_table && !cache.batch_idx) return batch;
-  int const page = cache.block_table ? cache.block_table[batch * cache.block_table_stride + (row >> cache.page_shift)]
+  int const page = cache.block_table ? cache.block_table[batch * cache.block_table_stride + cache.page_rows.div(row)]
                                      : cache.batch_idx[batch];
   return has_page(cache.pages, page) ? page : -1;
 }
-CUTE_HOST_DEVICE int row_in_page(Cache const& cache, int row) { return row & ((1u << cache.page_shift) - 1); }
+CUTE_HOST_DEVICE int row_in_page(Cache const& cache, int row) {
+  return row - cache.page_rows.div(row) * cache.page_rows.divisor;
+}
 
 /// Where query row `token` stands for rotary embedding, if the new keys begin at `first_new`: with them under a causal
 /// mask or a window, else, as flash-attn has it, all rows at the first one's place.

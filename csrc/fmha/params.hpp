@@ -31,9 +31,10 @@ constexpr int kMaxPosition = 1 << 29;
 
 /// Which rows and keys the sequences have, and which of them see each other.
 struct Lengths {
-  int batch = 0;  // sequences
-  int n_q = 0;    // query rows of a sequence; packed: of the longest, and no row past it is computed
-  int n_kv = 0;   // keys that a sequence has room for; packed: of the longest, for the choice of splits alone
+  int batch = 0;       // sequences
+  int n_q = 0;         // query rows of a sequence; packed: of the longest, and no row past it is computed
+  int n_kv = 0;        // keys that a sequence has room for; packed keys: of the longest, for the choice of splits alone
+  int longest_kv = 0;  // keys of the longest sequence, for the choice of splits alone; 0: as many as there is room for
   int start_pos = 0;
   StartPos start_pos_kind = StartPos::Scalar;
   int window_left = -1;                  // -1: unbounded
@@ -42,8 +43,10 @@ struct Lengths {
   int n_new = 0;                         // keys that the call appends
   int total_q = 0;                       // rows of packed q and o
   int total_k = 0;                       // rows of packed k and v
+  int least_q = 0;                       // packed: sequences of fewer query rows, or of more, are another launch's:
+  int most_q = kMaxPosition;             // here they have none
   int const* cu_seqlens_q = nullptr;     // [B + 1]: sequence b has the packed rows cu[b] to cu[b + 1]; null: not packed
-  int const* cu_seqlens_k = nullptr;     // [B + 1], both or none
+  int const* cu_seqlens_k = nullptr;     // [B + 1], with cu_seqlens_q unless the keys lie in pages
   int const* seqused_k = nullptr;        // [B]: keys of each sequence before the call's new ones; null: `n_cached`
   int const* leftpad_k = nullptr;        // [B]; null: 0
   int const* start_positions = nullptr;  // [B]
@@ -52,7 +55,7 @@ struct Lengths {
   /// The batch dimension, the query rows and the keys of the tensors themselves.
   CUTE_HOST_DEVICE int stored_batch() const { return packed() ? 1 : batch; }
   CUTE_HOST_DEVICE int stored_rows() const { return packed() ? total_q : n_q; }
-  CUTE_HOST_DEVICE int stored_keys() const { return packed() ? total_k : n_kv; }
+  CUTE_HOST_DEVICE int stored_keys() const { return cu_seqlens_k ? total_k : n_kv; }
 };
 
 /// What plan.cpp decides, and the workspace that this takes.
@@ -120,8 +123,8 @@ struct Rotary {
 struct Cache {
   int const* block_table = nullptr;  // [B, pages of a sequence]; null: contiguous
   int64_t block_table_stride = 0;
-  int page_shift = 31;             // log2 of a page's rows
-  int pages = 0;                   // pages that there are, or the batch dimension of a contiguous cache
+  cutlass::FastDivmod page_rows{1 << 30};  // of a page; without pages more than there are keys
+  int pages = 0;                           // pages that there are, or the batch dimension of a contiguous cache
   int const* batch_idx = nullptr;  // [B]: the cache's batch index of each sequence; null: its own. Contiguous only
 
   void const* k_new = nullptr;  // [B, n_new, H_kv, d], appended behind the cached keys

@@ -26,11 +26,12 @@ struct Sequence {
 
 CUTE_HOST_DEVICE int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
-/// Rows of q that sequence `b` holds.
+/// Rows of q that sequence `b` holds; none where it is another launch's.
 CUTE_HOST_DEVICE Range query_rows_of(Lengths const& lengths, int b) {
   if (!lengths.packed()) return {0, lengths.n_q};
   int const begin = clamp(lengths.cu_seqlens_q[b], 0, lengths.total_q);
-  return {begin, clamp(lengths.cu_seqlens_q[b + 1], begin, lengths.total_q)};
+  int const end = clamp(lengths.cu_seqlens_q[b + 1], begin, lengths.total_q), rows = end - begin;
+  return {begin, lengths.least_q <= rows && rows <= lengths.most_q ? end : begin};
 }
 
 /// What the device alone knows about sequence `b`: its rows, lengths, padding and start position. Whatever the device
@@ -40,7 +41,7 @@ CUTE_HOST_DEVICE Range query_rows_of(Lengths const& lengths, int b) {
 CUTE_HOST_DEVICE Sequence sequence_of(Lengths const& lengths, int b) {
   Range const q = query_rows_of(lengths, b);
   Range k{0, lengths.n_kv};
-  if (lengths.packed()) {
+  if (lengths.cu_seqlens_k) {
     k.begin = clamp(lengths.cu_seqlens_k[b], 0, lengths.total_k);
     k.end = clamp(lengths.cu_seqlens_k[b + 1], k.begin, lengths.total_k);
   }

@@ -48,19 +48,22 @@ int bounded_window(int64_t window) { return window >= kUnboundedWindow ? -1 : st
 /// Of [batch, row, head, head_dim], or of packed [row, head, head_dim].
 Strides strides_of(Tensor const& t) { return {t.dim() == 4 ? t.stride(0) : 0, t.stride(-3), t.stride(-2)}; }
 
-void set_cache(Arguments const& a, Params* p) {
+/// Keys that lie in pages, or in a cache that may have more sequences than the call.
+void set_places(Arguments const& a, Params* p) {
   p->n_kv = a.k.size(0) > 0 ? static_cast<int>(a.capacity()) : 0;  // without pages there is nothing to read
-  p->n_cached = static_cast<int>(a.cache_len.value_or(p->n_kv));
-  p->seqused_k = a.cache_seqlens.as<int>();
-  p->leftpad_k = a.cache_leftpad.as<int>();
-  p->batch_idx = a.cache_batch_idx.as<int>();
   p->pages = static_cast<int>(a.k.size(0));
   if (a.block_table) {
     p->block_table = a.block_table.as<int>();
     p->block_table_stride = a.block_table.stride(0);
-    p->page_shift = 0;
-    while ((int64_t(1) << p->page_shift) < a.page_rows()) ++p->page_shift;
+    p->page_rows = cutlass::FastDivmod(static_cast<int>(a.page_rows()));
   }
+}
+
+void set_cache(Arguments const& a, Params* p) {
+  p->n_cached = static_cast<int>(a.cache_len.value_or(p->n_kv));
+  p->seqused_k = a.cache_seqlens.as<int>();
+  p->leftpad_k = a.cache_leftpad.as<int>();
+  p->batch_idx = a.cache_batch_idx.as<int>();
   if (a.new_keys() > 0) {
     p->k_new = a.k_new.data;
     p->v_new = a.v_new.data;
@@ -140,12 +143,16 @@ Params params_of(Arguments const& a) {
   p.leftpad_k = a.leftpad_k.as<int>();
   if (a.packed()) {
     p.cu_seqlens_q = a.cu_seqlens_q.as<int>();
-    p.cu_seqlens_k = a.cu_seqlens_k.as<int>();
     p.total_q = p.n_q;
-    p.total_k = p.n_kv;
     p.n_q = static_cast<int>(std::min<int64_t>(*a.max_seqlen_q, p.total_q));
+  }
+  if (a.cu_seqlens_k) {
+    p.cu_seqlens_k = a.cu_seqlens_k.as<int>();
+    p.total_k = p.n_kv;
     p.n_kv = static_cast<int>(std::min<int64_t>(*a.max_seqlen_k, p.total_k));
   }
+  if (a.is_cache() || a.block_table) set_places(a, &p);
+  p.longest_kv = static_cast<int>(std::min<int64_t>(a.max_seqlen_k.value_or(p.n_kv), p.n_kv));
   p.softmax_scale =
       static_cast<float>(a.softmax_scale ? *a.softmax_scale : 1.0 / std::sqrt(static_cast<double>(p.head_dim)));
   p.softcap = static_cast<float>(a.softcap);

@@ -32,7 +32,7 @@ struct Arguments {
   int64_t batch() const { return packed() ? cu_seqlens_q.size(0) - 1 : q.size(0); }
   int64_t new_keys() const { return k_new ? k_new.size(1) : 0; }
   int64_t page_rows() const { return k.size(1); }
-  /// Keys that a sequence of a cache has room for.
+  /// Keys that a sequence of a cache or of pages has room for.
   int64_t capacity() const { return block_table ? block_table.size(1) * page_rows() : page_rows(); }
 
   static inline int32_t const kCuda = aoti_torch_device_type_cuda();

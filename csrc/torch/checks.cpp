@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kMaxLength = kMaxPosition;
 constexpr int64_t kMaxSplits = 1024;
+constexpr int64_t kMostPageRows = 4096;
 
 void check_same_device(char const* name, Tensor const& t, Tensor const& q) {
   if (t.device_type != q.device_type || t.device_index != q.device_index)
@@ -69,9 +70,10 @@ void check_operands(Arguments const& a) {
   char const* const layout = a.block_table ? "[pages, page size, heads, head_dim]" : plain;
   int const dims = a.packed() ? 3 : 4;
   check_heads("q", a.q, a.q, dims, plain);
-  check_heads(k_name, a.k, a.q, dims, layout);
-  check_heads(v_name, a.v, a.q, dims, layout);
-  if (!a.is_cache() && !a.packed()) {
+  int const key_dims = a.block_table ? 4 : dims;
+  check_heads(k_name, a.k, a.q, key_dims, layout);
+  check_heads(v_name, a.v, a.q, key_dims, layout);
+  if (!a.is_cache() && !a.packed() && !a.block_table) {
     for (auto [name, t] : {std::pair("k", &a.k), std::pair("v", &a.v)}) {
       if (t->size(0) != a.q.size(0))
         fail("ValueError", name, ": has batch ", t->size(0), " and q has ", a.q.size(0), "; they must be equal");
@@ -81,7 +83,7 @@ void check_operands(Arguments const& a) {
   if (a.q.size(-1) != a.k.size(-1)) {
     fail("ValueError", k_name, ": has head_dim ", a.k.size(-1), " and q has ", a.q.size(-1), "; they must be equal");
   }
-  for (int i = 0; i < dims - 1; ++i) {
+  for (int i = 0; i < key_dims - 1; ++i) {
     if (a.v.size(i) != a.k.size(i)) {
       fail("ValueError", v_name, ": has shape ", a.v.shape_text(), " and ", k_name, " ", a.k.shape_text(),
            "; they must agree in all but the last dimension");
@@ -98,16 +100,26 @@ void check_operands(Arguments const& a) {
 }
 
 void check_packing(Arguments const& a) {
-  auto const given = {std::pair("cu_seqlens_q", bool(a.cu_seqlens_q)), std::pair("cu_seqlens_k", bool(a.cu_seqlens_k)),
-                      std::pair("max_seqlen_q", a.max_seqlen_q.has_value()),
-                      std::pair("max_seqlen_k", a.max_seqlen_k.has_value())};
+  bool const paged = bool(a.block_table);  // its keys need neither ends nor a longest
+  struct {
+    char const* name;
+    bool given, needed;
+  } const arguments[] = {{"cu_seqlens_q", bool(a.cu_seqlens_q), true},
+                         {"cu_seqlens_k", bool(a.cu_seqlens_k), !paged},
+                         {"max_seqlen_q", a.max_seqlen_q.has_value(), true},
+                         {"max_seqlen_k", a.max_seqlen_k.has_value(), !paged}};
   bool any = false;
-  for (auto const& [name, is_given] : given) any |= is_given;
+  for (auto const& x : arguments) any |= x.given && (x.needed || !paged);
+  if (paged && a.cu_seqlens_k) {
+    fail("ValueError", "cu_seqlens_k: is for packed keys; with block_table the keys are in pages, and seqused_k says ",
+         "how many each sequence has");
+  }
   if (!any) return;
-  for (auto const& [name, is_given] : given) {
-    if (!is_given)
-      fail("ValueError", name,
-           ": is None; packed sequences need cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k");
+  for (auto const& x : arguments) {
+    if (x.given || !x.needed) continue;
+    fail("ValueError", x.name, ": is None; packed sequences need ",
+         paged ? "cu_seqlens_q and max_seqlen_q beside a block_table"
+               : "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k");
   }
   Tensor const& ends = a.cu_seqlens_q;
   if (ends.dim() != 1 || ends.size(0) < 1) {
@@ -117,13 +129,14 @@ void check_packing(Arguments const& a) {
   check_vector("cu_seqlens_q", a.cu_seqlens_q, a.q, kInt32, ends.size(0), "[batch + 1]");
   check_vector("cu_seqlens_k", a.cu_seqlens_k, a.q, kInt32, ends.size(0), "[batch + 1] of cu_seqlens_q");
   for (auto const& [name, n] :
-       {std::pair("max_seqlen_q", *a.max_seqlen_q), std::pair("max_seqlen_k", *a.max_seqlen_k)}) {
+       {std::pair("max_seqlen_q", *a.max_seqlen_q), std::pair("max_seqlen_k", a.max_seqlen_k.value_or(0))}) {
     if (n < 0) fail("ValueError", name, ": is ", n, "; expected the length of the longest sequence");
   }
 }
 
-void check_cache(Arguments const& a) {
-  int64_t const batch = a.q.size(0);
+/// Pages, or a cache, of a call with `batch` sequences.
+void check_places(Arguments const& a, int64_t batch) {
+  char const* const k_name = a.is_cache() ? "k_cache" : "k";
   if (a.block_table) {
     Tensor const& t = a.block_table;
     check_dtype("block_table", t, kInt32);
@@ -134,19 +147,26 @@ void check_cache(Arguments const& a) {
     check_contiguous_rows("block_table", t);
     check_same_device("block_table", t, a.q);
     int64_t const rows = a.page_rows();
-    if (rows < 1 || rows > 256 || (rows & (rows - 1)) != 0) {
-      fail("ValueError", "k_cache: has pages of ", rows,
+    if (rows < 1 || rows > kMostPageRows || ((rows & (rows - 1)) != 0 && rows % 16 != 0)) {
+      fail("ValueError", k_name, ": has pages of ", rows,
            " rows; with a block_table its shape is [pages, page size, heads, head_dim], the page size a power of two "
-           "up to 256");
+           "or a multiple of 16, up to ",
+           kMostPageRows);
     }
-    if (a.cache_batch_idx) fail("ValueError", "cache_batch_idx: does not go with block_table, whose rows say the same");
-  } else if (!a.cache_batch_idx && a.k.size(0) != batch) {
-    fail("ValueError", "k_cache: has batch ", a.k.size(0), " and q has ", batch,
-         "; they must be equal, or cache_batch_idx say which sequence is where");
   }
   if (a.capacity() >= kMaxLength || batch * (a.capacity() / 8 + 1) >= (int64_t(1) << 31)) {
-    fail("ValueError", a.block_table ? "block_table" : "k_cache", ": has room for ", batch, " x ", a.capacity(),
+    fail("ValueError", a.block_table ? "block_table" : k_name, ": has room for ", batch, " x ", a.capacity(),
          " keys; expected fewer than 2^29 a sequence and 2^34 in all");
+  }
+}
+
+void check_cache(Arguments const& a) {
+  int64_t const batch = a.q.size(0);
+  if (a.block_table && a.cache_batch_idx)
+    fail("ValueError", "cache_batch_idx: does not go with block_table, whose rows say the same");
+  if (!a.block_table && !a.cache_batch_idx && a.k.size(0) != batch) {
+    fail("ValueError", "k_cache: has batch ", a.k.size(0), " and q has ", batch,
+         "; they must be equal, or cache_batch_idx say which sequence is where");
   }
   check_vector("cache_seqlens", a.cache_seqlens, a.q, kInt32, batch, "[batch]");
   check_vector("cache_batch_idx", a.cache_batch_idx, a.q, kInt32, batch, "[batch]");
@@ -274,6 +294,7 @@ void check_execution(Arguments const& a) {
 void check(Arguments const& a) {
   if (!a.is_cache()) check_packing(a);
   check_operands(a);
+  if (a.is_cache() || a.block_table) check_places(a, a.batch());
   if (a.is_cache()) {
     check_cache(a);
     check_new(a);

@@ -59,7 +59,7 @@ TEST(Pages, WhatTheTableHoldsStaysInside) {
   cache.pages = 4;
   cache.block_table = table;
   cache.block_table_stride = 6;
-  cache.page_shift = 4;
+  cache.page_rows = cutlass::FastDivmod(16);
   for (int i = 0; i < 6; ++i) {
     EXPECT_EQ(nearest_page(table[i], 4), nearest[i]);
     EXPECT_EQ(page_of_row(cache, 0, 16 * i + 5), table[i] == nearest[i] ? table[i] : -1);

@@ -62,7 +62,7 @@ struct Call {
   }
   Call& pages(int rows) {
     p.block_table = somewhere();
-    for (p.page_shift = 0; 1 << p.page_shift < rows;) ++p.page_shift;
+    p.page_rows = cutlass::FastDivmod(rows);
     p.pages = 1000;
     return *this;
   }
@@ -101,7 +101,7 @@ Call kvcache(int batch, int n_q, int n_kv, int heads_q, int heads_kv, int head_d
 Plan plan_of(Call const& call, Params* params) {
   Params& p = *params = call.p;
   auto const strides = [](int64_t rows, int64_t heads, int64_t d) { return Strides{rows * heads * d, heads * d, d}; };
-  int64_t const keys = p.block_table ? 1 << p.page_shift : p.stored_keys();
+  int64_t const keys = p.block_table ? p.page_rows.divisor : p.stored_keys();
   p.q_stride = strides(p.stored_rows(), p.heads_q, p.head_dim);
   p.k_stride = strides(keys, p.heads_kv, p.head_dim);
   p.v_stride = strides(keys, p.heads_kv, p.head_dim_v);

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     int capacity = params.keys;
     if constexpr (Appends) capacity = fresh.capacity;
     return tile * TileKeys < capacity
-               ? __ldg(params.block_table + batch * params.block_table_stride + (tile * TileKeys >> params.page_shift))
+               ? __ldg(params.block_table + batch * params.block_table_stride + params.page_rows.div(tile * TileKeys))
                : 0;
   };
   int pages = params.block_table ? page_of(place + lane * step) : 0;
@@ -163,7 +163,6 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   int const hidden = tiles.begin > place ? (tiles.begin - place + step - 1) / step : 0;
   int tile = place + hidden * step;
   if (params.block_table && hidden > 0) pages = page_of(tile + lane * step);
-  int const page_rows_mask = params.block_table ? (1 << params.page_shift) - 1 : ~0;
   auto const page_at = [&](int turn) { return params.block_table ? __shfl_sync(0xffffffffu, pages, turn) : batch; };
 
   if (threadIdx.x == 0 && rank == 0) {
@@ -181,7 +180,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   for (int turn = 0, stage = 0;; ++turn, tile += step) {
     if (tile < tiles.end) {
       int const page = page_at(turn), page_read = params.block_table ? nearest_page(page, params.pages) : page,
-                key = tile * TileKeys, row = key & page_rows_mask;
+                key = tile * TileKeys, row = row_in_page(params, key);
       bool mixed = false;
       if constexpr (Appends) {
         mixed = key + TileKeys > cached;
@@ -222,7 +221,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     if constexpr (Appends) {
       int const key = now * TileKeys;
       if (key + TileKeys > cached) {
-        int const page = page_at(turn - (Stages - 1)), row = key & page_rows_mask;
+        int const page = page_at(turn - (Stages - 1)), row = row_in_page(params, key);
         NewRows<Tile>{params, fresh, head, batch, page, row, key, cached, len}.append(ring[stage]);
       }
     }

@@ -83,8 +83,7 @@ class Loader {
   CUTE_DEVICE int page_of(int tile) const {
     int const key = key_of(tile);
     return tile < tile_end_ && key < cached_
-               ? params_
-                     .block_table[walk_.batch() * params_.block_table_stride + ((key + leftpad_) >> params_.page_shift)]
+               ? params_.block_table[walk_.batch() * params_.block_table_stride + params_.page_rows.div(key + leftpad_)]
                : 0;
   }
 

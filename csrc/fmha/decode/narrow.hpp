@@ -70,7 +70,7 @@ struct NarrowLoader {
       int const keys = shared.segments[batch].len_kv - row;
       if (params.block_table) {
         page = page_of_tile();
-        row &= (1 << params.page_shift) - 1;
+        row -= params.page_rows.div(row) * params.page_rows.divisor;
       }
       copy_tile<typename Traits::Tile>(stage, params, head, page, row, keys);
     }
@@ -83,7 +83,7 @@ struct NarrowLoader {
     if (asked % 32 == 0) {
       auto const entry_of = [&](int t) {
         return t < tile_end ? __ldg(params.block_table + batch * params.block_table_stride +
-                                    (t * Traits::TileKeys >> params.page_shift))
+                                    params.page_rows.div(t * Traits::TileKeys))
                             : 0;
       };
       pages = asked == 0 ? entry_of(tile + lane * Traits::Warps) : more_pages;

@@ -38,7 +38,8 @@ struct NarrowParams {
   Strides k_stride, v_stride;
   int const* block_table;
   int64_t block_table_stride;
-  int page_shift, pages;
+  cutlass::FastDivmod page_rows;
+  int pages;
 
   RowDivisor heads_per_kv;
   float scale;  // from products to scores in the log2 domain
@@ -69,7 +70,7 @@ struct NarrowParams {
         v_stride(p.v_stride),
         block_table(p.block_table),
         block_table_stride(p.block_table_stride),
-        page_shift(p.page_shift),
+        page_rows(p.page_rows),
         pages(p.pages),
         heads_per_kv(p.heads_per_kv.divisor),
         scale(p.softmax_scale * kLog2e),

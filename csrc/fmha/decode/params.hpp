@@ -49,7 +49,8 @@ inline bool fits(Params const& p) {
 /// Whether narrow.hpp and cluster.hpp have room for the rows and pages of a call, in tiles of `head_dim` columns.
 inline bool is_narrow(Params const& p, int head_dim) {
   return fits(p) && p.head_dim == head_dim && p.head_dim_v == head_dim &&
-         p.n_q * (p.heads_q / p.heads_kv) <= kNarrowRows && (!p.block_table || p.page_shift >= kNarrowTileShift);
+         p.n_q * (p.heads_q / p.heads_kv) <= kNarrowRows &&
+         (p.page_rows.divisor >> kNarrowTileShift << kNarrowTileShift == p.page_rows.divisor);
 }
 
 /// The most keys that a sequence may have for a cluster of `ctas`.
