@@ -70,7 +70,7 @@ struct NarrowLoader {
       int const keys = shared.segments[batch].len_kv - row;
       if (params.block_table) {
         page = page_of_tile();
-        row -= params.page_rows.div(row) * params.page_rows.divisor;
+        row = row_in_page(params, row);
       }
       copy_tile<typename Traits::Tile>(stage, params, head, page, row, keys);
     }
