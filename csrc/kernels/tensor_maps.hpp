@@ -60,8 +60,8 @@ CUtensorMap tensor_map(CUtensorMapDataType dtype, void const* data, int64_t cols
   return map;
 }
 
-/// The maps of a launch with tiles of B_r query rows, of as many heads as share a tile (rows.hpp), and of B_c keys, from
-/// pages in boxes.
+/// The maps of a launch with tiles of B_r query rows, of as many heads as share a tile (rows.hpp), and of B_c keys,
+/// from pages in boxes.
 template <class Traits>
 struct Argument<sm90::TensorMaps, Traits> {
   static sm90::TensorMaps of(Params const& p) {

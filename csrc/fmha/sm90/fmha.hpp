@@ -87,8 +87,8 @@ CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& 
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
     int const row = lane / 4 + i * 8;
-    float* const to = params.o_partial + results.to +
-                      tile_rows.offset(warp_row + row, 1, params.stored_rows()) * params.head_dim_v;
+    float* const to =
+        params.o_partial + results.to + tile_rows.offset(warp_row + row, 1, params.stored_rows()) * params.head_dim_v;
     CUTE_UNROLL
     for (int j = 0; j < size<1>(O); j += 2) {
       int const col = j / 2 * 8 + lane % 4 * 2;

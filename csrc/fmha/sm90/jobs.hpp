@@ -15,12 +15,12 @@ constexpr int kAtomRows = 64;  // query rows of a WGMMA, and of a consumer warpg
 /// A work item, as the producer hands it to the consumer warpgroups in shared memory.
 template <int Consumers>
 struct Job {
-  bool exists;               // false: there is no more work
+  bool exists;                // false: there is no more work
   int batch, q_row0, k_row0;  // where its tiles lie in the tensors
-  int head, head_kv;         // of Q: as its tensor map counts them, in packs of those that share a tile
-  int const* pages;          // of the sequence; null: its keys lie in the tensor one after the other
-  int token0;                // its first query row, counted in its sequence
-  int rows;                  // of the tile that exist
+  int head, head_kv;          // of Q: as its tensor map counts them, in packs of those that share a tile
+  int const* pages;           // of the sequence; null: its keys lie in the tensor one after the other
+  int token0;                 // its first query row, counted in its sequence
+  int rows;                   // of the tile that exist
   Visibility visibility;
   ScoreMod score_mod;
   Range tiles;          // of keys, visited from the last to the first
@@ -83,8 +83,8 @@ class WorkQueue {
         int const its_tiles = __shfl_sync(0xffffffffu, tiles, owner);
         unsigned const within = index - first_index_ - (__shfl_sync(0xffffffffu, end, owner) - its_tiles * a_tile);
         unsigned const rest = within / heads;
-        *work = {first_sequence_ + owner, int(within % heads),
-                 (its_tiles - 1 - int(rest / params_.num_splits)) * step_, int(rest % params_.num_splits)};
+        *work = {first_sequence_ + owner, int(within % heads), (its_tiles - 1 - int(rest / params_.num_splits)) * step_,
+                 int(rest % params_.num_splits)};
         return true;
       }
       first_index_ += __shfl_sync(0xffffffffu, end, 31);

@@ -183,8 +183,8 @@ CUTE_DEVICE void copy_keys_and_values(Params const& params, TensorMaps const& ma
   KeyRows<B_c> rows(params);
   auto load_k = [&](auto const& job, int tile) {
     shared.k_empty[k.stage].wait_for(k.phase ^ 1);
-    rows.template copy<Traits::ColumnsQK>(maps.k, shared.k_full[k.stage],
-                                          shared.k + k.stage * B_c * Traits::ColumnsQK, job, tile);
+    rows.template copy<Traits::ColumnsQK>(maps.k, shared.k_full[k.stage], shared.k + k.stage * B_c * Traits::ColumnsQK,
+                                          job, tile);
     if (tile > job.tiles.begin) rows.ask(job, tile - 1);
     k.advance();
   };
@@ -193,9 +193,9 @@ CUTE_DEVICE void copy_keys_and_values(Params const& params, TensorMaps const& ma
     auto* const to = shared.v + v.stage * B_c * Traits::ColumnsV;
     int const keys = job.visibility.len_kv - tile * B_c;
     bool const cut = keys < B_c && (job.pages || job.k_row0 + job.visibility.len_kv < params.stored_keys());
-    copy_tail.template tile<B_c, Traits::ColumnsV>(
-        shared.v_full[v.stage], to, cut, keys,
-        [&](Barrier& barrier) { rows.template copy<Traits::ColumnsV>(maps.v, barrier, to, job, tile); });
+    copy_tail.template tile<B_c, Traits::ColumnsV>(shared.v_full[v.stage], to, cut, keys, [&](Barrier& barrier) {
+      rows.template copy<Traits::ColumnsV>(maps.v, barrier, to, job, tile);
+    });
     v.advance();
   };
 

@@ -25,8 +25,8 @@ CUTE_DEVICE void compute_here(T& x) {
   }
 }
 
-/// A thread's place among the consumers, read when it is asked for: kept in registers around the main loop it would take
-/// those of the accumulators.
+/// A thread's place among the consumers, read when it is asked for: kept in registers around the main loop it would
+/// take those of the accumulators.
 struct ConsumerThread {
   int lane, warp_row;  // first row of the warp, counted in the query tile
 
