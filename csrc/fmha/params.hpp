@@ -139,9 +139,9 @@ struct Params : Lengths, Work, Problem, Scores, Results, Cache {
   CUTE_HOST_DEVICE int64_t result_rows() const { return int64_t(stored_batch()) * heads_q * stored_rows(); }
 };
 
-/// Whether the host knows that all sequences, if they are not packed, have the same keys in the same place.
+/// Whether the host knows that all sequences have the same rows, and the same keys in the same place.
 CUTE_HOST_DEVICE bool all_alike(Lengths const& lengths) {
-  return !lengths.seqused_k && !lengths.leftpad_k && lengths.start_pos_kind != StartPos::PerBatch;
+  return !lengths.packed() && !lengths.seqused_k && !lengths.leftpad_k && lengths.start_pos_kind != StartPos::PerBatch;
 }
 
 }  // namespace cutlass_ext

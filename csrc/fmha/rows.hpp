@@ -2,7 +2,7 @@
 // that each key is read once for all of them. Called by the decode kernels, and by the tests on the host.
 #pragma once
 
-#include "params.hpp"
+#include "sequence.hpp"
 
 namespace cutlass_ext {
 
@@ -21,11 +21,23 @@ struct RowDivisor {
   CUTE_HOST_DEVICE int div(int row) const { return row * multiplier >> 16; }
 };
 
-/// The packed rows of a key head, N_q * G of them, where G query heads share it. `params` is Params, or has its
-/// numbers.
+/// The query rows of a sequence: `count` of them, from row `row0` of batch index `batch` of q, o and lse on.
+struct QueryRows {
+  int batch, row0, count;
+};
+
+/// Those of sequence `b`, for which packed calls alone look at what the device knows. `params` is Params, or has its
+/// numbers, here and below.
 template <class P>
-CUTE_HOST_DEVICE int packed_rows(P const& params) {
-  return params.n_q * params.heads_per_kv.divisor;
+CUTE_HOST_DEVICE QueryRows query_rows(P const& params, int b, Sequence const& sequence) {
+  if (params.packed()) return {sequence.batch, sequence.q_row0, sequence.visibility.n_q};
+  return {b, 0, params.n_q};
+}
+
+/// The packed rows of a key head, N_q * G of them, where G query heads share it.
+template <class P>
+CUTE_HOST_DEVICE int packed_rows(P const& params, QueryRows const& rows) {
+  return rows.count * params.heads_per_kv.divisor;
 }
 
 /// Packed row r of key head h: query row r / G of query head h * G + r % G.
@@ -39,8 +51,8 @@ struct PackedRow {
 
   /// Its index in lse.
   template <class P>
-  CUTE_HOST_DEVICE int64_t result(P const& params, int batch) const {
-    return (int64_t(batch) * params.heads_q + head) * params.n_q + token;
+  CUTE_HOST_DEVICE int64_t result(P const& params, QueryRows const& rows) const {
+    return (int64_t(rows.batch) * params.heads_q + head) * params.stored_rows() + rows.row0 + token;
   }
 };
 

@@ -57,8 +57,10 @@ Kernel const* cheapest(std::initializer_list<Kind> kinds, DType dtype, Accepts c
 
 // ------------------------------------------------------------------------------------------------ few query rows
 /// Whether a call of `fmha` is faster where it decodes: few rows, unless they have to be read element by element.
+/// Packed ones do over pages.
 bool decodes(Call const& call) {
-  return !call.params.packed() && call.params.n_q <= kMaxDecodeRows && !(call.features & feature::UnalignedRows);
+  return (!call.params.packed() || (call.features & feature::Pages)) && call.params.n_q <= kMaxDecodeRows &&
+         !(call.features & feature::UnalignedRows);
 }
 
 void plan_decode(Call const& call, Plan* plan) {

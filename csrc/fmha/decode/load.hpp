@@ -188,12 +188,13 @@ class Query {
  public:
   static constexpr bool Waits = Each <= 2;  // registers for more than 2 are not there
 
-  /// Asks for the rows of sequence `batch`, which go to `sQ`, tiles of QueryTileRows rows.
-  CUTE_DEVICE void ask(Params const& params, Place const& place, int batch, Element* sQ, bool aligned) {
+  /// Asks for the rows of the sequence that `walk` stands at, which go to `sQ`, tiles of QueryTileRows rows.
+  CUTE_DEVICE void ask(Params const& params, Place const& place, Walk<Traits::TileKeys> const& walk, Element* sQ,
+                       bool aligned) {
     CUTE_UNROLL
     for (int i = 0; i < Each; ++i) {
       int const index = i * Traits::Threads + threadIdx.x;
-      Element const* const from = chunk(params, place, batch, index);
+      Element const* const from = chunk(params, place, walk.rows(params), index);
       if (Waits || !aligned) {
         uint4 const x = from ? load_chunk(from, aligned) : make_uint4(0, 0, 0, 0);
         (Waits ? waiting_[Waits ? i : 0] : chunk_of(sQ, index / Chunks, index % Chunks)) = x;
@@ -224,7 +225,7 @@ class Query {
     __syncthreads();
     int const first_new = walk.sequence().cached + walk.sequence().k_row0;
     CUTE_NO_UNROLL
-    for (int row = threadIdx.x / 32; row < Traits::rows_of(params, place); row += Traits::Warps) {
+    for (int row = threadIdx.x / 32; row < Traits::rows_of(params, place, walk.rows(params)); row += Traits::Warps) {
       int const token = Traits::packed_row(params, place, row).token;
       rotate_row<Element>(params.rotary, rotary_position(params.rotary, first_new, token),
                           [&](int c) -> uint4& { return chunk_of(sQ, row, c); });
@@ -233,11 +234,11 @@ class Query {
 
  private:
   /// 16 bytes of the tile, counted row by row; null where it has none.
-  CUTE_DEVICE static Element const* chunk(Params const& params, Place const& place, int batch, int index) {
+  CUTE_DEVICE static Element const* chunk(Params const& params, Place const& place, QueryRows const& rows, int index) {
     int const row = index / Chunks, col = index % Chunks * Traits::Vector;
-    if (row >= Traits::rows_of(params, place) || col >= params.head_dim) return nullptr;
+    if (row >= Traits::rows_of(params, place, rows) || col >= params.head_dim) return nullptr;
     PackedRow const packed = Traits::packed_row(params, place, row);
-    return row_at<Element const>(params.q, params.q_stride, batch, packed.token, packed.head) + col;
+    return row_at<Element const>(params.q, params.q_stride, rows.batch, rows.row0 + packed.token, packed.head) + col;
   }
   CUTE_DEVICE static uint4& chunk_of(Element* sQ, int row, int chunk) {
     constexpr int Rows = Traits::QueryTileRows;
