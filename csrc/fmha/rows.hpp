@@ -1,5 +1,6 @@
 // Grouped heads packed into tile rows: the query rows of all heads that share a key head are rows of one matrix, so
-// that each key is read once for all of them. Called by the decode kernels, and by the tests on the host.
+// that each key is read once for all of them. Called by the decode kernels and Hopper's persistent ones, and by the
+// tests on the host.
 #pragma once
 
 #include "sequence.hpp"
@@ -53,6 +54,26 @@ struct PackedRow {
   template <class P>
   CUTE_HOST_DEVICE int64_t result(P const& params, QueryRows const& rows) const {
     return (int64_t(rows.batch) * params.heads_q + head) * params.stored_rows() + rows.row0 + token;
+  }
+};
+
+/// Query tiles of `block` rows into which the rows of `heads_a_tile` heads are packed, token by token. A tile begins
+/// with a token, so that where the heads do not divide it its last rows are nobody's.
+struct TileRows {
+  cutlass::FastDivmod const& heads;
+  int tokens;  // of a tile
+
+  CUTE_HOST_DEVICE TileRows(Work const& work, int block) : heads(work.heads_a_tile), tokens(heads.div(block)) {}
+
+  /// Rows from one tile to the next.
+  CUTE_HOST_DEVICE int step() const { return tokens * heads.divisor; }
+  CUTE_HOST_DEVICE int token(int row) const { return heads.div(row); }
+  CUTE_HOST_DEVICE int head(int row) const { return row - heads.div(row) * heads.divisor; }
+
+  /// From the tile's first row to row `row` of it in a tensor with these strides.
+  CUTE_HOST_DEVICE int64_t offset(int row, int64_t token_stride, int64_t head_stride) const {
+    int const token = heads.div(row);
+    return token * token_stride + (row - token * heads.divisor) * head_stride;
   }
 };
 
