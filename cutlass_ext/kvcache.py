@@ -80,8 +80,9 @@ def flash_attn_with_kvcache(
             own length, and its result is, bit for bit, the same in every batch. Either way the same call gives the same
             bits.
         return_softmax_lse: return `(out, softmax_lse)`.
-        backend: `"auto"`, `"sm80"` (float16, bfloat16), `"simt"` (float32), `"torch"`, or `"sm90"`, which takes the
-            calls that `"auto"` gives to clusters on Hopper, and refuses others.
+        backend: `"auto"`, `"sm90"` (float16, bfloat16 on Hopper), `"sm80"` (float16, bfloat16), `"simt"` (float32) or
+            `"torch"`. Of `"sm90"`, `"auto"` takes the clusters of few sequences and the tiles of more than 16 packed
+            query rows (`N_q * H_q / H_kv`); asked for, its tiles take every other call too.
 
     Returns:
         `out` `[B, N_q, H_q, d_v]`, dtype of q. `softmax_lse` is float32 `[B, H_q, N_q]`, natural logarithm.

@@ -183,17 +183,18 @@ inline int choose_num_splits(int64_t work_tiles, int64_t key_tiles, int64_t resi
 /// fill 96 KB of a multiprocessor with copies: twice as much, in twice the CTAs, is slower on an H200 where sequences
 /// are shared by groups (130 us for 126 at 16 x 8192 keys of 8 heads, 19.3 for 17.5 at 1 x 8192: more parts to merge),
 /// and faster where a group has several: one CTA then copies while another ends a sequence (the narrow kernel: 235 us
-/// for 238 at 64 ragged sequences; but 243 for 240 at 64 x 4096, where all end at the same time).
+/// for 238 at 64 ragged sequences; but 243 for 240 at 64 x 4096, where all end at the same time). Of tall tiles as many
+/// CTAs as fit: the products of one take about as long as its copies, and another copies meanwhile.
 inline int decode_groups(Params const& p, Kernel const& kernel, Device const& device, int ctas_a_multiprocessor,
                          int64_t ctas_a_group) {
-  constexpr int kWantedBytes = 96 * 1024;
+  constexpr int kWantedBytes = 96 * 1024, kTallRows = 64;
   auto const groups_of = [&](int64_t ctas) {
     return static_cast<int>(std::max<int64_t>(1, ctas * device.multiprocessors / ctas_a_group));
   };
   int const enough = std::clamp<int>(ceil_div(kWantedBytes, kernel.shared_bytes), 1, ctas_a_multiprocessor);
   int const groups = groups_of(enough);
-  bool const ends_together = kernel.kind == Kind::Narrow && all_alike(p);
-  return p.batch > groups && !ends_together ? groups_of(ctas_a_multiprocessor) : groups;
+  bool const ends_together = kernel.kind == Kind::Narrow && all_alike(p), tall = kernel.block_r >= kTallRows;
+  return tall || (p.batch > groups && !ends_together) ? groups_of(ctas_a_multiprocessor) : groups;
 }
 
 // ------------------------------------------------------------------------------------------ in which order

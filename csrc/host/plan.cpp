@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 #include <sstream>
+#include <string_view>
 #include <tuple>
 
 #include "counters.hpp"
@@ -67,9 +68,10 @@ void plan_decode(Call const& call, Plan* plan) {
   Params& p = call.params;
   int64_t const rows = int64_t(p.n_q) * p.heads_per_kv.divisor;
   auto const of = [&](Kind kind) {
-    // The smallest tile that holds the rows, else the largest.
+    // The smallest tile that holds the rows, else the largest; of two that are alike, Hopper's.
     auto const cost = [&](Kernel const& k) {
-      return std::tuple(k.head_dim, k.block_r < rows, k.block_r < rows ? -k.block_r : k.block_r, count_bits(k.takes));
+      return std::tuple(k.head_dim, k.block_r < rows, k.block_r < rows ? -k.block_r : k.block_r,
+                        std::string_view(k.family) != "sm90", count_bits(k.takes));
     };
     return cheapest({kind}, call.request.dtype, [&](Kernel const& k) { return call.runs(k); }, cost);
   };
