@@ -10,7 +10,7 @@ namespace {
 
 using namespace feature;
 
-constexpr Features kTiles = kScoreMods | Sink | Packed | kUnlike | FewerKeys | FixedSplits | UnalignedRows;
+constexpr Features kTiles = kScoreMods | Sink | Packed | kUnlike | FewerKeys | Pages | FixedSplits | UnalignedRows;
 constexpr Features kPersistent = Sink | Packed | kUnlike | FewerKeys | FixedSplits;
 constexpr Features kPlainDecode = KeyLengths | StartPositions | FewerKeys | Pages;
 constexpr Features kDecode = kScoreMods | Sink | Packed | kUnlike | kCache | FixedSplits | UnalignedRows;

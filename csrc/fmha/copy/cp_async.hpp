@@ -5,7 +5,7 @@
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/tensor.hpp>
 
-#include "../params.hpp"
+#include "../cache.hpp"
 #include "../swizzle.hpp"
 
 namespace cutlass_ext {
@@ -18,6 +18,28 @@ struct GlobalTile {
   int rows;      // rows at or past this are filled with zeros
   int cols;      // so are columns
   bool aligned;  // 16-byte vectors allowed
+
+  CUTE_DEVICE Element const* row(int row) const { return data + row * row_stride; }
+};
+
+/// The same of keys or values that lie in pages: every row's page is looked up.
+template <class Element>
+struct PagedTile {
+  Element const* data;  // row 0 of page 0
+  Strides const& stride;
+  Cache const& cache;
+  int const* table;  // the sequence's row of it
+  int first_row;     // of the tile, counted in the sequence
+  int rows, cols;
+  bool aligned;
+
+  /// Of a row that does not exist the table says nothing.
+  CUTE_DEVICE Element const* row(int row) const {
+    if (row >= rows) return data;
+    int const key_row = first_row + row;
+    return data + nearest_page(table[cache.page_rows.div(key_row)], cache.pages) * stride.batch +
+           row_in_page(cache, key_row) * stride.row;
+  }
 };
 
 /// Whether the rows of a tensor begin at multiples of 16 bytes.
@@ -35,15 +57,18 @@ CUTE_DEVICE GlobalTile<Element> global_tile(void const* base, Strides const& str
           rows, cols, is_aligned<Element>(base, stride)};
 }
 
-template <int TileRows, int TileCols, int Threads, bool Predicated, class Element, class Moved>
-CUTE_DEVICE void copy_tile_vectors(GlobalTile<Element> const& src, Element* dst, Moved moved) {
+/// `row_of(pass)` is the row that `thread` copies a part of in that pass, of `Threads / 8` rows.
+template <int TileRows, int TileCols, int Threads, bool Predicated, int Unroll, class Tile, class RowOf, class Element,
+          class Moved>
+CUTE_DEVICE void copy_tile_vectors(Tile const& src, RowOf const& row_of, Element* dst, Moved moved,
+                                   int thread = threadIdx.x) {
   constexpr int Vector = 16 / sizeof(Element), Panel = 8 * Vector, RowsAPass = Threads / 8;
-  int const chunk = threadIdx.x % 8, row0 = threadIdx.x / 8;
-  Element const* src_row = src.data + row0 * src.row_stride + chunk * Vector;
-  CUTE_UNROLL
-  for (int pass = 0; pass < TileRows / RowsAPass; ++pass, src_row += RowsAPass * src.row_stride) {
+  int const chunk = thread % 8, row0 = thread / 8;
+#pragma unroll Unroll
+  for (int pass = 0; pass < TileRows / RowsAPass; ++pass) {
     int const row = pass * RowsAPass + row0;
     bool const row_exists = !Predicated || row < src.rows;
+    Element const* src_row = row_of(pass) + chunk * Vector;
     CUTE_UNROLL
     for (int panel = 0; panel < TileCols / Panel; ++panel) {
       bool const exists = row_exists && panel * Panel + chunk * Vector < src.cols;
@@ -57,14 +82,14 @@ CUTE_DEVICE void copy_tile_vectors(GlobalTile<Element> const& src, Element* dst,
 
 /// The same for tensors whose rows do not start at multiples of 16 bytes: an element a copy, and a plain one where it
 /// has 2 bytes.
-template <int TileRows, int TileCols, int Threads, class Element, class Moved>
-CUTE_DEVICE void copy_tile_elements(GlobalTile<Element> const& src, Element* dst, Moved moved) {
+template <int TileRows, int TileCols, int Threads, class Tile, class Element, class Moved>
+CUTE_DEVICE void copy_tile_elements(Tile const& src, Element* dst, Moved moved) {
   constexpr int Vector = 16 / sizeof(Element), Panel = 8 * Vector;
   CUTE_NO_UNROLL
   for (int i = threadIdx.x; i < TileRows * TileCols; i += Threads) {
     int const row = i / TileCols, col = i % TileCols;
     bool const exists = row < src.rows && col < src.cols;
-    Element const* from = exists ? src.data + row * src.row_stride + col : src.data;
+    Element const* from = exists ? src.row(row) + col : src.data;
     Element* to = dst + (col / Panel * TileRows + row) * Panel +
                   swizzled_chunk<Element>(col % Panel / Vector, moved(row)) + col % Vector;
     if constexpr (sizeof(Element) == 4) {
@@ -79,13 +104,39 @@ CUTE_DEVICE void copy_tile_elements(GlobalTile<Element> const& src, Element* dst
 /// tile whose rows all exist is copied without looking at them.
 template <int TileRows, int TileCols, int Threads, class Element, class Moved>
 CUTE_DEVICE void copy_tile(GlobalTile<Element> const& src, Element* dst, Moved moved) {
+  Element const* const first = src.row(threadIdx.x / 8);
+  auto const row_of = [&](int pass) { return first + pass * (Threads / 8) * src.row_stride; };
   if (!src.aligned) {
     copy_tile_elements<TileRows, TileCols, Threads>(src, dst, moved);
   } else if (src.rows < TileRows) {
-    copy_tile_vectors<TileRows, TileCols, Threads, true>(src, dst, moved);
+    copy_tile_vectors<TileRows, TileCols, Threads, true, TileRows>(src, row_of, dst, moved);
   } else {
-    copy_tile_vectors<TileRows, TileCols, Threads, false>(src, dst, moved);
+    copy_tile_vectors<TileRows, TileCols, Threads, false, TileRows>(src, row_of, dst, moved);
   }
+}
+
+/// `x`, of which the compiler does not know that it is the same each time: what follows from it is then worked out
+/// where it is wanted, and not kept in registers around a main loop.
+CUTE_DEVICE int anew(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+/// Of pages each lane looks up one of its warp's rows: all answers are then under way at once, and cost two registers.
+template <int TileRows, int TileCols, int Threads, class Element, class Moved>
+CUTE_DEVICE void copy_tile(PagedTile<Element> const& src, Element* dst, Moved moved) {
+  static_assert(TileRows <= Threads, "a warp copies at most as many rows as it has lanes");
+  if (!src.aligned) {
+    copy_tile_elements<TileRows, TileCols, Threads>(src, dst, moved);
+    return;
+  }
+  int const thread = anew(threadIdx.x), lane = thread % 32;
+  auto const lanes_row =
+      reinterpret_cast<unsigned long long>(src.row(lane / 4 * (Threads / 8) + thread / 32 * 4 + lane % 4));
+  auto const row_of = [&](int pass) {
+    return reinterpret_cast<Element const*>(__shfl_sync(0xffffffffu, lanes_row, pass * 4 + lane / 8));
+  };
+  copy_tile_vectors<TileRows, TileCols, Threads, true, 1>(src, row_of, dst, moved, thread);
 }
 
 /// A tile whose rows all exist, of 16-byte vectors: `src` is what this thread copies first, `to` the byte address of

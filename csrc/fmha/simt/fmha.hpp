@@ -197,11 +197,21 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
       int const first_key = (tiles.end - 1 - item / 2) * B_c;
       int const rows = visibility.len_kv - first_key;
       bool const is_k = item % 2 == 0;
-      auto const src = is_k ? global_tile<float>(params.k, params.k_stride, sequence.batch, head_kv,
-                                                 sequence.k_row0 + first_key, rows, params.head_dim)
-                            : global_tile<float>(params.v, params.v_stride, sequence.batch, head_kv,
-                                                 sequence.k_row0 + first_key, rows, params.head_dim_v);
-      copy_tile<B_c, Traits::HeadDim, Traits::Threads>(src, shared.kv[item % Stages], [](int row) { return row / 4; });
+      auto const copy = [&](auto const& src) {
+        copy_tile<B_c, Traits::HeadDim, Traits::Threads>(src, shared.kv[item % Stages],
+                                                         [](int row) { return row / 4; });
+      };
+      void const* const data = is_k ? params.k : params.v;
+      Strides const& stride = is_k ? params.k_stride : params.v_stride;
+      int const cols = is_k ? params.head_dim : params.head_dim_v, row0 = sequence.k_row0 + first_key;
+      if (params.block_table) {
+        int const batch = params.scheduler(anew(blockIdx.x)).batch;
+        copy(PagedTile<float>{static_cast<float const*>(data) + head_kv * stride.head, stride, params,
+                              params.block_table + batch * params.block_table_stride, row0, rows, cols,
+                              is_aligned<float>(data, stride)});
+      } else {
+        copy(global_tile<float>(data, stride, sequence.batch, head_kv, row0, rows, cols));
+      }
     }
     cp_async_fence();
   };
@@ -277,7 +287,8 @@ struct FMHA {
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Tiles;
   static constexpr Features kTakes = feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike |
-                                     feature::FewerKeys | feature::FixedSplits | feature::UnalignedRows;
+                                     feature::FewerKeys | feature::Pages | feature::FixedSplits |
+                                     feature::UnalignedRows;
 };
 
 }  // namespace cutlass_ext::simt

@@ -25,7 +25,7 @@ constexpr int kMaxSlack = 8;  // log2: P stays below 256, which fp16 holds with 
 enum class KeyTile {
   Plain,   // nothing
   Masked,  // element masks
-  Any,     // perhaps masks, score modifications, copies of single elements
+  Any,     // perhaps masks, score modifications, copies of single elements, pages
 };
 
 /// The copies of a work item: Q, then K and V from the last tile to the first. With two stages the next tiles of K and
@@ -42,6 +42,9 @@ class Copies {
  public:
   Range tiles, unmasked;  // that the query tile visits, and of those the ones that need no mask
   bool const aligned;
+
+  /// Whether the keys lie in pages: a tile's rows are then looked up one by one.
+  CUTE_DEVICE bool paged() const { return params_.block_table; }
 
   CUTE_DEVICE Copies(Params const& params, Shared& shared)
       : aligned(is_aligned<Element>(params.k, params.k_stride) && is_aligned<Element>(params.v, params.v_stride)),
@@ -60,16 +63,19 @@ class Copies {
     int const head_kv = params_.heads_per_kv.div(work.head), last_key = (tiles.end - 1) * B_c;
     auto const q = global_tile<Element>(params_.q, params_.q_stride, sequence.batch, work.head,
                                         sequence.q_row0 + work.row0, visibility.n_q - work.row0, params_.head_dim);
+    // Of pages, all that counts is where the head begins in page 0.
     auto const last = [&](void const* data, Strides const& stride, int cols) {
-      return global_tile<Element>(data, stride, sequence.batch, head_kv, sequence.k_row0 + last_key,
-                                  visibility.len_kv - last_key, cols);
+      return global_tile<Element>(data, stride, paged() ? 0 : sequence.batch, head_kv,
+                                  (paged() ? 0 : sequence.k_row0) + last_key, visibility.len_kv - last_key, cols);
     };
     auto const k = last(params_.k, params_.k_stride, params_.head_dim);
     auto const v = last(params_.v, params_.v_stride, params_.head_dim_v);
     if (tiles.size() > 0) {
       copy_tile<B_r, HeadDim, Threads>(q, shared_.q, moved);
-      copy_tile<B_c, HeadDim, Threads>(k, shared_.k[0], moved);
-      if (Two) copy_tile<B_c, HeadDim, Threads>(v, shared_.v[0], moved);
+      if (!paged()) {
+        copy_tile<B_c, HeadDim, Threads>(k, shared_.k[0], moved);
+        if (Two) copy_tile<B_c, HeadDim, Threads>(v, shared_.v[0], moved);
+      }
     }
     keys_next_ = k.data + (int(threadIdx.x / 8) - B_c) * k.row_stride + threadIdx.x % 8 * kVector;
     values_next_ = v.data + (int(threadIdx.x / 8) - (Two ? B_c : 0)) * v.row_stride + threadIdx.x % 8 * kVector;
@@ -78,6 +84,14 @@ class Copies {
       shared_.score_mod = ScoreMod(params_, work.batch, work.head);
       shared_.keys = k.data - last_key * k.row_stride;
       shared_.values = v.data - last_key * v.row_stride;
+      shared_.table = paged() ? params_.block_table + work.batch * params_.block_table_stride : nullptr;
+    }
+    if (paged()) {
+      __syncthreads();  // what has just been left in shared memory is read
+      if (tiles.size() > 0) {
+        copy_checked(shared_.keys, params_.k_stride, params_.head_dim, tiles.end - 1, shared_.k[0]);
+        if (Two) copy_checked(shared_.values, params_.v_stride, params_.head_dim_v, tiles.end - 1, shared_.v[0]);
+      }
     }
     return true;
   }
@@ -140,12 +154,17 @@ class Copies {
     if constexpr (Kind != KeyTile::Any) values_next_ -= B_c * params_.v_stride.row;
   }
 
-  /// Tile `tile` of K or V where rows may be missing or not begin at multiples of 16 bytes.
+  /// Tile `tile` of K or V where rows may be missing, not begin at multiples of 16 bytes, or lie in pages.
   CUTE_DEVICE void copy_checked(Element const* data, Strides const& stride, int cols, int tile, Element* to) const {
-    copy_tile<B_c, HeadDim, Threads>(
-        GlobalTile<Element>{data + int64_t(tile) * B_c * stride.row, stride.row,
-                            shared_.sequence.visibility.len_kv - tile * B_c, cols, aligned},
-        to, moved);
+    int const first_key = tile * B_c, rows = shared_.sequence.visibility.len_kv - first_key;
+    if (paged()) {
+      copy_tile<B_c, HeadDim, Threads>(PagedTile<Element>{data, stride, params_, shared_.table,
+                                                          shared_.sequence.k_row0 + first_key, rows, cols, aligned},
+                                       to, moved);
+    } else {
+      copy_tile<B_c, HeadDim, Threads>(
+          GlobalTile<Element>{data + int64_t(first_key) * stride.row, stride.row, rows, cols, aligned}, to, moved);
+    }
   }
 
   Params const& params_;
@@ -255,7 +274,7 @@ class MainLoop {
     int tile = tiles.end - 1;
     int const plain_begin = unmasked.begin > tiles.begin ? unmasked.begin : tiles.begin;
     while (tile >= tiles.begin) {
-      if (score_mods_ || !copies_.aligned) {
+      if (score_mods_ || !copies_.aligned || copies_.paged()) {
         step<KeyTile::Any>(tile--);
       } else if (!unmasked.contains(tile)) {
         step<KeyTile::Masked>(tile--);
@@ -407,7 +426,8 @@ struct FMHA {
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Tiles;
   static constexpr Features kTakes = feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike |
-                                     feature::FewerKeys | feature::FixedSplits | feature::UnalignedRows;
+                                     feature::FewerKeys | feature::Pages | feature::FixedSplits |
+                                     feature::UnalignedRows;
 };
 
 }  // namespace cutlass_ext::sm80
