@@ -23,7 +23,9 @@ CUTE_HOST_DEVICE int page_of_row(Cache const& cache, int batch, int row) {
                                      : cache.batch_idx[batch];
   return has_page(cache.pages, page) ? page : -1;
 }
-CUTE_HOST_DEVICE int row_in_page(Cache const& cache, int row) {
+/// `cache` is Cache, or has its numbers.
+template <class C>
+CUTE_HOST_DEVICE int row_in_page(C const& cache, int row) {
   return row - cache.page_rows.div(row) * cache.page_rows.divisor;
 }
 
