@@ -160,7 +160,6 @@ class Engine:
             if len(request.logits) == request.new_tokens:
                 self._leave(request, "finished")
                 finished.append(request)
-        self.running = [request for request in self.running if request.state == "running"]
         self.steps += 1
         self.rows += sum(rows for _, rows in plan)
         return finished
@@ -180,12 +179,12 @@ class Engine:
             self._enter(request, request.done, request.done + rows)
             plan.append((request, rows))
 
-        for request in list(self.running):
-            if request.state == "running":  # and not preempted by an older one
+        before = list(self.running)
+        for request in before:
+            if request in self.running:  # and has not lost its pages to an older one
                 self._share(request)
                 add(request)
-        if any(request.state == "waiting" for request in self.running):
-            self.running = [request for request in self.running if request.state == "running"]
+        if self.running != before:
             return plan  # nobody comes in on the pages of those who had to leave
         while self.waiting and budget > 0 and len(self.running) < self.max_batch:
             request = self.waiting[0]
@@ -219,7 +218,7 @@ class Engine:
     def _allocate(self, request: Request, rows: int) -> bool:
         """Pages for `rows` rows of `request`; false if it had to give up its own, being the youngest."""
         while (missing := self._pages_for(request, rows)) > len(self.pages.free):
-            youngest = [other for other in self.running if other.state == "running"][-1]
+            youngest = self.running[-1]
             self._leave(youngest, "waiting")
             youngest.preempted += 1
             self.waiting.appendleft(youngest)
@@ -244,6 +243,8 @@ class Engine:
         for page in reversed(request.table):
             self.pages.release(page)
         request.table, request.done, request.state = [], 0, state
+        if request in self.running:
+            self.running.remove(request)
 
     def _compute(self, plan: list[tuple[Request, int]]) -> tuple[list[int], list[float]]:
         """The greedy token after the last row of each request in the plan, and its logit."""

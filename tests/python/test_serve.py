@@ -272,11 +272,11 @@ def test_a_thousand_steps(target):
 
 
 @pytest.mark.parametrize("target", EVERYWHERE)
-@pytest.mark.parametrize("chunk", [1, 7, 16, 1000])
+@pytest.mark.parametrize("chunk, page_size", [(1, 1), (7, 48), (16, 16), (1000, 256)])
 @torch.inference_mode()
-def test_chunks(target, chunk):
-    """Any chunks, beside any others: what the request gets alone in one."""
-    engine = make_engine(target, 32, 16, chunk, 4)
+def test_chunks(target, chunk, page_size):
+    """Any chunks in any pages, beside any others: what the request gets alone in one."""
+    engine = make_engine(target, 1024 // page_size, page_size, chunk, 4)
     serve_all(engine, serve.traffic(chunk, 8, 1.0, VOCAB, prompt=50, new_tokens=8, prefix=40))
     check_against_the_model(engine, target)
     for request in engine.requests[:4] if target.dtype == torch.float32 else ():
