@@ -11,7 +11,8 @@ have lies in the pool once, in whole pages. When pages run out, the youngest req
 
 At the end every sequence is compared with what the model gives for it alone, without a cache, through PyTorch's
 attention (--no-check leaves that out). In float32 the greedy tokens are equal, but where the two best logits are closer
-than rounding; in 16 bits a token counts as right whose logit alone is within the tolerance of the best.
+than rounding; in 16 bits a token counts as right whose logit alone is within twice the tolerance of the best: either
+may be off by it.
 """
 
 from __future__ import annotations
