@@ -210,7 +210,7 @@ def built(target, case):
     return paged, options
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(case=cases())
 def test_any_case(target, case):
     paged, options = built(target, case)
