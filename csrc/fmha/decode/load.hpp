@@ -191,7 +191,8 @@ class Query {
   /// Asks for the rows of the sequence that `walk` stands at, which go to `sQ`, tiles of QueryTileRows rows.
   CUTE_DEVICE void ask(Params const& params, Place const& place, Walk<Traits::TileKeys> const& walk, Element* sQ,
                        bool aligned) {
-    CUTE_UNROLL
+    constexpr int Unroll = Waits ? Each : 2;
+#pragma unroll Unroll
     for (int i = 0; i < Each; ++i) {
       int const index = i * Traits::Threads + threadIdx.x;
       Element const* const from = chunk(params, place, walk.rows(params), index);
