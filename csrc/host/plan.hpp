@@ -30,7 +30,8 @@ struct Plan {
   int floats_a_part = 0;      // and so many: its lse, or m and l
   size_t counters = 0;        // that the kernel wants
   bool merges_apart = false;  // parts are merged by a launch of its own
-  std::shared_ptr<Step const> before;  // where a call has sequences of few query rows beside others: what decodes them
+  std::shared_ptr<Step const> after;  // where a call has sequences of few query rows beside others: what decodes them.
+                                      // Behind the merge, which writes their rows too
   std::string refusal;                 // where there is no kernel, the argument that none takes, and what would do
   std::string passed_over;             // why a family that would have come first does not run the call
 
