@@ -19,6 +19,10 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 /// merged in the same launch. Speculative decoding's.
 constexpr int kMaxDecodeRows = 16;
 
+/// The same of a call of the cache operator, in query rows of all heads that share a key head: the largest tile that
+/// decodes.
+constexpr int kMaxDecodedRows = 64;
+
 /// Whether a call that the short kernels do not take is done before the pipeline of Hopper's persistent ones is full.
 /// Microseconds there and in sm80, 32 heads on 8: 11.2 and 9.3 at (8, 64, 64), 10.4 and 10.0 at (1, 128, 128), 15.4
 /// and 19.4 at (8, 128, 128).

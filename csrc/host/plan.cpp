@@ -6,6 +6,7 @@
 #include <sstream>
 #include <tuple>
 
+#include "append.hpp"
 #include "counters.hpp"
 #include "error.hpp"
 #include "heuristics.hpp"
@@ -164,6 +165,32 @@ void plan_prefill(Call const& call, Plan* plan) {
     plan->passed_over = "sm90 wants rows of q, k and v that begin at multiples of 16 bytes";
 }
 
+/// Whether a call of the cache operator has query rows for query tiles: decoding reads the keys again for every 64.
+bool is_chunk(Params const& p) {
+  return p.n_q > kMaxDecodeRows || int64_t(p.n_q) * p.heads_per_kv.divisor > kMaxDecodedRows;
+}
+
+/// A chunk of a prompt over its cache: by a prefill kernel, once what is new has been written. Such kernels know
+/// `cache_batch_idx` as a table of pages, each a sequence's part of the cache.
+void plan_chunk(Call const& call, Plan* plan) {
+  Params& p = call.params;
+  Params after = after_append(p, nullptr);
+  if (after.batch_idx) {
+    after.block_table = after.batch_idx;
+    after.block_table_stride = 1;
+    after.page_rows = cutlass::FastDivmod(std::max(after.n_kv, 1));
+    after.batch_idx = nullptr;
+  }
+  plan_prefill({after, call.request, call.device, features_of(after)}, plan);
+  if (!plan->kernel) return;
+  plan->appends_apart = p.n_new > 0 || p.rotary.cos;
+  static_cast<Work&>(p) = after;
+  p.block_table = after.block_table;
+  p.block_table_stride = after.block_table_stride;
+  p.page_rows = after.page_rows;
+  p.batch_idx = after.batch_idx;
+}
+
 /// What keeps every kernel from the call: the head dims, or the argument that the nearest one does not take.
 std::string refusal_of(Call const& call) {
   auto const missing = [&](Kernel const& k) { return call.features & ~k.takes; };
@@ -201,7 +228,8 @@ Plan plan(Params* params, Request const& request) {
   params->num_splits = std::max(request.num_splits, 1);
   Call call{*params, request, current_device(), features_of(*params)};
   Plan plan;
-  if (request.is_cache || decodes(call)) {
+  if (request.is_cache && is_chunk(*params)) plan_chunk(call, &plan);
+  if (!plan.kernel && (request.is_cache || decodes(call))) {
     Features const asked = call.features;
     if (!params->fixed_splits && decode::has_too_many_keys(*params)) {  // each sequence then has parts of its own
       params->fixed_splits = true;
@@ -230,6 +258,19 @@ Plan plan_with(Kernel const& kernel, Params* params) {
   return plan;
 }
 
+Params after_append(Params const& params, void* turned_q) {
+  Params p = params;
+  if (p.rotary.cos) {
+    int64_t const row = int64_t(p.heads_q) * p.head_dim;
+    p.q = turned_q;
+    p.q_stride = {p.n_q * row, row, p.head_dim};
+  }
+  p.k_new = p.v_new = nullptr;
+  p.k_new_stride = p.v_new_stride = {};
+  p.rotary = {};
+  return p;
+}
+
 std::string Plan::reason(Params const& params, Request const& request) const {
   std::ostringstream text;
   text << name_of(kernel->kind) << " kernel, " << name_of(request.dtype) << ", head_dim "
@@ -244,12 +285,20 @@ std::string Plan::reason(Params const& params, Request const& request) const {
   else
     text << ", " << splits << (splits == 1 ? " split" : " splits") << " of the keys";
   if (request.num_splits > 0) text << " as asked";
+  if (appends_apart) text << "; a launch of its own before them writes what is new";
   if (!passed_over.empty()) text << "; " << passed_over;
   return text.str();
 }
 
 void run(Plan const& plan, Params params, cudaStream_t stream, std::function<void*(size_t)> const& allocate) {
   if (plan.grid.ctas.x == 0) return;
+  if (plan.appends_apart) {
+    int64_t const elements =
+        params.rotary.cos ? int64_t(params.batch) * params.n_q * params.heads_q * params.head_dim : 0;
+    void* const turned_q = elements > 0 ? allocate(elements * params.element_bytes) : nullptr;
+    append_new_keys(plan.kernel->dtype, params, turned_q, stream);
+    params = after_append(params, turned_q);
+  }
   if (plan.partial_rows > 0) {
     size_t const floats = size_t(plan.partial_rows) * (params.head_dim_v + plan.floats_a_part);
     params.o_partial = static_cast<float*>(allocate(floats * sizeof(float)));
