@@ -63,12 +63,14 @@ struct Work {
   int num_splits = 1;
   Scheduler scheduler;               // the order of query tiles
   cutlass::FastDivmod heads_per_kv;  // G, query heads of a key head
+  cutlass::FastDivmod heads_a_tile;  // query heads whose rows share a query tile: G, or 1 (rows.hpp)
   int resident_ctas = 0;             // that the device holds at once: those of a persistent launch
   unsigned* counters = nullptr;      // zero between launches: of a persistent launch two (work items taken, CTAs
                                      // that found none), of decode kernels [B, row_tiles, H_kv], parts finished
   float* o_partial = nullptr;        // parts of O, each normalised by itself where splits are merged by a launch
                                      // of its own: [num_splits, (shape of lse), d_v]; else as merge.hpp has them
   float* lse_partial = nullptr;      // their lse in the log2 domain, [num_splits, (shape of lse)]; else (m, l)
+  int box_rows = 0;                  // keys that Hopper's persistent kernels copy at a time where they lie in pages
   // Of the decode kernels
   bool fixed_splits = false;  // num_splits parts of every sequence; else the batch's keys in equal parts
   int row_tiles = 1;          // tiles of the packed query rows, N_q * G of them
@@ -139,9 +141,9 @@ struct Params : Lengths, Work, Problem, Scores, Results, Cache {
   CUTE_HOST_DEVICE int64_t result_rows() const { return int64_t(stored_batch()) * heads_q * stored_rows(); }
 };
 
-/// Whether the host knows that all sequences, if they are not packed, have the same keys in the same place.
+/// Whether the host knows that all sequences have the same rows, and the same keys in the same place.
 CUTE_HOST_DEVICE bool all_alike(Lengths const& lengths) {
-  return !lengths.seqused_k && !lengths.leftpad_k && lengths.start_pos_kind != StartPos::PerBatch;
+  return !lengths.packed() && !lengths.seqused_k && !lengths.leftpad_k && lengths.start_pos_kind != StartPos::PerBatch;
 }
 
 }  // namespace cutlass_ext

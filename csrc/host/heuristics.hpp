@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "../fmha/decode/params.hpp"
+#include "../fmha/rows.hpp"
 #include "../fmha/sequence.hpp"
 #include "device.hpp"
 
@@ -19,9 +20,24 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 /// merged in the same launch. Speculative decoding's.
 constexpr int kMaxDecodeRows = 16;
 
-/// The same of a call of the cache operator, in query rows of all heads that share a key head: the largest tile that
-/// decodes.
-constexpr int kMaxDecodedRows = 64;
+/// Query rows up to which a sequence of a packed call decodes while longer ones are prefilled by a launch beside it: as
+/// many as a tile of 16 rows holds for all heads of a key head, or else one of 64; 0: none. It follows from the heads
+/// alone, so that with the number of splits fixed a sequence's bits do not depend on the others.
+inline int few_rows_of(Params const& p) {
+  int const heads_per_kv = p.heads_q / p.heads_kv;
+  return (heads_per_kv <= 16 ? 16 : 64) / heads_per_kv;
+}
+
+/// The same of a call whose sequences all have few, as speculative decoding makes them.
+inline int few_rows_in_all(Params const& p) { return std::min(kMaxDecodeRows, 64 / (p.heads_q / p.heads_kv)); }
+
+/// Whether query tiles of `block` rows hold those of all heads that share a key head: where that makes fewer tiles.
+/// Packed sequences of different lengths nearly always have fewer. ALiBi's slopes are of one head.
+inline bool packs_heads(Params const& p, int block) {
+  int64_t const heads_per_kv = p.heads_q / p.heads_kv, rows = p.n_q * heads_per_kv;
+  if (heads_per_kv == 1 || heads_per_kv > block || p.alibi_slopes || rows > INT32_MAX - block) return false;
+  return p.packed() || ceil_div(rows, block / heads_per_kv * heads_per_kv) < heads_per_kv * ceil_div(p.n_q, block);
+}
 
 /// Whether a call that the short kernels do not take is done before the pipeline of Hopper's persistent ones is full.
 /// Microseconds there and in sm80, 32 heads on 8: 11.2 and 9.3 at (8, 64, 64), 10.4 and 10.0 at (1, 128, 128), 15.4
@@ -92,9 +108,12 @@ inline bool fills(Params const& p, int block_r, int64_t tiles, int64_t resident_
 }
 
 // ------------------------------------------------------------------------------------------ how many splits
+/// Keys of the longest sequence, as far as the host knows.
+inline int64_t longest_keys(Params const& p) { return p.longest_kv > 0 ? p.longest_kv : p.n_kv; }
+
 /// Key tiles that the busiest query tile visits, as far as the host knows.
 inline int64_t key_tiles(Params const& p, Kernel const& kernel) {
-  int64_t keys = p.n_kv;
+  int64_t keys = longest_keys(p);
   if (p.window_left >= 0 && p.window_right >= 0)
     keys = std::min<int64_t>(keys, int64_t(p.window_left) + p.window_right + kernel.block_r);
   return ceil_div(keys, kernel.block_c);
@@ -148,21 +167,23 @@ inline int64_t even_section(int64_t pairs, int64_t section, int heads_per_kv) {
   return section;
 }
 
-/// The section of a launch on a GPU that holds `p.resident_ctas` CTAs at once and has `l2_bytes` of L2: what fits an
+/// The section of a launch on a GPU that holds `p.resident_ctas` CTAs at once and has `l2_bytes` of L2, the heads of a
+/// tile counted as one: what fits an
 /// eighth of L2, since b8 N2048 d128 is 5% slower with half of it (an H200's 60 MB). Under a causal mask the last tiles
 /// of the last section are to be short of the whole work, so from eight query tiles on (shorter ones differ too little)
 /// three waves of tiles, at most five eighths of L2. Causal rows of an H200 at head_dim 256: two heads of N 16384 at a
 /// time are 10% faster than one, four of N 8192 9% faster than two; at N 512, 32 are 2% faster than 64.
 inline int64_t section_for(Params const& p, int block_r, int64_t l2_bytes) {
-  int64_t const bytes_a_head = int64_t(p.n_kv) * (p.head_dim + p.head_dim_v) * p.element_bytes;
-  int const heads_per_kv = p.heads_q / p.heads_kv, tiles = Scheduler::tiles_of(p.n_q, block_r);
+  int64_t const bytes_a_head = longest_keys(p) * (p.head_dim + p.head_dim_v) * p.element_bytes;
+  int const heads_per_kv = p.heads_q / p.heads_kv / p.heads_a_tile.divisor,
+            tiles = Scheduler::tiles_of(p.n_q * p.heads_a_tile.divisor, TileRows(p, block_r).step());
   int64_t section = section_of(l2_bytes / 8, bytes_a_head, heads_per_kv);
   if (p.window_right >= 0 && tiles >= 8) {
     int64_t const tiles_a_group = int64_t(heads_per_kv) * tiles * p.num_splits;
     section = std::min(section_of(l2_bytes / 8 * 5, bytes_a_head, heads_per_kv),
                        section_of(3 * int64_t(p.resident_ctas), tiles_a_group, heads_per_kv));
   }
-  return even_section(int64_t(p.batch) * p.heads_q, section, heads_per_kv);
+  return even_section(int64_t(p.batch) * p.heads_kv * heads_per_kv, section, heads_per_kv);
 }
 
 }  // namespace cutlass_ext

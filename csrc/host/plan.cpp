@@ -3,6 +3,7 @@
 #include "plan.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <sstream>
 #include <tuple>
 
@@ -57,8 +58,10 @@ Kernel const* cheapest(std::initializer_list<Kind> kinds, DType dtype, Accepts c
 
 // ------------------------------------------------------------------------------------------------ few query rows
 /// Whether a call of `fmha` is faster where it decodes: few rows, unless they have to be read element by element.
+/// Packed ones do over pages.
 bool decodes(Call const& call) {
-  return !call.params.packed() && call.params.n_q <= kMaxDecodeRows && !(call.features & feature::UnalignedRows);
+  return (!call.params.packed() || (call.features & feature::Pages)) && call.params.n_q <= kMaxDecodeRows &&
+         !(call.features & feature::UnalignedRows);
 }
 
 void plan_decode(Call const& call, Plan* plan) {
@@ -102,20 +105,23 @@ void plan_decode(Call const& call, Plan* plan) {
 void lay_out(Device const& device, Params* params, Plan* plan) {
   Params& p = *params;
   Kernel const& kernel = *plan->kernel;
-  int64_t const tiles = int64_t(p.batch) * p.heads_q * Scheduler::tiles_of(p.n_q, kernel.block_r);
+  bool const persistent = kernel.kind == Kind::Persistent;
+  p.heads_a_tile = persistent && packs_heads(p, kernel.block_r) ? p.heads_per_kv : cutlass::FastDivmod(1);
+  if (persistent && p.block_table) p.box_rows = p.leftpad_k ? 1 : std::gcd(p.page_rows.divisor, kernel.block_c);
+  int const heads = p.heads_q / p.heads_a_tile.divisor, rows = p.n_q * p.heads_a_tile.divisor,
+            step = TileRows(p, kernel.block_r).step(), tiles_a_head = Scheduler::tiles_of(rows, step);
+  int64_t const tiles = int64_t(p.batch) * heads * tiles_a_head;
   p.resident_ctas = occupancy_of(kernel, device).ctas_a_multiprocessor * device.multiprocessors;
   if (kernel.kind == Kind::Short) {
-    plan->grid.ctas = dim3(p.heads_q, Scheduler::tiles_of(p.n_q, kernel.block_r), p.batch);
+    plan->grid.ctas = dim3(heads, tiles_a_head, p.batch);
     return;
   }
   if (!p.fixed_splits)
     p.num_splits = choose_num_splits(tiles, key_tiles(p, kernel), p.resident_ctas, least_key_tiles(kernel));
-  p.scheduler = Scheduler(p.batch, p.heads_q, p.n_q, kernel.block_r, p.num_splits,
-                          section_for(p, kernel.block_r, device.l2_bytes));
+  p.scheduler = Scheduler(p.batch, heads, rows, step, p.num_splits, section_for(p, tiles_a_head, device.l2_bytes));
   int64_t const items = p.scheduler.size();
   if (items > INT32_MAX)
     fail("ValueError", "q: has ", items, " tiles of query rows; a launch has room for fewer than 2^31");
-  bool const persistent = kernel.kind == Kind::Persistent;
   plan->grid.ctas = dim3(static_cast<unsigned>(persistent ? std::min<int64_t>(items, p.resident_ctas) : items));
   plan->counters = persistent ? 2 : 0;
   plan->splits = p.num_splits;
@@ -166,9 +172,7 @@ void plan_prefill(Call const& call, Plan* plan) {
 }
 
 /// Whether a call of the cache operator has query rows for query tiles: decoding reads the keys again for every 64.
-bool is_chunk(Params const& p) {
-  return p.n_q > kMaxDecodeRows || int64_t(p.n_q) * p.heads_per_kv.divisor > kMaxDecodedRows;
-}
+bool is_chunk(Params const& p) { return p.n_q > std::max(1, few_rows_in_all(p)); }
 
 /// A chunk of a prompt over its cache: by a prefill kernel, once what is new has been written. Such kernels know
 /// `cache_batch_idx` as a table of pages, each a sequence's part of the cache.
@@ -181,14 +185,40 @@ void plan_chunk(Call const& call, Plan* plan) {
     after.page_rows = cutlass::FastDivmod(std::max(after.n_kv, 1));
     after.batch_idx = nullptr;
   }
-  plan_prefill({after, call.request, call.device, features_of(after)}, plan);
-  if (!plan->kernel) return;
+  Plan prefill;
+  plan_prefill({after, call.request, call.device, features_of(after)}, &prefill);
+  // Tiles of a single head's rows read the keys for every head, and would have few of them.
+  if (!prefill.kernel || (prefill.kernel->kind == Kind::Tiles && p.n_q <= kMaxDecodeRows)) return;
+  *plan = prefill;
   plan->appends_apart = p.n_new > 0 || p.rotary.cos;
   static_cast<Work&>(p) = after;
   p.block_table = after.block_table;
   p.block_table_stride = after.block_table_stride;
   p.page_rows = after.page_rows;
   p.batch_idx = after.batch_idx;
+}
+
+/// Packed sequences over pages, of which some may have as few rows as decode, and others more: a launch for each. Only
+/// the device knows which have; the host, whether all may be of one kind.
+void plan_mixed(Call const& call, Plan* plan) {
+  Params& p = call.params;
+  int const few = few_rows_of(p), most = p.fixed_splits ? few : std::max(few, few_rows_in_all(p));
+  Params decoding = p;
+  decoding.n_q = std::min(p.n_q, p.n_q <= most ? most : few);
+  bool const all_have_as_many = p.total_q == int64_t(p.batch) * p.n_q;  // no sequence has more
+  Plan decoded;
+  if (decoding.n_q > 0 && (p.n_q <= most || !all_have_as_many))
+    plan_decode({decoding, call.request, call.device, call.features}, &decoded);
+  if (decoded.kernel && p.n_q <= most) {
+    p = decoding;
+    *plan = decoded;
+    return;
+  }
+  if (decoded.kernel) p.least_q = few + 1;
+  plan_prefill(call, plan);
+  if (!decoded.kernel || !plan->kernel) return;
+  decoding.most_q = few;
+  plan->before = std::make_shared<Step const>(Step{decoding, decoded});
 }
 
 /// What keeps every kernel from the call: the head dims, or the argument that the nearest one does not take.
@@ -228,8 +258,10 @@ Plan plan(Params* params, Request const& request) {
   params->num_splits = std::max(request.num_splits, 1);
   Call call{*params, request, current_device(), features_of(*params)};
   Plan plan;
+  bool const is_mixed = params->packed() && params->block_table;
+  if (is_mixed) plan_mixed(call, &plan);
   if (request.is_cache && is_chunk(*params)) plan_chunk(call, &plan);
-  if (!plan.kernel && (request.is_cache || decodes(call))) {
+  if (!plan.kernel && !is_mixed && (request.is_cache || decodes(call))) {
     Features const asked = call.features;
     if (!params->fixed_splits && decode::has_too_many_keys(*params)) {  // each sequence then has parts of its own
       params->fixed_splits = true;
@@ -243,7 +275,7 @@ Plan plan(Params* params, Request const& request) {
       call.features = asked;
     }
   }
-  if (!plan.kernel && !request.is_cache) plan_prefill(call, &plan);
+  if (!plan.kernel && !request.is_cache && !is_mixed) plan_prefill(call, &plan);
   if (!plan.kernel) plan.refusal = refusal_of(call);
   if (params->batch == 0 || (params->n_q == 0 && params->n_new == 0)) plan.grid.ctas = dim3(0);
   return plan;
@@ -286,6 +318,9 @@ std::string Plan::reason(Params const& params, Request const& request) const {
     text << ", " << splits << (splits == 1 ? " split" : " splits") << " of the keys";
   if (request.num_splits > 0) text << " as asked";
   if (appends_apart) text << "; a launch of its own before them writes what is new";
+  if (before)
+    text << "; sequences of up to " << before->params.most_q
+         << " rows: " << before->plan.reason(before->params, request);
   if (!passed_over.empty()) text << "; " << passed_over;
   return text.str();
 }
@@ -298,6 +333,11 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
     void* const turned_q = elements > 0 ? allocate(elements * params.element_bytes) : nullptr;
     append_new_keys(plan.kernel->dtype, params, turned_q, stream);
     params = after_append(params, turned_q);
+  }
+  if (plan.before) {
+    Step step = *plan.before;
+    step.params.o = params.o, step.params.o_stride = params.o_stride, step.params.lse = params.lse;
+    run(step.plan, step.params, stream, allocate);
   }
   if (plan.partial_rows > 0) {
     size_t const floats = size_t(plan.partial_rows) * (params.head_dim_v + plan.floats_a_part);

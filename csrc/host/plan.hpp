@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 
 #include "device.hpp"
@@ -19,6 +20,8 @@ struct Request {
   bool is_cache = false;  // of the cache operator
 };
 
+struct Step;
+
 struct Plan {
   Kernel const* kernel = nullptr;  // null: nothing here runs the call
   Grid grid;
@@ -28,11 +31,18 @@ struct Plan {
   size_t counters = 0;         // that the kernel wants
   bool merges_apart = false;   // parts are merged by a launch of its own
   bool appends_apart = false;  // new keys are written, and q rotated, by a launch of its own before
-  std::string refusal;         // where there is no kernel, the argument that none takes, and what would do
-  std::string passed_over;     // why a family that would have come first does not run the call
+  std::shared_ptr<Step const> before;  // where a call has sequences of few query rows beside others: what decodes them
+  std::string refusal;                 // where there is no kernel, the argument that none takes, and what would do
+  std::string passed_over;             // why a family that would have come first does not run the call
 
   /// Why this kernel, in a sentence.
   std::string reason(Params const& params, Request const& request) const;
+};
+
+/// One of several launches of a call.
+struct Step {
+  Params params;
+  Plan plan;
 };
 
 /// Chooses, and completes `params` by what is decided of the work. Follows from host-known shapes alone, never from

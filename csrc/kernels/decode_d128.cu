@@ -1,4 +1,5 @@
-// Decoding fp16 and bf16 on mma.sync tensor cores, head_dim up to 128; `true`: plain calls alone.
+// Decoding fp16 and bf16 on mma.sync tensor cores, head_dim up to 128. `true`: Decode for plain calls alone,
+// NarrowDecode for packed calls alone.
 #include "../fmha/decode/main.hpp"
 #include "../fmha/decode/narrow.hpp"
 #include "kernel.hpp"
@@ -8,10 +9,12 @@ static Entered const kernels_here{
     kernel_of<decode::Decode<128, cute::half_t, 1, 4, 16, 3, true>>(),
     kernel_of<decode::Decode<128, cute::half_t, 1, 4, 16, 3, false>>(),
     kernel_of<decode::Decode<128, cute::half_t, 4, 1, 64, 3, false>>(),
-    kernel_of<decode::NarrowDecode<128, cute::half_t>>(),
+    kernel_of<decode::NarrowDecode<128, cute::half_t, false>>(),
+    kernel_of<decode::NarrowDecode<128, cute::half_t, true>>(),
     kernel_of<decode::Decode<128, cute::bfloat16_t, 1, 4, 16, 3, true>>(),
     kernel_of<decode::Decode<128, cute::bfloat16_t, 1, 4, 16, 3, false>>(),
     kernel_of<decode::Decode<128, cute::bfloat16_t, 4, 1, 64, 3, false>>(),
-    kernel_of<decode::NarrowDecode<128, cute::bfloat16_t>>(),
+    kernel_of<decode::NarrowDecode<128, cute::bfloat16_t, false>>(),
+    kernel_of<decode::NarrowDecode<128, cute::bfloat16_t, true>>(),
 };
 }  // namespace cutlass_ext

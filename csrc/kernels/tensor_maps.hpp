@@ -30,35 +30,57 @@ inline TensorMapEncoder tensor_map_encoder() {
   return encoder;
 }
 
-/// A map whose copies are `box_rows` rows by 64 columns of one head, swizzled over 128 bytes; what lies outside the
+/// A dimension of a tensor beside its columns, and how much of it a copy takes.
+struct MapDimension {
+  int64_t size, stride;  // in elements
+  int box = 1;
+};
+
+/// A map whose copies are boxes of 64 columns, row after row of 128 bytes, swizzled over as many; what lies outside the
 /// tensor (rows past its end, columns past `cols`) arrives as zeros.
-inline CUtensorMap tensor_map(CUtensorMapDataType dtype, void const* data, Strides const& stride, int64_t batch,
-                              int64_t rows, int64_t heads, int64_t cols, int box_rows) {
+template <size_t N>
+CUtensorMap tensor_map(CUtensorMapDataType dtype, void const* data, int64_t cols, MapDimension const (&dimensions)[N]) {
   auto const encode = tensor_map_encoder();
   if (!encode) fail("RuntimeError", "the driver has no cuTensorMapEncodeTiled: update it");
+  auto const size = [](int64_t n) { return static_cast<uint64_t>(n > 0 ? n : 1); };  // an empty tensor is never read
+  uint64_t sizes[N + 1] = {size(cols)}, strides[N];
+  uint32_t box[N + 1] = {64}, steps[N + 1] = {1};
+  for (size_t i = 0; i < N; ++i) {
+    auto const& dimension = dimensions[i];
+    sizes[i + 1] = size(dimension.size);
+    strides[i] = dimension.size > 1 ? static_cast<uint64_t>(2 * dimension.stride) : 16;
+    box[i + 1] = static_cast<uint32_t>(dimension.box);
+    steps[i + 1] = 1;
+  }
   CUtensorMap map;
-  auto size = [](int64_t n) { return static_cast<uint64_t>(n > 0 ? n : 1); };  // an empty tensor is never read
-  auto bytes = [](int64_t elements, int64_t n) { return static_cast<uint64_t>(n > 1 ? 2 * elements : 16); };
-  uint64_t const sizes[] = {size(cols), size(rows), size(heads), size(batch)};
-  uint64_t const strides[] = {bytes(stride.row, rows), bytes(stride.head, heads), bytes(stride.batch, batch)};
-  uint32_t const box[] = {64, static_cast<uint32_t>(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
   CUresult const result =
-      encode(&map, dtype, 4, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      encode(&map, dtype, N + 1, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) fail("RuntimeError", "encoding a tensor map: CUDA driver error ", int(result));
   return map;
 }
 
-/// The maps of a launch with tiles of B_r query rows and B_c keys.
+/// The maps of a launch with tiles of B_r query rows, of as many heads as share a tile (rows.hpp), and of B_c keys,
+/// from pages in boxes.
 template <class Traits>
 struct Argument<sm90::TensorMaps, Traits> {
   static sm90::TensorMaps of(Params const& p) {
     auto const dtype = std::is_same_v<typename Traits::Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                                                  : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    int const batch = p.stored_batch(), keys = p.stored_keys();
-    return {tensor_map(dtype, p.q, p.q_stride, batch, p.stored_rows(), p.heads_q, p.head_dim, Traits::B_r),
-            tensor_map(dtype, p.k, p.k_stride, batch, keys, p.heads_kv, p.head_dim, Traits::B_c),
-            tensor_map(dtype, p.v, p.v_stride, batch, keys, p.heads_kv, p.head_dim_v, Traits::B_c)};
+    int const heads = p.heads_a_tile.divisor;
+    Strides const& q = p.q_stride;
+    auto const of_keys = [&](void const* data, Strides const& stride, int cols) {
+      MapDimension const rows = p.block_table ? MapDimension{p.page_rows.divisor, stride.row, p.box_rows}
+                                              : MapDimension{p.stored_keys(), stride.row, Traits::B_c};
+      int const places = p.block_table ? p.pages : p.stored_batch();
+      return tensor_map(dtype, data, cols, {rows, {p.heads_kv, stride.head}, {places, stride.batch}});
+    };
+    return {tensor_map(dtype, p.q, p.head_dim,
+                       {{heads, q.head, heads},
+                        {p.stored_rows(), q.row, Traits::B_r / heads},
+                        {p.heads_q / heads, heads * q.head},
+                        {p.stored_batch(), q.batch}}),
+            of_keys(p.k, p.k_stride, p.head_dim), of_keys(p.v, p.v_stride, p.head_dim_v)};
   }
 };
 

@@ -71,9 +71,12 @@ std::tuple<int, int, int, int, int, int> packed_sequence(int b, std::vector<int>
   return {s.batch, s.q_row0, s.k_row0, s.visibility.n_q, s.visibility.len_kv, s.visibility.start_pos};
 }
 
-/// What each group of CTAs of a decode launch does: (group, sequence, first tile, end tile, part, parts, slot).
+/// What each group of CTAs of a decode launch does: (group, sequence, first tile, end tile, part, parts, slot). With
+/// `ends` the sequences are packed, and those of more than `most_q` rows another launch's.
 std::vector<std::tuple<int, int, int, int, int, int, int>> decode_work(std::vector<int> const& lengths, int groups,
-                                                                       int num_splits) {
+                                                                       int num_splits,
+                                                                       std::optional<std::vector<int>> ends,
+                                                                       int most_q) {
   constexpr int TileKeys = 16, MinChunk = 4;
   Params params;
   params.batch = static_cast<int>(lengths.size());
@@ -84,6 +87,11 @@ std::vector<std::tuple<int, int, int, int, int, int, int>> decode_work(std::vect
   params.groups = groups;
   params.fixed_splits = num_splits > 0;
   params.num_splits = num_splits;
+  if (ends) {
+    params.cu_seqlens_q = ends->data();
+    params.total_q = ends->back();
+    params.n_q = params.most_q = most_q;
+  }
   decode::Tokens const tokens = decode::Place(params, 0).tokens(params, 16);
   auto const tiles_of = [&](int b) {
     return unsigned(decode::tiles_of(params, sequence_of(params, b), tokens, TileKeys).size());
@@ -118,7 +126,8 @@ PYBIND11_MODULE(cutlass_ext_host, module) {
   module.def("schedule", &schedule, py::arg("batch"), py::arg("heads"), py::arg("length"), py::arg("block"),
              py::arg("num_splits"), py::arg("section"), py::arg("over_keys") = false);
   module.def("packed_sequence", &packed_sequence);
-  module.def("decode_work", &decode_work);
+  module.def("decode_work", &decode_work, py::arg("lengths"), py::arg("groups"), py::arg("num_splits"),
+             py::arg("ends") = py::none(), py::arg("most_q") = 1);
   module.def("choose_num_splits", &choose_num_splits);
   module.def("split_range", [](int num_tiles, int num_splits, int split) {
     Range const range = split_range({0, num_tiles}, cutlass::FastDivmod(num_splits), split);

@@ -27,18 +27,54 @@ TEST(PackedRows, EachRowOfEachHeadOnce) {
   for (int group : {1, 2, 3, 5, 8}) {
     for (int n_q : {0, 1, 3, 7}) {
       Params const p = call(2, n_q, 4 * group, 4, 100);
+      QueryRows const rows = query_rows(p, 1, sequence_of(p, 1));
       std::set<int64_t> results;
       for (int head = 0; head < 4; ++head) {
-        for (int r = 0; r < packed_rows(p); ++r) {
+        for (int r = 0; r < packed_rows(p, rows); ++r) {
           PackedRow const row(p, head, r);
           EXPECT_EQ(row.token, r / group);
           EXPECT_EQ(row.head, head * group + r % group);
-          results.insert(row.result(p, 1));
+          results.insert(row.result(p, rows));
         }
       }
       EXPECT_EQ(results.size(), size_t(p.heads_q * n_q));
       EXPECT_TRUE(n_q == 0 || *results.begin() == p.heads_q * n_q);
     }
+  }
+}
+
+/// Sequences that have rows of their own number: each row of those that are this launch's has one place in lse.
+TEST(PackedRows, OfPackedCallsEachSequenceHasItsOwn) {
+  constexpr int kBatch = 6, kHeads = 2, kMost = 4;
+  int const ends[kBatch + 1] = {0, 2, 2, 5, 12, 16, 17}, counts[kBatch] = {2, 0, 3, 0, 4, 1};  // 7 rows: another's
+  for (int group : {1, 2, 4}) {
+    Params p = call(kBatch, kMost, kHeads * group, kHeads, 100);
+    p.cu_seqlens_q = ends;
+    p.total_q = 20;
+    p.most_q = kMost;
+    p.start_pos_kind = StartPos::End;
+    std::set<int64_t> results;
+    size_t rows_of_all = 0;
+    for (int b = 0; b < kBatch; ++b) {
+      Sequence const s = sequence_of(p, b);
+      QueryRows const rows = query_rows(p, b, s);
+      EXPECT_EQ(rows.batch, 0);
+      ASSERT_EQ(rows.count, counts[b]);
+      rows_of_all += packed_rows(p, rows) * kHeads;
+      for (int head = 0; head < kHeads; ++head) {
+        for (int r = 0; r < packed_rows(p, rows); ++r) {
+          PackedRow const row(p, head, r);
+          EXPECT_TRUE(row.token < counts[b] && row.head / group == head);
+          EXPECT_EQ(row.result(p, rows), s.result_row0(p, row.head, 0) + row.token);
+          results.insert(row.result(p, rows));
+        }
+      }
+      Tokens const tokens = Place(p, 0).tokens(p, 16);
+      EXPECT_EQ(tokens.of(p, s).last, counts[b] - 1);
+      EXPECT_EQ(tiles_of(p, s, tokens, 16).size(), counts[b] > 0 ? 7 : 0) << "sequence " << b;
+    }
+    EXPECT_EQ(results.size(), rows_of_all);
+    EXPECT_LT(*results.rbegin(), p.result_rows());
   }
 }
 
@@ -109,13 +145,25 @@ TEST(KeyTiles, NewKeysAreVisitedWhoeverSeesThem) {
   EXPECT_EQ(std::pair(last.begin, last.end), std::pair(0, 9));
 }
 
+TEST(Limits, PackedSequencesLieInPagesAndInOneTile) {
+  int const ends[] = {0, 4, 8}, table[] = {0, 1};
+  Params p = call(2, 4, 8, 2, 64);
+  p.cu_seqlens_q = ends;
+  EXPECT_FALSE(fits(p, 16));
+  p.block_table = table;
+  EXPECT_TRUE(fits(p, 16));
+  p.n_q = 5;
+  EXPECT_FALSE(fits(p, 16));
+  EXPECT_TRUE(fits(p, 64));
+}
+
 TEST(Limits, CountersStayBelow32Bits) {
-  EXPECT_TRUE(fits(call(64, 1, 8, 8, 1 << 20)));
+  EXPECT_TRUE(fits(call(64, 1, 8, 8, 1 << 20), 16));
   Params many = call(32768, 1, 8, 8, 1 << 20);
-  EXPECT_FALSE(fits(many)) << "2^32 tiles of 8 keys";
+  EXPECT_FALSE(fits(many, 16)) << "2^32 tiles of 8 keys";
   many.fixed_splits = true;
-  EXPECT_TRUE(fits(many)) << "each sequence has parts of its own";
-  EXPECT_FALSE(fits(call(1, 1 << 28, 8, 1, 64))) << "2^31 packed rows";
+  EXPECT_TRUE(fits(many, 16)) << "each sequence has parts of its own";
+  EXPECT_FALSE(fits(call(1, 1 << 28, 8, 1, 64), 16)) << "2^31 packed rows";
   Params p = call(3, 1, 8, 4, 64);
   p.groups = 1;
   EXPECT_EQ(partial_rows(p, 16), 0) << "one group leaves nothing to merge";

@@ -13,7 +13,7 @@ using namespace feature;
 constexpr Features kTiles = kScoreMods | Sink | Packed | kUnlike | FewerKeys | Pages | FixedSplits | UnalignedRows;
 constexpr Features kPersistent = Sink | Packed | kUnlike | FewerKeys | FixedSplits;
 constexpr Features kPlainDecode = KeyLengths | StartPositions | FewerKeys | Pages;
-constexpr Features kDecode = kScoreMods | Sink | kUnlike | kCache | FixedSplits | UnalignedRows;
+constexpr Features kDecode = kScoreMods | Sink | Packed | kUnlike | kCache | FixedSplits | UnalignedRows;
 
 /// Something that no other kernel has: the host knows kernels by their entries.
 void const* new_entry() {
@@ -37,13 +37,19 @@ Kernel brief(DType dtype, int d, int warpgroups, int shared) {
 }
 Kernel decode(DType dtype, int d, int b_r, int b_c, int threads, int shared, Features takes = kDecode) {
   char const* const family = dtype == DType::Float32 ? "simt" : "sm80";
-  auto const takes_shape = [](Params const& p) { return decode::fits(p); };
-  return {family, Kind::Decode, dtype, d, d, b_r, b_c, takes, threads, shared, new_entry(), takes_shape, nullptr};
+  auto const short_tile = [](Params const& p) { return decode::fits(p, 16); };
+  auto const tall_tile = [](Params const& p) { return decode::fits(p, 64); };
+  return {family, Kind::Decode, dtype,   d,      d,           b_r,
+          b_c,    takes,        threads, shared, new_entry(), b_r == 16 ? +short_tile : +tall_tile,
+          nullptr};
 }
-template <int d>
+template <int d, bool packed = false>
 Kernel narrow(DType dtype, int shared) {
-  auto const takes_shape = [](Params const& p) { return decode::is_narrow(p, d) && p.batch <= decode::kNarrowBatch; };
-  return {"sm80", Kind::Narrow, dtype, d, d, 8, 16, kPlainDecode, 128, shared, new_entry(), takes_shape, nullptr};
+  auto const takes_shape = [](Params const& p) {
+    return decode::is_narrow(p, d) && p.batch <= decode::kNarrowBatch && p.packed() == packed;
+  };
+  Features const takes = kPlainDecode | (packed ? Packed : 0);
+  return {"sm80", Kind::Narrow, dtype, d, d, 8, 16, takes, 128, shared, new_entry(), takes_shape, nullptr};
 }
 template <int d>
 Kernel cluster(DType dtype, int shared, Features more = 0) {
@@ -94,7 +100,9 @@ Entered of_16_bits(DType t) {
       decode(t, 256, 16, 16, 64, 74368),
       decode(t, 256, 64, 32, 128, 99072),
       narrow<64>(t, 55680),
+      narrow<64, true>(t, 57728),
       narrow<128>(t, 105856),
+      narrow<128, true>(t, 107904),
       cluster<64>(t, 214144),
       cluster<64>(t, 214144, NewKeys | RotaryEmbedding),
       cluster<128>(t, 230528),

@@ -68,6 +68,7 @@ struct Call {
   }
   Call& pages(int rows) {
     p.block_table = somewhere();
+    p.cu_seqlens_k = nullptr;
     p.page_rows = cutlass::FastDivmod(rows);
     p.pages = 1000;
     return *this;
@@ -262,6 +263,21 @@ TEST(Plan, OfFewQueryRows) {
   });
 }
 
+TEST(Plan, OfFewPackedRowsOverPages) {
+  auto const packed = [](int n_q, int heads_q, int page) {
+    return fmha(64, n_q, 4096, heads_q, 8, 128).packed(64 * n_q, 0).lengths().pages(page).causal();
+  };
+  check({
+      CASE(packed(1, 32, 16), "sm80 narrow 8x16 d128, shared out, grid 8 33 1, 512 counters"),
+      CASE(packed(2, 32, 48), "sm80 narrow 8x16 d128, shared out, grid 8 33 1, 512 counters"),
+      CASE(packed(1, 32, 16).splits(3), "sm80 decode 16x16 d128, 3 splits, grid 1536, 512 counters"),
+      CASE(packed(3, 32, 16), "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
+      CASE(packed(1, 32, 1), "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
+      CASE(packed(16, 32, 16), "sm80 decode 64x64 d128, shared out, grid 264, 512 counters"),
+      CASE(packed(1, 32, 16).sink(), "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
+  });
+}
+
 TEST(Plan, OfACache) {
   check({
       CASE(kvcache(4, 1, 4096, 32, 8, 128).lengths(), "sm90 cluster 8x16 d128, 4 splits, grid 4 8 4 in clusters of 4"),
@@ -391,6 +407,7 @@ Call random_call(std::mt19937& random) {
     call.packed(static_cast<int>(std::min<int64_t>(far, int64_t(batch) * n_q)),
                 static_cast<int>(std::min<int64_t>(far, int64_t(batch) * n_kv)));
     p.n_q = std::min(n_q, p.total_q), p.n_kv = std::min(n_kv, p.total_k);
+    if (one_in(3)) call.pages(pick({1, 16, 48, 256}));
   }
   return call;
 }

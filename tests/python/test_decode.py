@@ -1,8 +1,12 @@
 """A sequence piece by piece: single rows and chunks at a start position, against the same rows of one prefill."""
 
+import itertools
+
 import pytest
 import torch
-from oracle import expect, peer_tolerance
+from conftest import TENSOR_CORES, targets
+from oracle import expect, expect_packed, peer_tolerance
+from test_kvcache import paged_pair, poison_tails
 
 import cutlass_ext
 
@@ -95,3 +99,77 @@ def test_more_than_2_to_the_32_tiles():
     out, lse = cutlass_ext.fmha(q, k, v, return_lse=True)
     some = [0, 1, batch // 2, batch - 1]
     expect(q[some], k[some], v[some]).check(out[some], lse[some], small=True)
+
+
+# ------------------------------------------------------------------------------------------------ packed, over pages
+PACKED_PAGES = targets(("cuda", "auto"), *TENSOR_CORES)
+KEYS = 576  # pages of 1, 16, 48 and 64
+
+
+def check_packed(target, rows, lengths, group, d, page_size, *, longest=None, heads_kv=2, **options):
+    """Sequences of so many query rows on so many keys in pages, NaN in the pages and rows that are nobody's; as far as
+    the rows of the heads that share a key head fit a tile."""
+    longest = longest or max(rows)
+    if longest * group > (16 if target.dtype == torch.float32 else 64):
+        return
+    batch, total = len(rows), sum(rows)
+    q = torch.cat([target.randn(total, group * heads_kv, d), target.randn(3, group * heads_kv, d) * float("nan")])
+    _, k, v = target.qkv(batch, 1, 1, d, n_kv=KEYS, heads_kv=heads_kv)
+    poison_tails(k, lengths), poison_tails(v, lengths)
+    ends, used = target.int32([0, *itertools.accumulate(rows)]), target.int32(lengths)
+    options = {"causal": True, "start_pos": "end", "seqused_k": used} | options
+    asked = {name: value for name, value in options.items() if name != "num_splits"}
+    want = expect_packed(
+        q[:total], k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_q=ends,
+        cu_seqlens_k=target.int32([KEYS * b for b in range(batch + 1)]), **asked,
+    )  # fmt: skip
+    k, v, pages = paged_pair(k, v, page_size)
+    for b, n in enumerate(lengths):
+        pages["block_table"][b, -(-n // page_size) :] = -1
+    out, lse = target.fmha(q, k, v, cu_seqlens_q=ends, max_seqlen_q=longest, **pages, **options)
+    want.check(out[:total], lse[:, :total], small=True, what=f"rows {rows}, lengths {lengths}, page {page_size}")
+
+
+@pytest.fixture(params=PACKED_PAGES)
+def packed_pages(request):
+    return request.param
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48, 64])
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("d", [64, 128, 80, 256])
+def test_packed_rows_over_pages(packed_pages, d, group, page_size):
+    """One row and up to 16, none, more rows than keys, no key: narrow tiles, tiles of 16 and of 64 rows."""
+    lengths = [1, 576, 0, 300, 64, 5, 17, 0]
+    for most in (1, 2, 4, 16):
+        rows = [1, most, most, 0, most - 1, most, 1, 0]
+        check_packed(packed_pages, rows, lengths, group, d, page_size)
+    check_packed(packed_pages, [1, 2, 1, 0, 1, 1, 1, 0], lengths, group, d, page_size, longest=8)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize("feature", ["none", "window", "softcap", "alibi", "sink", "leftpad", "start"])
+def test_features_of_packed_rows_over_pages(packed_pages, feature, num_splits):
+    target = packed_pages
+    options = {
+        "none": {},
+        "window": {"window": (40, 0)},
+        "softcap": {"softcap": 5.0},
+        "alibi": {"alibi_slopes": target.vector(5, 8).abs()},
+        "sink": {"sink": target.vector(8)},
+        "leftpad": {"leftpad_k": target.int32([3, 0, 100, 0, 7])},
+        "start": {"start_pos": target.int32([5, -3, 600, 0, 130])},
+    }[feature]
+    for rows in ([1, 0, 1, 1, 0], [2, 1, 0, 2, 2], [5, 0, 16, 3, 1]):
+        check_packed(target, rows, [500, 130, 300, 0, 576], 4, 64, 16, num_splits=num_splits, **options)
+
+
+@pytest.mark.parametrize("batch", [1, 33, 256, 257])
+def test_many_packed_sequences_over_pages(packed_pages, batch):
+    """Several sequences to a CTA and several CTAs to one, most sequences without a row or without a key."""
+    random = torch.Generator().manual_seed(batch)
+    rows = torch.randint(0, 3, (batch,), generator=random).tolist()
+    lengths = (
+        torch.randint(0, 577, (batch,), generator=random) * torch.randint(0, 2, (batch,), generator=random)
+    ).tolist()
+    check_packed(packed_pages, [*rows[:-1], 2], lengths, 4, 64, 16)

@@ -234,9 +234,14 @@ def test_single_head_fills_the_gpu(host):
 
 
 # ------------------------------------------------------------------------------------------------ decoding
-def check_decode_work(host, lengths, groups, num_splits):
-    """Every tile of every sequence once, in parts that are in key order; a chunk leaves at most two partial results."""
-    tiles, work = [-(-n // 16) for n in lengths], host.decode_work(lengths, groups, num_splits)
+def check_decode_work(host, lengths, groups, num_splits, rows=None, most_q=8):
+    """Every tile of every sequence once, in parts that are in key order; a chunk leaves at most two partial results. Of
+    packed sequences with `rows` query rows those without one, or with more than `most_q`, are nobody's work."""
+    tiles, packed, packed_alone = [-(-n // 16) for n in lengths], (), lambda b: ()
+    if rows:
+        tiles = [n if 0 < r <= most_q else 0 for n, r in zip(tiles, rows, strict=True)]
+        packed, packed_alone = ([0, *itertools.accumulate(rows)], most_q), lambda b: ([0, rows[b]], most_q)
+    work = host.decode_work(lengths, groups, num_splits, *packed)
     for b, n in enumerate(tiles):
         parts = sorted((part, begin, end, count) for _, batch, begin, end, part, count, _ in work if batch == b)
         assert [p[0] for p in parts] == list(range(len(parts))), "a part is missing or there twice"
@@ -257,7 +262,7 @@ def check_decode_work(host, lengths, groups, num_splits):
         assert max(loads.values(), default=0) <= max(-(-sum(tiles) // groups), 4)
     else:
         for b, n in enumerate(tiles):
-            alone = host.decode_work([lengths[b]], groups, num_splits)
+            alone = host.decode_work([lengths[b]], groups, num_splits, *packed_alone(b))
             assert [w[2:6] for w in work if w[1] == b] == [w[2:6] for w in alone], "edges depend on the batch"
             sizes = [w[3] - w[2] for w in alone]
             assert sum(sizes) == n and max(sizes) - min(sizes) <= 1
@@ -278,6 +283,16 @@ def test_decode_work_of_every_small_batch(host):
 )
 def test_decode_work(host, lengths, groups, num_splits):
     check_decode_work(host, lengths, groups, num_splits)
+
+
+@given(
+    sequences=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 12)), min_size=1, max_size=20),
+    groups=st.integers(1, 264),
+    num_splits=st.just(0) | st.integers(1, 40),
+)
+def test_decode_work_of_packed_sequences(host, sequences, groups, num_splits):
+    lengths, rows = (list(x) for x in zip(*sequences, strict=True))
+    check_decode_work(host, lengths, groups, num_splits, rows)
 
 
 # ------------------------------------------------------------------------------------------------ shared memory

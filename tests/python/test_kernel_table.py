@@ -45,7 +45,7 @@ def test_who_takes_what(bits):
         "Softcap": tiles | {"decode"},
         "Alibi": tiles | {"decode"},
         "Sink": tiles | {"short", "decode"},
-        "Packed": tiles,
+        "Packed": tiles | {"decode", "narrow"},
         "KeyLengths": tiles | cache,
         "LeftPadding": tiles | {"decode"},
         "StartPositions": tiles | cache,

@@ -13,15 +13,36 @@ using namespace cute;
 
 constexpr int kPanel = 64;  // 16-bit columns of one copy: 128 bytes, the widest swizzle
 
-/// Copies `Rows` rows of one head, in panels; `barrier` counts the bytes as they land.
+/// Copies a box of rows of one head to a tile of `Rows` rows, in panels; `barrier` counts the bytes as they land. `smem`
+/// is where the box begins in the first panel.
 template <int Rows, int Cols, class Element>
-CUTE_DEVICE void copy_panels(CUtensorMap const& map, Barrier& barrier, Element* smem, int row, int head, int batch,
-                             TMA::CacheHintSm90 hint) {
-  barrier.arrive_and_expect_tx(Rows * Cols * sizeof(Element));
+CUTE_DEVICE void copy_box(CUtensorMap const& map, Barrier& barrier, Element* smem, int row, int head, int batch,
+                          TMA::CacheHintSm90 hint) {
   CUTE_UNROLL
   for (int panel = 0; panel < Cols / kPanel; ++panel) {
     SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&barrier), static_cast<uint64_t>(hint),
                            smem + panel * Rows * kPanel, panel * kPanel, row, head, batch);
+  }
+}
+
+/// A box that is the whole tile, by one thread, which tells `barrier` of the bytes.
+template <int Rows, int Cols, class Element>
+CUTE_DEVICE void copy_panels(CUtensorMap const& map, Barrier& barrier, Element* smem, int row, int head, int batch,
+                             TMA::CacheHintSm90 hint) {
+  barrier.arrive_and_expect_tx(Rows * Cols * sizeof(Element));
+  copy_box<Rows, Cols>(map, barrier, smem, row, head, batch, hint);
+}
+
+/// The same of a tile of Q whose rows are `rows` / tokens heads of as many tokens as the map's box holds: packed head
+/// `head`, from token `token` on.
+template <int Rows, int Cols, class Element>
+CUTE_DEVICE void copy_packed_panels(CUtensorMap const& map, Barrier& barrier, Element* smem, int rows, int token,
+                                    int head, int batch, TMA::CacheHintSm90 hint) {
+  barrier.arrive_and_expect_tx(rows * Cols * sizeof(Element));
+  CUTE_UNROLL
+  for (int panel = 0; panel < Cols / kPanel; ++panel) {
+    SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier), static_cast<uint64_t>(hint),
+                           smem + panel * Rows * kPanel, panel * kPanel, 0, token, head, batch);
   }
 }
 
@@ -45,16 +66,15 @@ struct TailCopy {
   Barrier& landed;
   uint32_t phase = 0;
 
-  template <int Rows, int Cols, class Element>
-  CUTE_DEVICE void tile(CUtensorMap const& map, Barrier& full, Element* to, int row, int rows, int tensor_rows,
-                        int head, int batch, TMA::CacheHintSm90 hint) {
-    bool const cut = rows < Rows && row + rows < tensor_rows, leader = threadIdx.x % 32 == 0;
-    if (leader) copy_panels<Rows, Cols>(map, cut ? landed : full, to, row, head, batch, hint);
+  /// A tile of which, where it is `cut`, rows from `rows` on are to be zeroed. `copy(barrier)` starts its copies.
+  template <int Rows, int Cols, class Element, class Copy>
+  CUTE_DEVICE void tile(Barrier& full, Element* to, bool cut, int rows, Copy const& copy) {
+    copy(cut ? landed : full);
     if (cut) {
       landed.wait_for(phase);
       phase ^= 1;
       zero_rows<Rows, Cols>(to, rows);
-      if (leader) full.arrive();
+      if (threadIdx.x % 32 == 0) full.arrive();
     }
   }
 };

@@ -99,11 +99,12 @@ CUTE_DEVICE void push(uint32_t to, float2 const& x, uint32_t barrier) {
 
 /// The warps' sums meet in shared memory, those of the `size` CTAs in that of the first, which writes the result.
 template <class Traits>
-CUTE_DEVICE void merge_cluster(NarrowParams const& params, typename Traits::SharedStorage& shared, int rows, int size,
-                               int rank, int head, int batch) {
+CUTE_DEVICE void merge_cluster(NarrowParams const& params, typename Traits::SharedStorage& shared,
+                               QueryRows const& queries, int size, int rank, int head) {
   using Tile = typename Traits::Tile;
   using Element = typename Tile::Element;
   constexpr int Units = Tile::Units, Warps = Traits::Warps;
+  int const rows = packed_rows(params, queries);
   auto const in_first = [&](void const* p) { return cute::set_block_rank(cute::cast_smem_ptr_to_uint(p), 0); };
   uint32_t const barrier = in_first(&shared.parts_there);
   for (unsigned index = threadIdx.x; index < rows * Units; index += Traits::Threads) {
@@ -120,7 +121,7 @@ CUTE_DEVICE void merge_cluster(NarrowParams const& params, typename Traits::Shar
     unsigned const row = index / Units;
     UnitPart const sum = merge_units<kMaxCluster>(
         size, [&](int i) { return shared.parts_ml[i][row]; }, [&](int i) { return shared.parts[i][index]; });
-    write_unit<Element>(params, batch, PackedRow(params, head, row), index % Units, sum.o, finish<Element>(sum.row));
+    write_unit<Element>(params, queries, PackedRow(params, head, row), index % Units, sum.o, finish<Element>(sum.row));
   }
 }
 
@@ -139,7 +140,8 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int const size = gridDim.x, rank = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
   int const step = size * Warps, place = rank * Warps + warp;  // the warp has tiles place, place + step, ...
-  int const rows = packed_rows(params);
+  QueryRows const queries{batch, 0, params.n_q};
+  int const rows = packed_rows(params, queries);
 
   // The pages of the warp's tiles, in its lanes. They are asked for beside the length, which says later whether they
   // are used.
@@ -191,7 +193,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     cute::cp_async_fence();
     stage = stage + 1 == Stages ? 0 : stage + 1;
     if (turn == 0) {  // behind the first keys: before them they come 0.3 us later
-      auto const chunk_of = [&](int row, int chunk) { return query_chunk<Tile>(params, head, batch, row, chunk); };
+      auto const chunk_of = [&](int row, int chunk) { return query_chunk<Tile>(params, head, queries, row, chunk); };
       bool turned = false;
       if constexpr (Appends) {
         turned = fresh.rotary.cos;
@@ -232,7 +234,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   sums.put(reinterpret_cast<float4*>(ring), shared.ml[warp], rows);
   __syncthreads();
   cute::cluster_wait();  // the first CTA's barrier is there
-  merge_cluster<Traits>(params, shared, rows, size, rank, head, batch);
+  merge_cluster<Traits>(params, shared, queries, size, rank, head);
 }
 
 /// The kernel of one head_dim, which also appends where `Appends`.

@@ -187,12 +187,12 @@ class Query {
   uint4 ahead_[Ahead ? Each : 1];
 
  public:
-  /// Asks for the rows of sequence `batch`.
-  CUTE_DEVICE void ask(Params const& params, Place const& place, int batch, bool aligned) {
+  /// Asks for the rows of the sequence that `walk` stands at.
+  CUTE_DEVICE void ask(Params const& params, Place const& place, Walk<Traits::TileKeys> const& walk, bool aligned) {
     if constexpr (Ahead) {
       CUTE_UNROLL
       for (int i = 0; i < Each; ++i)
-        ahead_[i] = chunk(params, place, batch, i * Traits::Threads + threadIdx.x, aligned);
+        ahead_[i] = chunk(params, place, walk.rows(params), i * Traits::Threads + threadIdx.x, aligned);
     }
   }
 
@@ -204,13 +204,13 @@ class Query {
     for (int i = 0; i < Each; ++i) {
       int const index = i * Traits::Threads + threadIdx.x;
       chunk_of(sQ, index / Chunks, index % Chunks) =
-          Ahead ? ahead_[Ahead ? i : 0] : chunk(params, place, walk.batch(), index, aligned);
+          Ahead ? ahead_[Ahead ? i : 0] : chunk(params, place, walk.rows(params), index, aligned);
     }
     if (!params.rotary.cos) return;
     __syncthreads();
     int const first_new = walk.sequence().cached + walk.sequence().k_row0;
     CUTE_NO_UNROLL
-    for (int row = threadIdx.x / 32; row < Traits::rows_of(params, place); row += Traits::Warps) {
+    for (int row = threadIdx.x / 32; row < Traits::rows_of(params, place, walk.rows(params)); row += Traits::Warps) {
       int const token = Traits::packed_row(params, place, row).token;
       rotate_row<Element>(params.rotary, rotary_position(params.rotary, first_new, token),
                           [&](int c) -> uint4& { return chunk_of(sQ, row, c); });
@@ -219,12 +219,14 @@ class Query {
 
  private:
   /// 16 bytes of the tile, counted row by row; zeros where it has none.
-  CUTE_DEVICE static uint4 chunk(Params const& params, Place const& place, int batch, int index, bool aligned) {
+  CUTE_DEVICE static uint4 chunk(Params const& params, Place const& place, QueryRows const& rows, int index,
+                                 bool aligned) {
     int const row = index / Chunks, col = index % Chunks * Traits::Vector;
-    if (row >= Traits::rows_of(params, place) || col >= params.head_dim) return make_uint4(0, 0, 0, 0);
+    if (row >= Traits::rows_of(params, place, rows) || col >= params.head_dim) return make_uint4(0, 0, 0, 0);
     PackedRow const packed = Traits::packed_row(params, place, row);
-    return load_chunk(row_at<Element const>(params.q, params.q_stride, batch, packed.token, packed.head) + col,
-                      aligned);
+    return load_chunk(
+        row_at<Element const>(params.q, params.q_stride, rows.batch, rows.row0 + packed.token, packed.head) + col,
+        aligned);
   }
   CUTE_DEVICE static uint4& chunk_of(Element* sQ, int row, int chunk) {
     return *reinterpret_cast<uint4*>(sQ + row / kWarpRows * kWarpRows * Traits::HeadDim +

@@ -25,12 +25,14 @@ template <class Traits>
 CUTE_DEVICE void write_empty(Params const& params, Place const& place, Tokens const& tokens) {
   using Element = typename Traits::Element;
   for (int b = place.group + threadIdx.x * params.groups; b < params.batch; b += Traits::Threads * params.groups) {
-    if (tiles_of(params, sequence_of(params, b), tokens, Traits::TileKeys).size() > 0) continue;
-    for (int row = 0; row < Traits::rows_of(params, place); ++row) {
+    Sequence const sequence = sequence_of(params, b);
+    if (tiles_of(params, sequence, tokens, Traits::TileKeys).size() > 0) continue;
+    QueryRows const rows = query_rows(params, b, sequence);
+    for (int row = 0; row < Traits::rows_of(params, place, rows); ++row) {
       PackedRow const packed = Traits::packed_row(params, place, row);
       Finish const finished = finish_row<Element>(params, packed.head, {});
       for (int unit = 0; unit * 4 < params.head_dim_v; ++unit)
-        write_unit<Element>(params, b, packed, unit, make_float4(0.f, 0.f, 0.f, 0.f), finished);
+        write_unit<Element>(params, rows, packed, unit, make_float4(0.f, 0.f, 0.f, 0.f), finished);
     }
   }
 }
@@ -84,19 +86,20 @@ CUTE_DEVICE void finish_scores(Params const& params, Place const& place, int bat
 
 /// Ends the CTA's part of a sequence, of which the calling warp has O, m and l of its rows and keys.
 template <class Traits, class Softmax>
-CUTE_DEVICE void end_share(Params const& params, Place const& place, KeyShare const& share,
+CUTE_DEVICE void end_share(Params const& params, Place const& place, KeyShare const& share, QueryRows const& queries,
                            typename Traits::SharedStorage& shared, Fragment<Traits::HeadDim> const& O,
                            Softmax const& softmax, int free_stage) {
   using Element = typename Traits::Element;
   constexpr int HeadDim = Traits::HeadDim, Units = Traits::Units;
-  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = Traits::rows_of(params, place);
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int const rows = Traits::rows_of(params, place, queries);
   unsigned* const counter = params.counters + int64_t(share.batch) * place.ctas + place.cta;
   Partials const partials(params, int64_t(share.first_group) * place.ctas + place.cta, place.ctas,
                           params.fixed_splits ? 1 : kPartialsOfCta, share.begins_inside, Traits::Rows,
                           params.head_dim_v / 4);
   auto const write = [&](int row, int unit, UnitPart const& x) {
     PackedRow const packed = Traits::packed_row(params, place, row);
-    write_unit<Element>(params, share.batch, packed, unit, x.o, finish_row<Element>(params, packed.head, x.row));
+    write_unit<Element>(params, queries, packed, unit, x.o, finish_row<Element>(params, packed.head, x.row));
   };
   float const l[2] = {warp_sum<4, 1>(softmax.l[0]), warp_sum<4, 1>(softmax.l[1])};
   if constexpr (Traits::KeyWarps > 1) {
@@ -140,7 +143,7 @@ CUTE_DEVICE void end_share(Params const& params, Place const& place, KeyShare co
       int const unit = 2 * n + lane % 4 / 2;
       if (row >= rows || unit >= partials.units) continue;
       if (share.parts == 1) {
-        write_unit<Element>(params, share.batch, packed, unit, o, finished);
+        write_unit<Element>(params, queries, packed, unit, o, finished);
       } else {
         partials.put(share.part, row, unit, {o, part});
       }
@@ -176,7 +179,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
     __syncthreads();
   }
   Query<Traits> query;
-  if (!walk.done() || params.fixed_splits) query.ask(params, place, walk.batch(), aligned);
+  if (!walk.done() || params.fixed_splits) query.ask(params, place, walk, aligned);
   Loader<Traits> loader(params, shared.ahead[warp], place.head, warp, aligned);
   CUTE_NO_UNROLL
   for (int stage = 0; stage < Stages - 1; ++stage) loader.load(ring[stage]);
@@ -191,8 +194,8 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
   for (bool once = params.fixed_splits; once || !walk.done(); once = false) {
     Visibility const& visibility = walk.sequence().visibility;
     Range const tiles = walk.here();
-    Range const keys_of_all = {visibility.keys_of_row(walk.tokens().last).begin,
-                               visibility.keys_of_row(walk.tokens().first).end};
+    Tokens const tokens = walk.tokens().of(params, walk.sequence());
+    Range const keys_of_all = {visibility.keys_of_row(tokens.last).begin, visibility.keys_of_row(tokens.first).end};
 
     Math<Traits> math;
     // Where Q does not stay in shared memory it passes through the free tile of warp 0.
@@ -202,7 +205,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
     __syncthreads();
     math.take_query(sQ, lane);
     if (Traits::QueryInRegisters) __syncthreads();
-    if (!shared.next.done()) query.ask(params, place, shared.next.batch(), aligned);
+    if (!shared.next.done()) query.ask(params, place, shared.next, aligned);
 
     Fragment<HeadDim> O = {};
     OnlineSoftmax<2, 4, 1> softmax;
@@ -229,7 +232,8 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
     }
 
     if (lane == 0 && row_warp == 0) shared.free_stage[key_warp] = free_stage();
-    end_share<Traits>(params, place, walk.share(params, place.group), shared, O, softmax, free_stage());
+    end_share<Traits>(params, place, walk.share(params, place.group), walk.rows(params), shared, O, softmax,
+                      free_stage());
     __syncthreads();  // everyone has read `walk`
     if (threadIdx.x == 0) {
       walk = shared.next;
@@ -250,12 +254,13 @@ struct Decode {
       feature::KeyLengths | feature::StartPositions | feature::FewerKeys | feature::Pages;
   static constexpr Features kTakes = Plain ? kPlain
                                            : kPlain | feature::kScoreMods | feature::Sink | feature::kUnlike |
-                                                 feature::kCache | feature::FixedSplits | feature::UnalignedRows;
+                                                 feature::kCache | feature::Packed | feature::FixedSplits |
+                                                 feature::UnalignedRows;
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static_assert(kSharedBytes <= 99 * 1024, "what a block has on compute capability 8.6");
   static constexpr auto kernel = &decode_kernel<Traits, kTakes>;
 
-  static bool takes_shape(Params const& p) { return fits(p); }
+  static bool takes_shape(Params const& p) { return fits(p, Traits::Rows); }
 };
 
 }  // namespace cutlass_ext::decode

@@ -91,6 +91,9 @@ struct NarrowParams {
     chunk = Partition(batch * of_each, groups, kMinChunkKeys >> kNarrowTileShift).chunk;
   }
 
+  static constexpr bool packed() { return false; }
+  CUTE_HOST_DEVICE int stored_rows() const { return n_q; }
+
   CUTE_HOST_DEVICE Lengths lengths() const {
     Lengths lengths;
     lengths.batch = batch;
@@ -102,6 +105,20 @@ struct NarrowParams {
     lengths.window_right = window_right;
     lengths.seqused_k = seqused_k;
     lengths.start_positions = start_positions;
+    return lengths;
+  }
+};
+
+/// The same of a packed call, which asks for the ends of its rows first.
+struct PackedNarrowParams : QueryEnds, NarrowParams {
+  explicit PackedNarrowParams(Params const& p) : QueryEnds(p), NarrowParams(p) {}
+
+  static constexpr bool packed() { return true; }
+  CUTE_HOST_DEVICE int stored_rows() const { return total_q; }
+
+  CUTE_HOST_DEVICE Lengths lengths() const {
+    Lengths lengths = NarrowParams::lengths();
+    put(&lengths);
     return lengths;
   }
 };
@@ -156,10 +173,11 @@ CUTE_DEVICE uint32_t word(uint4 const& x, int i) { return i == 0 ? x.x : i == 1 
 
 /// Chunk `chunk` of packed row `row` of Q, zeros past the last row.
 template <class Tile>
-CUTE_DEVICE uint4 query_chunk(NarrowParams const& params, int head, int batch, int row, int chunk) {
-  if (row >= packed_rows(params)) return make_uint4(0, 0, 0, 0);
+CUTE_DEVICE uint4 query_chunk(NarrowParams const& params, int head, QueryRows const& rows, int row, int chunk) {
+  if (row >= packed_rows(params, rows)) return make_uint4(0, 0, 0, 0);
   PackedRow const packed(params, head, row);
-  auto const* from = row_at<typename Tile::Element const>(params.q, params.q_stride, batch, packed.token, packed.head);
+  auto const* from = row_at<typename Tile::Element const>(params.q, params.q_stride, rows.batch,
+                                                          rows.row0 + packed.token, packed.head);
   return __ldg(reinterpret_cast<uint4 const*>(from) + chunk);
 }
 

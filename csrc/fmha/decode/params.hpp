@@ -40,15 +40,32 @@ inline int parts_of_many_keys(Params const& p) {
   return static_cast<int>(std::clamp<int64_t>((p.n_kv >> 16) + 1, 1, std::clamp<int64_t>(room, 1, 1024)));
 }
 
-/// What no kernel here can do without.
-inline bool fits(Params const& p) {
-  return !p.packed() && int64_t(p.n_q) * (p.heads_q / p.heads_kv) <= kMostCounted &&
+/// What no kernel here can do without, in tiles of `tile_rows` packed query rows. Sequences with rows of their own
+/// number are taken over pages, each in one tile.
+inline bool fits(Params const& p, int tile_rows) {
+  return (!p.packed() || p.block_table) &&
+         int64_t(p.n_q) * (p.heads_q / p.heads_kv) <= (p.packed() ? tile_rows : kMostCounted) &&
          (p.fixed_splits || !has_too_many_keys(p));
 }
 
+/// What a packed call says of its query rows, for kernels that are not given all of Lengths.
+struct QueryEnds {
+  int const* cu_seqlens_q;
+  int total_q, least_q, most_q;
+
+  explicit QueryEnds(Lengths const& of)
+      : cu_seqlens_q(of.cu_seqlens_q), total_q(of.total_q), least_q(of.least_q), most_q(of.most_q) {}
+  CUTE_HOST_DEVICE void put(Lengths* to) const {
+    to->cu_seqlens_q = cu_seqlens_q;
+    to->total_q = total_q;
+    to->least_q = least_q;
+    to->most_q = most_q;
+  }
+};
+
 /// Whether narrow.hpp and cluster.hpp have room for the rows and pages of a call, in tiles of `head_dim` columns.
 inline bool is_narrow(Params const& p, int head_dim) {
-  return fits(p) && p.head_dim == head_dim && p.head_dim_v == head_dim &&
+  return fits(p, kNarrowRows) && p.head_dim == head_dim && p.head_dim_v == head_dim &&
          p.n_q * (p.heads_q / p.heads_kv) <= kNarrowRows &&
          (p.page_rows.divisor >> kNarrowTileShift << kNarrowTileShift == p.page_rows.divisor);
 }

@@ -42,18 +42,18 @@ CUTE_DEVICE UnitPart merge_units(int count, Ml const& ml, O const& o) {
   return all;
 }
 
-/// Writes a unit of a row, normalised, and with unit 0 the row's lse if it was asked for.
+/// Writes a unit of a row of a sequence, normalised, and with unit 0 the row's lse if it was asked for.
 template <class Element, class P>
-CUTE_DEVICE void write_unit(P const& params, int batch, PackedRow const& row, int unit, float4 const& o,
+CUTE_DEVICE void write_unit(P const& params, QueryRows const& rows, PackedRow const& row, int unit, float4 const& o,
                             Finish const& finished) {
   float const f = finished.factor;
-  Element* const to = row_at<Element>(params.o, params.o_stride, batch, row.token, row.head);
+  Element* const to = row_at<Element>(params.o, params.o_stride, rows.batch, rows.row0 + row.token, row.head);
   if constexpr (sizeof(Element) == 2) {
     reinterpret_cast<uint2*>(to)[unit] = make_uint2(pack<Element>(o.x * f, o.y * f), pack<Element>(o.z * f, o.w * f));
   } else {
     reinterpret_cast<float4*>(to)[unit] = make_float4(o.x * f, o.y * f, o.z * f, o.w * f);
   }
-  if (unit == 0 && params.lse) params.lse[row.result(params, batch)] = finished.lse();
+  if (unit == 0 && params.lse) params.lse[row.result(params, rows)] = finished.lse();
 }
 
 /// Where the parts of a sequence lie in the workspace: of each CTA `of_cta` partial results of `rows` rows, of those

@@ -61,9 +61,9 @@ struct Traits {
   /// The first row of a tile that warp `warp` copies.
   CUTE_HOST_DEVICE static int row0_of(int warp) { return RowWarps == 1 ? 0 : warp * LoadRows; }
 
-  /// Rows of the CTA's tile, and which row of Q and O is row `row` of it.
-  CUTE_HOST_DEVICE static int rows_of(Params const& params, Place const& place) {
-    int const rows = packed_rows(params) - place.row_tile * Rows;
+  /// How many of a sequence's rows the CTA's tile has, and which row of Q and O is row `row` of it.
+  CUTE_HOST_DEVICE static int rows_of(Params const& params, Place const& place, QueryRows const& of_sequence) {
+    int const rows = packed_rows(params, of_sequence) - place.row_tile * Rows;
     return rows < Rows ? rows : Rows;
   }
   CUTE_HOST_DEVICE static PackedRow packed_row(Params const& params, Place const& place, int row) {

@@ -2,7 +2,7 @@
 // Called by the decode kernels, and by the tests on the host.
 #pragma once
 
-#include "../sequence.hpp"
+#include "../rows.hpp"
 #include "partition.hpp"
 
 namespace cutlass_ext::decode {
@@ -11,11 +11,17 @@ namespace cutlass_ext::decode {
 struct Tokens {
   int first, last;
   bool ends;  // the sequence's last ones: the CTA that writes the new keys
+
+  /// Those that sequence `s` has: packed ones lie in one tile, and have rows of their own number.
+  CUTE_HOST_DEVICE Tokens of(Lengths const& lengths, Sequence const& s) const {
+    return {first, lengths.packed() ? s.visibility.n_q - 1 : last, ends};
+  }
 };
 
-/// The key tiles that some of `tokens` sees, and, for the CTA of the last ones, the tiles of the new keys, which are
-/// written whoever sees them, even where there is no query row.
-CUTE_HOST_DEVICE Range tiles_of(Lengths const& lengths, Sequence const& s, Tokens const& tokens, int tile_keys) {
+/// The key tiles that some of the CTA's rows sees, and, for the CTA of the last ones, the tiles of the new keys, which
+/// are written whoever sees them, even where there is no query row.
+CUTE_HOST_DEVICE Range tiles_of(Lengths const& lengths, Sequence const& s, Tokens const& of_cta, int tile_keys) {
+  Tokens const tokens = of_cta.of(lengths, s);
   Range const seen = tokens.last < tokens.first
                          ? Range{0, 0}
                          : s.visibility.tiles_of(tokens.first, tokens.last - tokens.first + 1, tile_keys);
@@ -101,9 +107,10 @@ class Walk {
     } while (tiles_.size() == 0);
   }
 
-  CUTE_HOST_DEVICE Tokens const& tokens() const { return tokens_; }
+  CUTE_HOST_DEVICE Tokens const& tokens() const { return tokens_; }  // of any sequence: Tokens::of
   CUTE_HOST_DEVICE int batch() const { return batch_; }
   CUTE_HOST_DEVICE Sequence const& sequence() const { return sequence_; }
+  CUTE_HOST_DEVICE QueryRows rows(Params const& params) const { return query_rows(params, batch_, sequence_); }
 
   CUTE_HOST_DEVICE KeyShare share(Params const& params, unsigned group) const {
     if (params.fixed_splits) {

@@ -35,47 +35,60 @@ struct Turns {
 /// Where a warp's part of a job's results goes, and what brings O there.
 struct Results {
   int rows;         // that exist, of the warp's 16
-  int64_t to;       // element of o, or of o_partial: column 0 of the first row
+  int64_t to;       // element of o, or of o_partial: column 0 of the tile's first row
   float factor[2];  // of the thread's rows of O
 };
 
 /// The same of a job whose sums are complete; writes lse.
 template <class Traits>
 CUTE_DEVICE Results finish(Params const& params, Job<Traits::Consumers> const& job,
-                           typename Traits::Softmax const& softmax, int warp_row, int lane) {
+                           typename Traits::Softmax const& softmax) {
   bool const split = params.is_split();
-  int64_t const result_row = job.result_row0 + warp_row;
-  Results results{job.visibility.n_q - job.row0 - warp_row,
-                  split ? result_row * params.head_dim_v : job.out_row0 + warp_row * params.o_stride.row};
+  TileRows const tile_rows(params, Traits::B_r);
+  auto const [lane, warp_row] = ConsumerThread();
+  Results results{job.rows - warp_row, split ? job.result_row0 * params.head_dim_v : job.out_row0};
   float const sink_log2 = split ? -INFINITY : job.score_mod.sink_log2;
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
     int const row = lane / 4 + i * 8;
-    Finish const finished = softmax.template finish<typename Traits::Element>(i, sink_log2);
+    bool const exists = row < results.rows;
+    float sink = sink_log2;
+    if (params.heads_a_tile.divisor > 1 && params.sink && !split && exists)
+      sink = params.sink[job.head * params.heads_a_tile.divisor + tile_rows.head(warp_row + row)] * kLog2e;
+    Finish const finished = softmax.template finish<typename Traits::Element>(i, sink);
     results.factor[i] = finished.factor;
-    if (row < results.rows && lane % 4 == 0) store_lse(params, result_row + row, finished);
+    if (exists && lane % 4 == 0)
+      store_lse(params, job.result_row0 + tile_rows.offset(warp_row + row, 1, params.stored_rows()), finished);
   }
   return results;
 }
 
 /// Writes the warp's part of O, or of a split's.
 template <class Traits, class OutTensor>
-CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& O, typename Traits::Element* staging,
-                       int lane) {
+CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& O,
+                       typename Traits::SharedStorage& shared) {
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
     CUTE_UNROLL
     for (int j = 0; j < size<1>(O); ++j) O(i, j) *= results.factor[i];
   }
   int const rows = results.rows;
+  auto const thread = ConsumerThread();
+  int const lane = thread.lane, warp_row = thread.warp_row;
+  auto* const staging = shared.o + warp_row * Traits::StagedPanels * kPanel;
+  TileRows const tile_rows(params, Traits::B_r);
   if (!params.is_split()) {
     auto* const to = static_cast<typename Traits::Element*>(params.o) + results.to;
-    return store_rows<Traits>(to, params.o_stride.row, rows, params.head_dim_v, O, staging, lane);
+    auto const offset_of = [&](int row) {
+      return tile_rows.offset(warp_row + row, params.o_stride.row, params.o_stride.head);
+    };
+    return store_rows<Traits>(to, offset_of, rows, params.head_dim_v, O, staging, lane);
   }
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
     int const row = lane / 4 + i * 8;
-    float* const to = params.o_partial + results.to + row * params.head_dim_v;
+    float* const to =
+        params.o_partial + results.to + tile_rows.offset(warp_row + row, 1, params.stored_rows()) * params.head_dim_v;
     CUTE_UNROLL
     for (int j = 0; j < size<1>(O); j += 2) {
       int const col = j / 2 * 8 + lane % 4 * 2;
@@ -87,11 +100,11 @@ CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& 
 
 /// The same where no key is visible.
 template <class Traits>
-CUTE_DEVICE void store_empty(Params const& params, Job<Traits::Consumers> const& job, typename Traits::Element* staging,
-                             int warp_row, int lane) {
+CUTE_DEVICE void store_empty(Params const& params, Job<Traits::Consumers> const& job,
+                             typename Traits::SharedStorage& shared) {
   Tensor O = make_tensor<float>(Shape<_2, Int<Traits::HeadDimV / 4>>{});
   clear(O);
-  store<Traits>(params, finish<Traits>(params, job, typename Traits::Softmax{}, warp_row, lane), O, staging, lane);
+  store<Traits>(params, finish<Traits>(params, job, typename Traits::Softmax{}), O, shared);
 }
 
 /// What a consumer warpgroup keeps at hand of a job.
@@ -103,10 +116,10 @@ struct TilesOfRows {
   template <int Consumers>
   CUTE_DEVICE TilesOfRows(Job<Consumers> const& job, int warpgroup) {
     bool const any = job.exists && job.tiles.size() > 0;
-    int const end = any ? job.rows[warpgroup].end : job.tiles.begin;
+    int const end = any ? job.of_warpgroup[warpgroup].end : job.tiles.begin;
     tiles = {job.tiles.begin, end};
     skipped = job.tiles.end - end;
-    unmasked = job.rows[warpgroup].unmasked;
+    unmasked = job.of_warpgroup[warpgroup].unmasked;
   }
 };
 
@@ -159,18 +172,26 @@ struct Rings {
 
 /// From products with the keys of `tile` to scores: score modifications, and masks where `masked`.
 template <class Traits, class ScoreTensor>
-CUTE_DEVICE void finish_scores(ScoreTensor& S, Job<Traits::Consumers> const& job, int tile, int warp_row, bool masked,
-                               float query_scale, int lane) {
+CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, Job<Traits::Consumers> const& job, int tile,
+                               bool masked, float query_scale, int lane) {
   constexpr int B_c = Traits::B_c;
+  int tokens[2];  // of the thread's rows
+  auto const find_tokens = [&] {
+    int const row = ConsumerThread().warp_row + lane / 4;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) tokens[i] = job.token0 + params.heads_a_tile.div(row + row_of(i));
+  };
   if constexpr (Traits::ScoreMods) {
     int const first_key = tile * B_c + lane % 4 * 2;
+    find_tokens();
     CUTE_UNROLL
     for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
-    job.score_mod.template apply<true>(S, job.visibility.start_pos + job.row0 + warp_row + lane / 4 - first_key,
-                                       [&](int i, int j) { return row_of(i) - key_of(j); });
+    job.score_mod.template apply<true>(S, job.visibility.start_pos - first_key,
+                                       [&](int i, int j) { return tokens[i] - key_of(j); });
   }
   if (masked) {
-    TileMask<B_c / 4> const mask(job.visibility.counted_from(tile * B_c), job.row0 + warp_row + lane / 4, lane);
+    find_tokens();
+    TileMask<B_c / 4> const mask(job.visibility.counted_from(tile * B_c), tokens, lane);
     mask.apply(S);
   }
 }
@@ -180,8 +201,7 @@ template <class Traits>
 CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& shared, int warpgroup) {
   using Element = typename Traits::Element;
   constexpr int B_c = Traits::B_c;
-  int const lane = threadIdx.x % 32, warp_row = warpgroup * kAtomRows + threadIdx.x % kWarpgroup / 32 * 16;
-  Element* const staging = shared.o + warp_row * Traits::StagedPanels * kPanel;
+  int const lane = threadIdx.x % 32;
 
   Tensor fQ = operand_q<Traits>(shared.q, warpgroup);
   Tensor fK = operand_k<Traits>(shared.k);
@@ -238,7 +258,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         warpgroup_fence_operand(cS);
         rings.release_k();
         if (tile == begin) rings.release_q();
-        finish_scores<Traits>(S, job, tile, warp_row, !unmasked.contains(tile), query_scale, lane);
+        finish_scores<Traits>(params, S, job, tile, !unmasked.contains(tile), query_scale, lane);
       };
       take_scores(end - 1);
       softmax.template start<Element>(S, words, scale);
@@ -265,7 +285,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       issue_pv();
       turns.pass();
       // While the last P V runs: the sums, and then the next job's first product, which runs while O is stored.
-      Results const results = finish<Traits>(params, job, softmax, warp_row, lane);
+      Results const results = finish<Traits>(params, job, softmax);
       __syncwarp();
       if (lane == 0) jobs.release(&job);
       next = jobs.next();
@@ -273,7 +293,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       begin_job(mine);
       warpgroup_wait<1>();
       release_v();
-      store<Traits>(params, results, O, staging, lane);
+      store<Traits>(params, results, O, shared);
       warpgroup_wait<0>();
     }
     exists = next->exists;
@@ -281,7 +301,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       if (next->tiles.size() > 0) {
         rings.stand_by(next->tiles);
       } else {
-        store_empty<Traits>(params, *next, staging, warp_row, lane);
+        store_empty<Traits>(params, *next, shared);
       }
       __syncwarp();
       if (lane == 0) jobs.release(next);
@@ -345,7 +365,7 @@ struct FMHA {
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Persistent;
   static constexpr Features kTakes = (ScoreMods ? feature::kScoreMods : 0) | feature::Sink | feature::Packed |
-                                     feature::kUnlike | feature::FewerKeys | feature::FixedSplits;
+                                     feature::kUnlike | feature::FewerKeys | feature::Pages | feature::FixedSplits;
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
   static_assert(Traits::Consumers > 1, "warpgroups take turns with each other");
 };

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../params.hpp"
+#include "../rows.hpp"
 #include "../score.hpp"
 #include "../sequence.hpp"
 
@@ -14,25 +15,29 @@ constexpr int kAtomRows = 64;  // query rows of a WGMMA, and of a consumer warpg
 /// A work item, as the producer hands it to the consumer warpgroups in shared memory.
 template <int Consumers>
 struct Job {
-  bool exists;                      // false: there is no more work
-  int batch, head, q_row0, k_row0;  // where its tiles lie in the tensors
-  int row0;                         // first query row, counted in its sequence
+  bool exists;                // false: there is no more work
+  int batch, q_row0, k_row0;  // where its tiles lie in the tensors
+  int head, head_kv;          // of Q: as its tensor map counts them, in packs of those that share a tile
+  int const* pages;           // of the sequence; null: its keys lie in the tensor one after the other
+  int token0;                 // its first query row, counted in its sequence
+  int rows;                   // of the tile that exist
   Visibility visibility;
   ScoreMod score_mod;
   Range tiles;          // of keys, visited from the last to the first
-  int64_t out_row0;     // element of o: column 0 of the tile's first row
+  int64_t out_row0;     // element of o: column 0 of the tile's first row (rows.hpp has the others)
   int64_t result_row0;  // element of lse (of lse_partial; times d_v, of o_partial) for that row
-  struct Rows {         // of one warpgroup
-    int end;            // key tiles from here on are hidden from all of them
-    Range unmasked;     // these need no mask
-  } rows[Consumers];
+  struct {
+    int end;         // key tiles from here on are hidden from all of its rows
+    Range unmasked;  // these need no mask
+  } of_warpgroup[Consumers];
 };
 
 /// Deals work items to the CTAs of a launch: the first of each by its index, since nothing else runs beside the atomic
 /// operation there; from then on the next one to whoever is free. Called by a whole warp.
 class WorkQueue {
  public:
-  CUTE_DEVICE WorkQueue(Params const& params, int block_r) : params_(params), block_r_(block_r) {}
+  /// Of tiles that lie `step` packed rows apart.
+  CUTE_DEVICE WorkQueue(Params const& params, int step) : params_(params), step_(step) {}
 
   /// The next work item of this CTA and its sequence; false once there is none.
   CUTE_DEVICE bool next(WorkItem* work, Sequence* sequence) {
@@ -60,11 +65,13 @@ class WorkQueue {
   /// time. Numbers only grow, so the count goes on from where it was.
   CUTE_DEVICE bool find_packed(unsigned index, WorkItem* work) {
     int const lane = threadIdx.x % 32;
-    unsigned const a_tile = params_.heads_q * params_.num_splits;  // work items of a query tile
+    int const heads_a_tile = params_.heads_a_tile.divisor;
+    unsigned const heads = params_.heads_a_tile.div(params_.heads_q);
+    unsigned const a_tile = heads * params_.num_splits;  // work items of a query tile
     while (first_sequence_ < params_.batch) {
       int const b = first_sequence_ + lane;
       int const rows = b < params_.batch ? query_rows_of(params_, b).size() : 0;
-      int const tiles = ((rows < params_.n_q ? rows : params_.n_q) + block_r_ - 1) / block_r_;
+      int const tiles = ((rows < params_.n_q ? rows : params_.n_q) * heads_a_tile + step_ - 1) / step_;
       unsigned end = tiles * a_tile;
       CUTE_UNROLL
       for (int step = 1; step < 32; step *= 2) {
@@ -75,9 +82,9 @@ class WorkQueue {
         int const owner = __popc(__ballot_sync(0xffffffffu, end <= index - first_index_));
         int const its_tiles = __shfl_sync(0xffffffffu, tiles, owner);
         unsigned const within = index - first_index_ - (__shfl_sync(0xffffffffu, end, owner) - its_tiles * a_tile);
-        unsigned const rest = within / params_.heads_q;
-        *work = {first_sequence_ + owner, int(within % params_.heads_q),
-                 (its_tiles - 1 - int(rest / params_.num_splits)) * block_r_, int(rest % params_.num_splits)};
+        unsigned const rest = within / heads;
+        *work = {first_sequence_ + owner, int(within % heads), (its_tiles - 1 - int(rest / params_.num_splits)) * step_,
+                 int(rest % params_.num_splits)};
         return true;
       }
       first_index_ += __shfl_sync(0xffffffffu, end, 31);
@@ -87,7 +94,7 @@ class WorkQueue {
   }
 
   Params const& params_;
-  int block_r_;
+  int step_;
   bool dealt_first_ = false;
   int first_sequence_ = 0;
   unsigned first_index_ = 0;  // of its first work item

@@ -2,6 +2,7 @@
 // fmha.hpp.
 #pragma once
 
+#include "../cache.hpp"
 #include "../copy/tma.hpp"
 #include "../score.hpp"
 #include "../visibility.hpp"
@@ -19,7 +20,8 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
   int const lane = threadIdx.x % 32;
   RingPosition<Traits::StagesJobs> slot;
   RingPosition<1> asked;
-  WorkQueue queue(params, B_r);
+  TileRows const tile_rows(params, B_r);
+  WorkQueue queue(params, tile_rows.step());
   for (bool first_job = true, exists = true; exists; slot.advance(), first_job = false) {
     if (!first_job) {
       shared.job_asked.wait_for(asked.phase);
@@ -34,36 +36,43 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
       shared.job_empty[slot.stage].wait_for(slot.phase ^ 1);
     }
     Visibility const& visibility = sequence.visibility;
-    Range const tiles = split_range(visibility.tiles_of(work.row0, B_r, B_c), params.scheduler.splits(), work.split);
+    int const token0 = tile_rows.token(work.row0), head0 = work.head * params.heads_a_tile.divisor;
+    Range const tiles =
+        split_range(visibility.tiles_of(token0, tile_rows.tokens, B_c), params.scheduler.splits(), work.split);
     auto& job = shared.jobs[slot.stage];
-    int const row = sequence.q_row0 + work.row0;
+    int const row = sequence.q_row0 + token0;
     if (lane == 0) {
       job.exists = exists;
       job.tiles = tiles;
       job.visibility = visibility;
       job.q_row0 = row;
-      job.row0 = work.row0;
+      job.token0 = token0;
+      job.rows = min(visibility.n_q - token0, tile_rows.tokens) * params.heads_a_tile.divisor;
       job.k_row0 = sequence.k_row0;
       job.batch = sequence.batch;
       job.head = work.head;
+      job.head_kv = params.heads_per_kv.div(head0);
+      job.pages = params.block_table ? params.block_table + work.batch * params.block_table_stride : nullptr;
       shared.job_placed[slot.stage].arrive();
     }
     if (lane < Traits::Consumers) {
-      int const row0 = work.row0 + lane * kAtomRows, end = visibility.tiles_of(row0, kAtomRows, B_c).end;
+      // The tokens of its rows, of which the last may be the next warpgroup's too.
+      int const row0 = token0 + tile_rows.token(lane * kAtomRows),
+                tokens = token0 + tile_rows.token(lane * kAtomRows + kAtomRows - 1) - row0 + 1,
+                end = visibility.tiles_of(row0, tokens, B_c).end;
       // A warpgroup skips K ahead of V, so no more tiles than fit beside the one of V that it has not multiplied yet.
       int const first = tiles.end - (Traits::Stages - 1), least = first > tiles.begin ? first : tiles.begin + 1;
       int const seen = end < least ? least : end < tiles.end ? end : tiles.end;
-      job.rows[lane].end = row0 < visibility.n_q ? seen : tiles.begin;
-      job.rows[lane].unmasked = visibility.unmasked_tiles_of(row0, kAtomRows, B_c);
+      job.of_warpgroup[lane].end = row0 < visibility.n_q ? seen : tiles.begin;
+      job.of_warpgroup[lane].unmasked = visibility.unmasked_tiles_of(row0, tokens, B_c);
     }
     if (lane == 0) {
-      job.result_row0 = sequence.result_row0(params, work.head, work.split) + work.row0;
-      job.out_row0 =
-          sequence.batch * params.o_stride.batch + row * params.o_stride.row + work.head * params.o_stride.head;
+      job.result_row0 = sequence.result_row0(params, head0, work.split) + token0;
+      job.out_row0 = sequence.batch * params.o_stride.batch + row * params.o_stride.row + head0 * params.o_stride.head;
       if constexpr (Traits::ScoreMods) {
-        if (exists) job.score_mod = ScoreMod(params, work.batch, work.head);
+        if (exists) job.score_mod = ScoreMod(params, work.batch, head0);
       } else {
-        job.score_mod.sink_log2 = params.sink && exists ? params.sink[work.head] * kLog2e : -INFINITY;
+        job.score_mod.sink_log2 = params.sink && exists ? params.sink[head0] * kLog2e : -INFINITY;
       }
     }
     if (lane < Traits::Consumers) shared.job_full[slot.stage].arrive();
@@ -94,18 +103,71 @@ CUTE_DEVICE void copy_queries(Params const& params, CUtensorMap const& map, type
   TailCopy copy{shared.q_tail};
   JobReader<Traits> jobs{shared, shared.job_placed};
   RingPosition<Traits::StagesQ> q;
+  int const step = TileRows(params, B_r).step();
   for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
     if (job->tiles.size() > 0) {
       shared.q_empty[q.stage].wait_for(q.phase ^ 1);
-      copy.template tile<B_r, Columns>(map, shared.q_full[q.stage], shared.q + q.stage * B_r * Columns, job->q_row0,
-                                       job->visibility.n_q - job->row0, params.stored_rows(), job->head, job->batch,
-                                       TMA::CacheHintSm90::EVICT_FIRST);
+      // What the tensor does not have arrives as zeros; what the box does not hold is to be zeroed.
+      auto* const to = shared.q + q.stage * B_r * Columns;
+      int const rows = job->rows, tokens = params.heads_a_tile.div(rows);
+      bool const cut = rows < B_r && (step < B_r || job->q_row0 + tokens < params.stored_rows());
+      copy.template tile<B_r, Columns>(shared.q_full[q.stage], to, cut, rows, [&](Barrier& barrier) {
+        if (threadIdx.x % 32 == 0)
+          copy_packed_panels<B_r, Columns>(map, barrier, to, step, job->q_row0, job->head, job->batch,
+                                           TMA::CacheHintSm90::EVICT_FIRST);
+      });
       q.advance();
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) jobs.release(job);
   }
 }
+
+/// Where the rows of a tile of `B_c` keys come from: one box of a tensor, or boxes of pages, as many rows as are sure
+/// to lie in one page. Used by a whole warp, whose lanes have a page each and copy its box.
+template <int B_c>
+class KeyRows {
+ public:
+  CUTE_DEVICE KeyRows(Params const& params) : params_(params) {}
+
+  /// Starts the copies of tile `tile` of K or V, of which `barrier` is told.
+  template <int Cols, class Element, class Job>
+  CUTE_DEVICE void copy(CUtensorMap const& map, Barrier& barrier, Element* to, Job const& job, int tile) const {
+    bool const leader = threadIdx.x % 32 == 0;
+    auto constexpr hint = TMA::CacheHintSm90::EVICT_LAST;
+    if (!job.pages) {
+      if (leader) copy_panels<B_c, Cols>(map, barrier, to, job.k_row0 + tile * B_c, job.head_kv, job.batch, hint);
+      return;
+    }
+    if (leader) barrier.arrive_and_expect_tx(B_c * Cols * sizeof(Element));
+    __syncwarp();
+    CUTE_NO_UNROLL
+    for (int row = threadIdx.x % 32 * params_.box_rows; row < B_c; row += 32 * params_.box_rows) {
+      int const page = nearest_page(page_of(job, tile * B_c + row), params_.pages);
+      copy_box<B_c, Cols>(map, barrier, to + row * kPanel, row_in_page(params_, job.k_row0 + tile * B_c + row),
+                          job.head_kv, page, hint);
+    }
+  }
+
+  /// Has the part of the table that tile `tile` wants come from memory, before its copies are waited for.
+  template <class Job>
+  CUTE_DEVICE void ask(Job const& job, int tile) {
+    if (!job.pages) return;
+    int const row = tile * B_c + threadIdx.x % 32 * params_.box_rows;
+    asm volatile("" ::"r"(ahead_));
+    ahead_ = page_of(job, row < (tile + 1) * B_c ? row : tile * B_c);
+  }
+
+ private:
+  /// What the table says of key `key`; past the keys, of their last.
+  template <class Job>
+  CUTE_DEVICE int page_of(Job const& job, int key) const {
+    return __ldg(job.pages + params_.page_rows.div(job.k_row0 + min(key, job.visibility.len_kv - 1)));
+  }
+
+  Params const& params_;
+  int ahead_ = 0;  // what was asked for, which stays in L1 until a copy wants it
+};
 
 /// How many key tiles before the last of a job the next one is asked for; 1 is 4% slower at b1 N1024 d64, 4 no faster.
 constexpr int kTilesAhead = 2;
@@ -118,21 +180,22 @@ CUTE_DEVICE void copy_keys_and_values(Params const& params, TensorMaps const& ma
   bool const leader = threadIdx.x % 32 == 0;
   RingPosition<Traits::Stages> k, v;
   TailCopy copy_tail{shared.v_tail};
+  KeyRows<B_c> rows(params);
   auto load_k = [&](auto const& job, int tile) {
     shared.k_empty[k.stage].wait_for(k.phase ^ 1);
-    if (leader) {
-      copy_panels<B_c, Traits::ColumnsQK>(maps.k, shared.k_full[k.stage], shared.k + k.stage * B_c * Traits::ColumnsQK,
-                                          job.k_row0 + tile * B_c, params.heads_per_kv.div(job.head), job.batch,
-                                          TMA::CacheHintSm90::EVICT_LAST);
-    }
+    rows.template copy<Traits::ColumnsQK>(maps.k, shared.k_full[k.stage], shared.k + k.stage * B_c * Traits::ColumnsQK,
+                                          job, tile);
+    if (tile > job.tiles.begin) rows.ask(job, tile - 1);
     k.advance();
   };
   auto load_v = [&](auto const& job, int tile) {
     shared.v_empty[v.stage].wait_for(v.phase ^ 1);
-    copy_tail.template tile<B_c, Traits::ColumnsV>(
-        maps.v, shared.v_full[v.stage], shared.v + v.stage * B_c * Traits::ColumnsV, job.k_row0 + tile * B_c,
-        job.visibility.len_kv - tile * B_c, params.stored_keys(), params.heads_per_kv.div(job.head), job.batch,
-        TMA::CacheHintSm90::EVICT_LAST);
+    auto* const to = shared.v + v.stage * B_c * Traits::ColumnsV;
+    int const keys = job.visibility.len_kv - tile * B_c;
+    bool const cut = keys < B_c && (job.pages || job.k_row0 + job.visibility.len_kv < params.stored_keys());
+    copy_tail.template tile<B_c, Traits::ColumnsV>(shared.v_full[v.stage], to, cut, keys, [&](Barrier& barrier) {
+      rows.template copy<Traits::ColumnsV>(maps.v, barrier, to, job, tile);
+    });
     v.advance();
   };
 

@@ -99,8 +99,8 @@ CUTE_DEVICE void copy_short(ShortParams const& params, TensorMaps const& maps, t
     init(shared.v_full, shared.v_empty);
     cutlass::arch::fence_barrier_init();
     if (tiles.size() > 0) {
-      copy_panels<kAtomRows, Traits::ColumnsQK>(maps.q, shared.q_full, shared.q, row0, head, batch,
-                                                TMA::CacheHintSm90::EVICT_FIRST);
+      copy_packed_panels<kAtomRows, Traits::ColumnsQK>(maps.q, shared.q_full, shared.q, kAtomRows, row0, head, batch,
+                                                       TMA::CacheHintSm90::EVICT_FIRST);
       load_k(tiles.end - 1);
     }
   }
@@ -116,18 +116,6 @@ CUTE_DEVICE void copy_short(ShortParams const& params, TensorMaps const& maps, t
     copy_panels<B_c, Traits::ColumnsV>(maps.v, shared.v_full[at.stage], shared.v + at.stage * B_c * Traits::ColumnsV,
                                        tile * B_c, head_kv, batch, TMA::CacheHintSm90::EVICT_LAST);
     at.advance();
-  }
-}
-
-/// Has the compiler work `x` out here and not where it is used.
-template <class T>
-CUTE_DEVICE void compute_here(T& x) {
-  if constexpr (std::is_same_v<T, float>) {
-    asm volatile("" : "+f"(x));
-  } else if constexpr (sizeof(T) == 8) {
-    asm volatile("" : "+l"(x));
-  } else {
-    asm volatile("" : "+r"(x));
   }
 }
 
@@ -229,7 +217,8 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
     bool const masked = !unmasked.contains(tile);
     TileMask<B_c / 4> mask;
     if (masked) {
-      mask = {visibility.counted_from(tile * B_c), row0 + warp_row + lane / 4, lane};
+      int const row = row0 + warp_row + lane / 4;
+      mask = {visibility.counted_from(tile * B_c), {row, row + row_of(1)}, lane};
       for (auto& words : mask.visible) compute_here(words[0]);
     }
     shared.k_full[stage].wait_for(phase);
@@ -273,7 +262,9 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
     if (row < rows && lane % 4 == 0 && lse_out) lse_out[row] = finished.lse();
   }
   cutlass::arch::NamedBarrier::sync(kWarpgroup, 2);  // nobody reads Q any more
-  store_rows<Traits>(out, row_stride, rows, head_dim_v, O, shared.q + warp_row * Traits::StagedPanels * kPanel, lane);
+  store_rows<Traits>(
+      out, [&](int row) { return row * row_stride; }, rows, head_dim_v, O,
+      shared.q + warp_row * Traits::StagedPanels * kPanel, lane);
 }
 
 /// The kernel of one tile shape, launched for every query tile.

@@ -13,6 +13,31 @@
 
 namespace cutlass_ext::sm90 {
 
+/// Has the compiler work `x` out here: not where it is used, nor before a loop for the sake of all turns.
+template <class T>
+CUTE_DEVICE void compute_here(T& x) {
+  if constexpr (std::is_same_v<T, float>) {
+    asm volatile("" : "+f"(x));
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("" : "+l"(x));
+  } else {
+    asm volatile("" : "+r"(x));
+  }
+}
+
+/// A thread's place among the consumers, read when it is asked for: kept in registers around the main loop it would
+/// take those of the accumulators.
+struct ConsumerThread {
+  int lane, warp_row;  // first row of the warp, counted in the query tile
+
+  CUTE_DEVICE ConsumerThread() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    lane = thread % 32;
+    warp_row = (thread / 32 - kWarpgroup / 32) * 16;
+  }
+};
+
 /// The operands of a warpgroup's products: 64 rows of Q, K and V in all their stages, P in registers.
 template <class Traits>
 CUTE_DEVICE auto operand_q(typename Traits::Element* q, int row_block) {
@@ -55,13 +80,13 @@ struct TileMask {
   uint32_t visible[2][Words];
 
   TileMask() = default;
-  /// Of the thread's first row; keys are counted from the tile's first.
-  CUTE_DEVICE TileMask(Visibility const& visibility, int row, int lane) {
+  /// Of the thread's rows, which are of query rows `tokens`; keys are counted from the tile's first.
+  CUTE_DEVICE TileMask(Visibility const& visibility, int const (&tokens)[2], int lane) {
     Visibility const mine = visibility.counted_from(lane % 4 * 2).with_finite_windows();
     auto low_bits = [](int n) { return n < 32 ? (1u << (n < 0 ? 0 : n)) - 1 : ~0u; };
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      Range const keys = mine.keys_of_row(row + row_of(i));
+      Range const keys = mine.keys_of_row(tokens[i]);
       int const begin = columns_before(keys.begin), end = columns_before(keys.end);
       CUTE_UNROLL
       for (int word = 0; word < Words; ++word)
@@ -82,13 +107,12 @@ struct TileMask {
   }
 };
 
-/// Writes a warp's 16 rows of O, as far as they exist, in 16 bits to `to`. Through 16 rows of shared memory that are
-/// the warp's own, so that global memory is written 16 bytes a lane.
-template <class Traits, class OutTensor>
-CUTE_DEVICE void store_rows(typename Traits::Element* to, int64_t row_stride, int rows, int head_dim_v,
+/// Writes a warp's 16 rows of O, as far as they exist, in 16 bits to `to + offset_of(row)`. Through 16 rows of shared
+/// memory that are the warp's own, so that global memory is written 16 bytes a lane.
+template <class Traits, class OutTensor, class OffsetOf>
+CUTE_DEVICE void store_rows(typename Traits::Element* to, OffsetOf const& offset_of, int rows, int head_dim_v,
                             OutTensor const& O, typename Traits::Element* staging, int lane) {
   using Element = typename Traits::Element;
-  to += lane / 8 * row_stride;
   auto chunk_at = [&](int panel, int row, int chunk) {
     return staging + (panel % Traits::StagedPanels * 16 + row) * kPanel + swizzled_chunk<Element>(chunk, row);
   };
@@ -115,7 +139,7 @@ CUTE_DEVICE void store_rows(typename Traits::Element* to, int64_t row_stride, in
       for (int pass = 0; pass < 4; ++pass) {
         int const row = pass * 4 + lane / 8;
         if (row < rows && col < head_dim_v) {
-          *reinterpret_cast<uint4*>(to + pass * 4 * row_stride + col) =
+          *reinterpret_cast<uint4*>(to + offset_of(row) + col) =
               *reinterpret_cast<uint4 const*>(chunk_at(panel, row, lane % 8));
         }
       }
