@@ -12,9 +12,9 @@ FORMATTED = $(shell find csrc bench tests/cpp -name '*.[ch]pp' -o -name '*.cu')
 
 .PHONY: demo test record test-sm80 soak bench sweep sweep-sm90 verify-gpu build cpp configure lint format clean
 
-demo: build                                  ## attention on the best device, next to PyTorch; table, plot; generation
+demo: build                                  ## attention on the best device, next to PyTorch; table, plot; a server of requests
 	$(PY) -m cutlass_ext.bench --plot build/demo --json build/demo/bench.json
-	$(PY) python/generate.py
+	$(PY) python/serve.py
 
 test: record lint build cpp                  ## every test that this machine can run
 	$(PY) tests/check_options.py

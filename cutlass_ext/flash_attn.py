@@ -2,20 +2,63 @@
 
 Called by users. Three things differ from flash-attn, all on purpose: a row that sees no key has `softmax_lse = -inf`
 (there `+inf`), `softmax_lse` is not shifted under causal ALiBi, and there is no backward pass and no dropout yet.
+
+Serving engines call the same names with more keywords, those of vLLM's fork and of FlashAttention-3. They are taken by
+name, here and in `kvcache.py`, and refused by name where they would change a result.
 """
 
 import inspect
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ._ops import renaming
 from .interface import fmha
 
-Result = Tensor | tuple[Tensor, Tensor, None]
+Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
+
+# Keywords of vLLM's functions and FlashAttention-3's that say how a result is come by, not what it is.
+_TAKEN = {"fa_version", "scheduler_metadata", "pack_gqa", "sm_margin"}
+# Those that would change it, and the values besides None with which they do not.
+_REFUSED = dict.fromkeys(("q_descale", "k_descale", "v_descale", "q_v", "qv", "seqused_q", "cp_tot_seqused_k"))
+_REFUSED |= {"cp_world_size": 1, "cp_rank": 0, "attention_chunk": 0}
+_SINKS = torch.float32, torch.float16, torch.bfloat16
 
 
-@renaming(window="window_size")
+def engine_arguments(q: Tensor, v: Tensor, out: Tensor | None, s_aux: Tensor | None, others: dict) -> Tensor | None:
+    """Checks what serving engines give beside flash-attn's arguments, and returns `s_aux` as `fmha` takes a sink."""
+    for name, value in others.items():
+        if name not in _TAKEN and name not in _REFUSED:
+            raise TypeError(f"{name}: is no argument of this function")
+        if name in _REFUSED and value is not None and not (type(value) is int and value == _REFUSED[name]):
+            given = f"of type {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+            raise NotImplementedError(f"{name}: is {given}; expected {_REFUSED[name]}, there is nothing like it yet")
+    if out is not None and isinstance(q, Tensor) and isinstance(v, Tensor):  # if not, the operator says so
+        if not isinstance(out, Tensor):
+            raise TypeError(f"out: is of type {type(out).__name__}; expected a tensor")
+        if out.shape != (shape := (*q.shape[:-1], *v.shape[-1:])):
+            raise ValueError(f"out: has shape {list(out.shape)}; expected that of the result, {list(shape)}")
+        if out.dtype != q.dtype:
+            raise TypeError(f"out: has dtype {str(out.dtype)[6:]} and q {str(q.dtype)[6:]}; they must be equal")
+        if out.device != q.device:
+            raise ValueError("out: is on another device than q; move it there")
+    if s_aux is None:
+        return None
+    if not isinstance(s_aux, Tensor) or s_aux.dtype not in _SINKS:
+        given = f"has dtype {str(s_aux.dtype)[6:]}" if isinstance(s_aux, Tensor) else f"is {s_aux!r}"
+        raise TypeError(f"s_aux: {given}; expected a tensor of float32, float16 or bfloat16")
+    return s_aux.float()
+
+
+def engine_results(results: Tensor | tuple[Tensor, Tensor], out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    """`results` of `fmha`, the first of them in `out` where that is given."""
+    if out is None:
+        return results
+    return out.copy_(results) if isinstance(results, Tensor) else (out.copy_(results[0]), results[1])
+
+
+@renaming(window="window_size", sink="s_aux")
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -28,6 +71,12 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **engine,
 ) -> Result:
     """Attention with flash-attn's arguments and its bottom-right alignment: the last row sees the last key.
 
@@ -47,80 +96,118 @@ def flash_attn_func(
         deterministic: taken for flash-attn's sake; results are always the same bits.
         return_attn_probs: return `(out, softmax_lse, None)`. The probabilities themselves are never written out, so
             the third is None, as it is in flash-attn without dropout.
+        num_splits: as in `fmha`; 0: the library chooses.
+        return_softmax_lse: return `(out, softmax_lse)`, as vLLM's functions do; `return_attn_probs` comes first.
+        out: shape, dtype and device of the result, which is copied into it, in a launch of its own, and is `out` then.
+        s_aux: `[H_q]`, float32, float16 or bfloat16: `fmha`'s `sink`, under the name that it has in vLLM.
+        engine: `fa_version`, `scheduler_metadata`, `pack_gqa` and `sm_margin` are taken and change nothing.
+            `q_descale`, `k_descale`, `v_descale`, `q_v`, `qv`, `seqused_q` and `cp_tot_seqused_k` must be None,
+            `cp_world_size` 1, `cp_rank` and `attention_chunk` 0.
 
     Returns:
         `out` `[B, N_q, H_q, d_v]`, dtype of q. `softmax_lse` is float32 `[B, H_q, N_q]`, natural logarithm.
 
     Raises:
-        NotImplementedError: dropout, or an input that requires grad under grad mode.
+        NotImplementedError: dropout, what `engine` must not be, or an input that requires grad under grad mode.
         TypeError, ValueError: as `fmha`.
 
     Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
     """
     _check_dropout(dropout_p)
-    out = fmha(
+    sink = engine_arguments(q, v, out, s_aux, engine)
+    results = fmha(
         q, k, v, causal=causal, start_pos="end", window=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
+        alibi_slopes=alibi_slopes, sink=sink, return_lse=return_attn_probs or return_softmax_lse, num_splits=num_splits,
     )  # fmt: skip
-    return (*out, None) if return_attn_probs else out
+    results = engine_results(results, out)
+    return (*results, None) if return_attn_probs else results
 
 
-@renaming(window="window_size")
+@renaming(window="window_size", sink="s_aux")
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    *,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **engine,
 ) -> Result:
     """`flash_attn_func` for sequences of different lengths, packed one after the other without padding.
 
-    Each sequence is aligned bottom-right by its own lengths: its last row sees its last key.
+    Each sequence is aligned bottom-right by its own lengths: its last row sees its last key. With `block_table` the
+    keys lie in pages, and a call may mix chunks of prompts, drafts and single rows, as serving engines do: the
+    arguments are those of flash-attn 2.8 in its order, and by name those of vLLM's fork.
 
     Args:
         q: `[total_q, H_q, d]`.
-        k: `[total_k, H_kv, d]`; `H_q` is a multiple of `H_kv`.
-        v: `[total_k, H_kv, d_v]`.
+        k: `[total_k, H_kv, d]`, or with `block_table` pages `[pages, page size, H_kv, d]`; `H_q` is a multiple of
+            `H_kv`.
+        v: `[total_k, H_kv, d_v]`, or pages.
         cu_seqlens_q: int32 `[B + 1]` on q's device: sequence `b` has the rows `cu_seqlens_q[b]` to
             `cu_seqlens_q[b + 1]` of q, possibly none.
-        cu_seqlens_k: int32 `[B + 1]`, the same for the rows of k and v.
+        cu_seqlens_k: int32 `[B + 1]`, the same for the rows of k and v. With `block_table` it may give the keys of each
+            sequence, as the differences of its neighbours, where `seqused_k` does not: that costs a small launch.
         max_seqlen_q: query rows of the longest sequence.
-        max_seqlen_k: keys of the longest sequence.
-        dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs: as `flash_attn_func`.
+        max_seqlen_k: keys of the longest sequence; with `block_table` a hint, which may be None.
+        dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs: as `flash_attn_func`.
+        window_size: `(left, right)` in tokens, -1 unbounded, or None for no window.
         alibi_slopes: float32 `[H_q]` or `[B, H_q]`; `-slope * |i + len_k - len_q - j|` is added to the scores.
-        block_table: must be None: pages are for `flash_attn_with_kvcache`.
-        seqused_k: int32 `[B]`, keys of each sequence that count, of those that `cu_seqlens_k` gives it.
+        block_table: int32 `[B, pages of a sequence]`, as in `fmha`.
+        seqused_k: int32 `[B]`, keys of each sequence that count, of those that `cu_seqlens_k` gives it or that its
+            pages have room for.
+        num_splits, return_softmax_lse, out, s_aux, engine: as `flash_attn_func`.
 
     Returns:
         `out` `[total_q, H_q, d_v]`, dtype of q. `softmax_lse` is float32 `[H_q, total_q]`, natural logarithm.
 
     Raises:
-        NotImplementedError: dropout, block_table, or an input that requires grad under grad mode.
+        NotImplementedError: dropout, what `engine` must not be, or an input that requires grad under grad mode.
         TypeError, ValueError: as `fmha`.
 
-    Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
+    Source: FlashAttention-2 (arXiv:2307.08691), PagedAttention (arXiv:2309.06180, section 4.1); the interface of
+    flash-attn 2.8.
     """
-    if block_table is not None:
-        raise NotImplementedError("block_table: expected None; for paged keys use flash_attn_with_kvcache")
     _check_dropout(dropout_p)
-    out = fmha(
-        q, k, v, causal=causal, start_pos="end", window=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, return_lse=return_attn_probs, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    sink = engine_arguments(q, v, out, s_aux, engine)
+    if block_table is not None and cu_seqlens_k is not None:
+        seqused_k = _lengths_between(cu_seqlens_k, cu_seqlens_q) if seqused_k is None else seqused_k
+        cu_seqlens_k = None
+    results = fmha(
+        q, k, v, causal=causal, start_pos="end", window=(-1, -1) if window_size is None else window_size,
+        softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, seqused_k=seqused_k,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        block_table=block_table, return_lse=return_attn_probs or return_softmax_lse, num_splits=num_splits,
     )  # fmt: skip
-    return (*out, None) if return_attn_probs else out
+    results = engine_results(results, out)
+    return (*results, None) if return_attn_probs else results
+
+
+def _lengths_between(cu_seqlens_k: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+    """The keys of each sequence, for pages, which lie one after the other nowhere."""
+    if not isinstance(cu_seqlens_k, Tensor) or cu_seqlens_k.dtype != torch.int32:
+        given = cu_seqlens_k.dtype if isinstance(cu_seqlens_k, Tensor) else type(cu_seqlens_k).__name__
+        raise TypeError(f"cu_seqlens_k: is of type {given}; expected an int32 tensor")
+    if isinstance(cu_seqlens_q, Tensor) and (cu_seqlens_k.dim() != 1 or cu_seqlens_k.shape != cu_seqlens_q.shape):
+        shapes = list(cu_seqlens_k.shape), list(cu_seqlens_q.shape)
+        raise ValueError(f"cu_seqlens_k: has shape {shapes[0]}; expected [batch + 1] of cu_seqlens_q, {shapes[1]}")
+    return cu_seqlens_k.diff()
 
 
 def _check_dropout(dropout_p: float) -> None:

@@ -68,6 +68,10 @@ def fmha(
     dimension, `[total, heads, head_dim]`, and `cu_seqlens_q`, `cu_seqlens_k` say where each sequence begins. All four
     packing arguments are given, or none.
 
+    Keys may lie in pages instead, as serving engines keep them: with `block_table`, k and v are pages
+    `[pages, page size, heads, head_dim]`, and `seqused_k` says how many keys each sequence has. q is padded, or packed
+    with `cu_seqlens_q` and `max_seqlen_q` alone: chunks of prompts, drafts and single rows then go through one call.
+
     Sizes: `B` sequences, `N_q` query rows, `N_kv` key rows, `H_q` query heads, `H_kv` key heads, head dims `d` of q and
     k and `d_v` of v. `B`, `N_q` and `N_kv` may be 0. Head dims are at most 256, and multiples of 4 (float32) or 8
     (16-bit).
@@ -76,9 +80,10 @@ def fmha(
         q: `[B, N_q, H_q, d]` or packed `[total_q, H_q, d]`, float32, float16 or bfloat16. Like k and v it may have any
             strides as long as its last dimension is contiguous, so slices of a packed or a permuted buffer need no
             copy.
-        k: `[B, N_kv, H_kv, d]` or `[total_k, H_kv, d]`, dtype and device of q. `H_q` is a multiple of `H_kv`: query
-            head `h` reads key head `h // (H_q / H_kv)` (multi-query and grouped-query attention).
-        v: `[B, N_kv, H_kv, d_v]` or `[total_k, H_kv, d_v]`, dtype and device of q.
+        k: `[B, N_kv, H_kv, d]` or `[total_k, H_kv, d]`, or pages `[pages, page size, H_kv, d]`, dtype and device of q.
+            `H_q` is a multiple of `H_kv`: query head `h` reads key head `h // (H_q / H_kv)` (multi-query and
+            grouped-query attention).
+        v: `[B, N_kv, H_kv, d_v]` or `[total_k, H_kv, d_v]`, or pages like those of k, dtype and device of q.
         causal: hide the keys after the row's position.
         start_pos: the position of the first query row, in tokens: an int (negative ones too), an int32 tensor `[B]` on
             q's device, or `"end"`, which aligns the last query row of a sequence with its last key: `seqused_k - N_q`,
@@ -89,16 +94,21 @@ def fmha(
         alibi_slopes: float32 `[H_q]` or `[B, H_q]`, decrease of a score for each token of distance.
         sink: float32 `[H_q]`, one more logit in each row's softmax, which has no value.
         seqused_k: int32 `[B]`, keys of each sequence, padding in front included; by default `N_kv`, packed all that
-            `cu_seqlens_k` gives it.
+            `cu_seqlens_k` gives it, of pages all that a row of `block_table` has room for (`N_kv` there).
         leftpad_k: int32 `[B]`, the first key of each sequence; by default 0.
         cu_seqlens_q: int32 `[B + 1]` on q's device: sequence `b` has the rows `cu_seqlens_q[b]` to
             `cu_seqlens_q[b + 1]` of q, possibly none. It never decreases and stays within 0 and `total_q`: on a CPU
             that is checked; on a GPU, where the host does not read it, what lies outside is moved to the nearest row
             inside. Rows of q that belong to no sequence have undefined outputs.
-        cu_seqlens_k: int32 `[B + 1]`, the same for the rows of k and v.
+        cu_seqlens_k: int32 `[B + 1]`, the same for the rows of k and v; None with `block_table`.
         max_seqlen_q: the query rows of the longest sequence, or more: rows past it are not computed (on a CPU: an
             error). The GPU is given work for `B * max_seqlen_q` rows.
-        max_seqlen_k: the keys of the longest sequence, or more.
+        max_seqlen_k: the keys of the longest sequence, or more. With `block_table` it may be left out: it is a hint of
+            how many splits pay, and changes nothing else.
+        block_table: int32 `[B, pages of a sequence]`: the page that holds the keys `j * page size` and on of sequence
+            `b` is `block_table[b, j]`. The page size, of any such call, is a power of two or a multiple of 16, up to
+            4096. Pages may lie in any order and be shared by sequences. Entries of pages past a sequence's keys may
+            hold anything, -1 for one, and are not followed; of the others one outside the pages reads the nearest.
         return_lse: return `(out, lse)` instead of `out`.
         num_splits: parts in which the keys of a query tile are computed, to be merged by `lse`; 0: the library chooses.
             More splits fill a GPU when there are few query tiles. `"torch"` does not split. With a fixed number a
@@ -135,8 +145,8 @@ def fmha(
     )  # fmt: skip
     if not absent or (left, right, softcap, num_splits, backend) != (-1, -1, 0.0, 0, "auto"):
         arguments += (
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, left, right, softmax_scale, softcap, alibi_slopes,
-            sink, seqused_k, leftpad_k, start_positions, num_splits, backend,
+            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, left, right, softmax_scale, softcap,
+            alibi_slopes, sink, seqused_k, leftpad_k, start_positions, num_splits, backend,
         )  # fmt: skip
     out, lse = run(_fmha_torch if backend == "torch" else _fmha, arguments, _NAMES)
     return (out, lse) if return_lse else out

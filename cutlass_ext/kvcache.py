@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ._ops import refuse_grad, register, run
+from .flash_attn import engine_arguments, engine_results
 from .interface import UNBOUNDED, Backend, StartPos, check_bool, split_start, window_sides
-from .torch_backend import Results, attention, lengths_of
+from .torch_backend import Results, attention, gathered, lengths_of
 
 # What arguments of the operators are called here.
 _NAMES = dict.fromkeys(("window", "window_left", "window_right"), "window_size") | {"cache_len": "cache_seqlens"}
@@ -40,8 +41,11 @@ def flash_attn_with_kvcache(
     sink: Tensor | None = None,
     start_pos: StartPos = "end",
     backend: Backend = "auto",
+    out: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **engine,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of a few query rows to the keys in a cache, after the new `k` and `v`, if given, are written to it.
+    """Attention of query rows to the keys in a cache, after the new `k` and `v`, if given, are written to it.
 
     Sequence `b` has `len_b = cache_seqlens[b] + N_new` keys. Its query row `i` stands at position
     `len_b - N_q + i` (bottom-right alignment), unless `start_pos` says otherwise; causal hides the keys after it. What
@@ -52,9 +56,10 @@ def flash_attn_with_kvcache(
     tables and contents. `cache_seqlens` is not changed: the caller adds `N_new` to it.
 
     Args:
-        q: `[B, N_q, H_q, d]`, float32, float16 or bfloat16.
+        q: `[B, N_q, H_q, d]`, float32, float16 or bfloat16; any `N_q`, and few rows are fast.
         k_cache: `[B_cache, N_cache, H_kv, d]`, or with `block_table` pages `[pages, page_size, H_kv, d]`, the page size
-            a power of two up to 256. Written to where `k` is given. `H_q` is a multiple of `H_kv`.
+            a power of two or a multiple of 16, up to 4096. Written to where `k` is given. `H_q` is a multiple of
+            `H_kv`.
         v_cache: the same with `d_v` columns.
         k: `[B, N_new, H_kv, d]`, new keys, written behind the `cache_seqlens[b]` that are there, and seen by this
             call's queries. What would not fit the cache is dropped.
@@ -80,15 +85,18 @@ def flash_attn_with_kvcache(
             own length, and its result is, bit for bit, the same in every batch. Either way the same call gives the same
             bits.
         return_softmax_lse: return `(out, softmax_lse)`.
-        backend: `"auto"`, `"sm80"` (float16, bfloat16), `"simt"` (float32), `"torch"`, or `"sm90"`, which takes the
-            calls that `"auto"` gives to clusters on Hopper, and refuses others.
+        backend: `"auto"`, `"sm90"` (float16, bfloat16 on Hopper), `"sm80"` (float16, bfloat16), `"simt"` (float32) or
+            `"torch"`. Of `"sm90"`, `"auto"` takes the clusters of few sequences and the tiles of more than 16 packed
+            query rows (`N_q * H_q / H_kv`); asked for, its tiles take every other call too.
+        out, engine: as in `flash_attn_func`.
+        s_aux: `sink` under the name that it has in vLLM, there of float16 or bfloat16 too.
 
     Returns:
         `out` `[B, N_q, H_q, d_v]`, dtype of q. `softmax_lse` is float32 `[B, H_q, N_q]`, natural logarithm.
 
     Raises:
         TypeError, ValueError: an argument that does not fit; the text names it.
-        NotImplementedError: an input that requires grad under grad mode.
+        NotImplementedError: what `engine` must not be, or an input that requires grad under grad mode.
 
     Source: Flash-Decoding (Dao et al., 2023), PagedAttention (arXiv:2309.06180, section 4.1), rotary embedding
     (arXiv:2104.09864, section 3.2); the interface of flash-attn 2.8.
@@ -98,6 +106,13 @@ def flash_attn_with_kvcache(
             check_bool(name, value)
     left, right = (-1, -1) if window_size == (-1, -1) else window_sides("window_size", window_size)
     start, start_positions = (None, None) if start_pos == "end" else split_start(start_pos)
+    names = _NAMES
+    if engine or out is not None or s_aux is not None:
+        aux = engine_arguments(q, v_cache, out, s_aux, engine)
+        if aux is not None:
+            if sink is not None:
+                raise ValueError("s_aux: is another name of sink, which is given too; give one of them")
+            sink, names = aux, _NAMES | {"sink": "s_aux"}
     cache_len = None
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
         cache_len, cache_seqlens = cache_seqlens, None
@@ -116,8 +131,8 @@ def flash_attn_with_kvcache(
     else:
         operator = _append_torch if backend == "torch" else _append
         refuse_grad(operator, arguments)  # before the cache is written to
-    out, lse = run(operator, arguments, _NAMES)
-    return (out, lse) if return_softmax_lse else out
+    result, lse = run(operator, arguments, names)
+    return engine_results((result, lse) if return_softmax_lse else result, out)
 
 
 # ------------------------------------------------------------------------------------------------ on any device
@@ -151,12 +166,7 @@ def _on_any_device(o: SimpleNamespace) -> Results:
     lengths = lengths_of(o, N_q, capacity, used, o.cache_leftpad)
     keys, values = o.k_cache, o.v_cache
     if o.block_table is not None or o.cache_batch_idx is not None:
-        # Entries outside the cache are read at the nearest page: those past a sequence's pages may be anything.
-        pages = table.clamp(0, max(len(keys) - 1, 0)).long()
-        keys, values = (
-            cache[pages].flatten(1, 2) if len(cache) else cache.new_zeros(B, 0, *cache.shape[2:])
-            for cache in (keys, values)
-        )
+        keys, values = gathered(keys, table), gathered(values, table)
     return attention(q, keys, values, lengths, o)
 
 

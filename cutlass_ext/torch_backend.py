@@ -28,7 +28,18 @@ def fmha(o: SimpleNamespace) -> Results:
     """`cutlass_ext.fmha`; the attributes of `o` are the operator's arguments, checked already."""
     if o.cu_seqlens_q is not None:
         return _packed_attention(o)
-    return attention(o.q, o.k, o.v, lengths_of(o, o.q.shape[1], o.k.shape[1], o.seqused_k, o.leftpad_k), o)
+    k, v = (o.k, o.v) if o.block_table is None else (gathered(pages, o.block_table) for pages in (o.k, o.v))
+    return attention(o.q, k, v, lengths_of(o, o.q.shape[1], k.shape[1], o.seqused_k, o.leftpad_k), o)
+
+
+def gathered(pages: Tensor, table: Tensor) -> Tensor:
+    """The rows `[B, keys that there is room for, H, d]` of the pages that `table` `[B, pages of a sequence]` names.
+
+    Entries outside the pages are read at the nearest one: those past a sequence's keys may be anything.
+    """
+    if len(pages) == 0:
+        return pages.new_zeros(len(table), 0, *pages.shape[2:])
+    return pages[table.clamp(0, len(pages) - 1).long()].flatten(1, 2)
 
 
 class Lengths(NamedTuple):
@@ -140,39 +151,50 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: SimpleNamesp
 
 
 def _packed_attention(o: SimpleNamespace) -> Results:
-    """Packed sequences: `out` `[total_q, H_q, d_v]` and `lse` `[H_q, total_q]`.
+    """Packed queries, over packed keys or over pages: `out` `[total_q, H_q, d_v]` and `lse` `[H_q, total_q]`.
 
     On a CPU, where lengths can be read, the sequences go through `attention` one by one. On a GPU nothing waits for the
-    device: they are padded to the longest, as many at a time as a block of elements holds.
+    device: they are padded to the longest, or to the room of the pages, as many at a time as a block of elements holds.
     """
-    (total_q, H_q, d), (total_k, H_kv, d_v) = o.q.shape, o.v.shape
-    on_cpu = o.q.device.type == "cpu"
+    (total_q, H_q, d), (H_kv, d_v) = o.q.shape, o.v.shape[-2:]
+    on_cpu, table, used = o.q.device.type == "cpu", o.block_table, o.seqused_k
     if on_cpu:
         _check_ends("q", o.cu_seqlens_q, total_q, o.max_seqlen_q)
-        _check_ends("k", o.cu_seqlens_k, total_k, o.max_seqlen_k)
     q_begin, q_length = _rows_of_sequences(o.cu_seqlens_q, total_q)
-    k_begin, k_length = _rows_of_sequences(o.cu_seqlens_k, total_k)
-    used = k_length if o.seqused_k is None and not on_cpu else o.seqused_k  # on a CPU there are no keys but these
+    if table is not None:
+        n_k = table.shape[1] * o.k.shape[1] if len(o.k) else 0
+        k_length = torch.full_like(q_length, n_k)
+    else:
+        if on_cpu:
+            _check_ends("k", o.cu_seqlens_k, len(o.k), o.max_seqlen_k)
+        k_begin, k_length = _rows_of_sequences(o.cu_seqlens_k, len(o.k))
+        n_k = min(o.max_seqlen_k, len(o.k))
+        used = k_length if used is None and not on_cpu else used  # on a CPU there are no keys but these
     batch = lengths_of(o, q_length, k_length, used, o.leftpad_k)
 
     out = o.q.new_zeros(total_q + 1, H_q, d_v)  # the last row takes what padding computes
     lse = o.q.new_full((total_q + 1, H_q), -torch.inf, dtype=torch.float32)
-    n_q, n_k = min(o.max_seqlen_q, total_q), min(o.max_seqlen_k, total_k)
+    n_q = min(o.max_seqlen_q, total_q)
     padded = n_q * H_q * (d + d_v) + n_k * H_kv * (d + d_v)
     step = 1 if on_cpu else max(_GPU_BLOCK // max(padded, 1), 1)
     for first in range(0, q_length.shape[0], step):
         b = slice(first, first + step)
         some = Lengths(*(x[b] if isinstance(x, Tensor) else x for x in batch))
         if on_cpu:
-            n_q, n_k = int(q_length[first]), int(k_length[first])
+            n_q, n_k = int(q_length[first]), int((k_length if batch.used is None else batch.used)[first])
             some = some._replace(start=int(some.start))
         options = SimpleNamespace(**vars(o))
         if o.alibi_slopes is not None and o.alibi_slopes.dim() == 2:
             options.alibi_slopes = o.alibi_slopes[b]
         rows, is_row = _padded_rows(q_begin[b], q_length[b], n_q)
-        keys, is_key = _padded_rows(k_begin[b], k_length[b], n_k)
-        keys = keys.where(is_key, 0)
-        block_out, block_lse = attention(o.q[rows.where(is_row, 0)], o.k[keys], o.v[keys], some, options)
+        if table is not None:
+            table_b = table[b, : -(-n_k // o.k.shape[1])]
+            k, v = (gathered(pages, table_b)[:, :n_k] for pages in (o.k, o.v))
+        else:
+            keys, is_key = _padded_rows(k_begin[b], k_length[b], n_k)
+            keys = keys.where(is_key, 0)
+            k, v = o.k[keys], o.v[keys]
+        block_out, block_lse = attention(o.q[rows.where(is_row, 0)], k, v, some, options)
         rows = rows.where(is_row, total_q)
         out[rows] = block_out
         lse[rows] = block_lse.transpose(1, 2)

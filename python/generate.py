@@ -64,6 +64,13 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of `x` `[..., N, heads, d]` by its rows' angles, `cos` and `sin` `[N, d / 2]`, in float32."""
+    c, s = (t[:, None].float() for t in (cos, sin))
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * c - b * s, b * c + a * s], -1).to(x.dtype)
+
+
 class Model:
     """A decoder-only transformer whose attention is a function of q, k, v and the layer: with a cache, or without."""
 
@@ -102,8 +109,8 @@ class Model:
         angle = torch.arange(args.room, dtype=torch.float32)[:, None] * frequency
         self.cos, self.sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
-    def __call__(self, tokens: Tensor, attention) -> Tensor:
-        """Logits `[B, N, vocab]` of `tokens` `[B, N]`; `attention(layer, q, k, v)` rotates, too."""
+    def __call__(self, tokens: Tensor, attention, rows=slice(None)) -> Tensor:
+        """Logits `[B, N, vocab]` of `tokens` `[B, N]`, or of their `rows`; `attention(layer, q, k, v)` rotates, too."""
         w, (B, N) = self.weights, tokens.shape
         x = w["model.embed_tokens.weight"][tokens]
         for n in range(self.layers):
@@ -117,18 +124,14 @@ class Model:
             h = F.rms_norm(x, x.shape[-1:], w[name + "post_attention_layernorm.weight"], EPS)
             gate = F.silu(h @ w[name + "mlp.gate_proj.weight"].T) * (h @ w[name + "mlp.up_proj.weight"].T)
             x = x + gate @ w[name + "mlp.down_proj.weight"].T
-        return F.rms_norm(x, x.shape[-1:], w["model.norm.weight"], EPS) @ w["lm_head.weight"].T
+        return F.rms_norm(x[:, rows], x.shape[-1:], w["model.norm.weight"], EPS) @ w["lm_head.weight"].T
 
     def without_cache(self, tokens: Tensor) -> Tensor:
         """The same model on one whole sequence `[1, N]`, through PyTorch's attention."""
-
-        def rotated(x):
-            c, s = (t[: x.shape[1], None].float() for t in (self.cos, self.sin))
-            a, b = x.float().chunk(2, -1)
-            return torch.cat([a * c - b * s, b * c + a * s], -1).to(x.dtype)
+        angles = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
 
         def attention(_layer, q, k, v):
-            q, k, v = (t.transpose(1, 2) for t in (rotated(q), rotated(k), v))
+            q, k, v = (t.transpose(1, 2) for t in (rotate(q, *angles), rotate(k, *angles), v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
         return self(tokens, attention)
@@ -204,10 +207,11 @@ def generate(args: argparse.Namespace) -> None:
     print("first sequence:", " ".join(map(str, texts[0][0, : lengths[0] + 16].tolist())), "...")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str, *options: tuple[str, int, str]) -> argparse.ArgumentParser:
+    """A parser of `options` (name, default, meaning), all integers, and of what the model and where it runs are."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default, meaning in (
-        ("batch", 4, "sequences at once"), ("prompt", 24, "longest prompt"), ("steps", 32, "tokens to generate"),
+        *options,
         ("layers", 2, "of the model"), ("dim", 256, "its width"), ("heads", 4, "query heads"),
         ("kv-heads", 2, "key/value heads"), ("vocab", 512, "tokens there are"), ("page-size", 16, "rows of a page"),
         ("seed", 0, "of weights and prompts"),
@@ -216,8 +220,15 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--weights", type=Path, help="a safetensors file instead of the seed")
-    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="compare every step")
-    generate(parser.parse_args())
+    parser.add_argument(
+        "--check", action=argparse.BooleanOptionalAction, default=True, help="compare with the model alone"
+    )
+    return parser
+
+
+def main() -> None:
+    options = ("batch", 4, "sequences at once"), ("prompt", 24, "longest prompt"), ("steps", 32, "tokens to generate")
+    generate(make_parser(__doc__, *options).parse_args())
 
 
 if __name__ == "__main__":

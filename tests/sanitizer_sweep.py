@@ -107,6 +107,51 @@ def compare_packed(dtype: torch.dtype, lengths_q: list, lengths_k: list, d: int,
         torch.testing.assert_close(a.cpu(), b, **tolerance, msg=lambda text: f"{what}: {text}")
 
 
+MIX = [70, 0, 1, 129, 5, 1], [70, 33, 140, 200, 0, 700]
+
+
+def paged_cases(many):
+    """(dtype, lengths of the queries, of the keys, page size, d, d_v, features, padded)."""
+    for dtype in TOLERANCES:
+        for page, features in itertools.product((1, 16, 64, 80), PACKED_FEATURES):
+            yield dtype, *MIX, page, 64, 64, features, False
+        for page, (d, d_v) in itertools.product((16, 256), ((128, 128), (192, 128), (256, 256), (40, 8))):
+            yield dtype, *MIX, page, d, d_v, PACKED_FEATURES[1], False
+        for n_q, page in itertools.product((1, 8, 17, 130), (16, 48)):
+            yield dtype, [n_q] * 3, [200, 0, n_q], page, 128, 128, PACKED_FEATURES[1], True
+        for d in (64, 128, 256) if many else ():
+            yield dtype, *MANY_LENGTHS, 16, d, d, PACKED_FEATURES[1], False
+        pads = torch.tensor([7, 33, 64, 1, 0, 300], dtype=torch.int32)
+        yield dtype, *MIX, 16, 64, 64, {"leftpad_k": pads, "causal": True}, False
+
+
+def compare_paged(dtype, lengths_q, lengths_k, page, d, d_v, features, padded) -> None:
+    """`fmha` over pages on the GPU and the CPU; NaN in what nobody has, -1 in what nobody follows."""
+    counts = [-(-n // page) for n in lengths_k]
+    order = torch.randperm(sum(counts) + 2).tolist()
+    table = torch.full((len(counts), max(counts) + 1), -1, dtype=torch.int32)
+    pages = [torch.full((len(order), page, 2, n), float("nan")) for n in (d, d_v)]
+    for b, n in enumerate(lengths_k):
+        table[b, : counts[b]] = torch.tensor([order.pop() for _ in range(counts[b])], dtype=torch.int32)
+        j = torch.arange(n)
+        for held in pages:
+            held[table[b, j // page].long(), j % page] = torch.randn(n, *held.shape[2:])
+    shape = (len(lengths_q), lengths_q[0], 4, d) if padded else (sum(lengths_q), 4, d)
+    q, k, v = (x.to(dtype) for x in (torch.randn(shape), *pages))
+    used = torch.tensor(lengths_k, dtype=torch.int32)
+    options = features | {"block_table": table, "seqused_k": used, "return_lse": True}
+    if not padded:
+        cu_q = torch.tensor([0, *itertools.accumulate(lengths_q)], dtype=torch.int32)
+        options |= {"cu_seqlens_q": cu_q, "max_seqlen_q": max(lengths_q)}
+    on_cpu = {name: x for name, x in options.items() if name != "num_splits"}
+    on_gpu = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    expected = cutlass_ext.fmha(q, k, v, **on_cpu)
+    got = cutlass_ext.fmha(q.cuda(), k.cuda(), v.cuda(), **on_gpu)
+    what = (dtype, lengths_q, lengths_k, page, d, d_v, features, padded)
+    for a, b, tolerance in zip(got, expected, (TOLERANCES[dtype], TOLERANCES[torch.float32]), strict=True):
+        torch.testing.assert_close(a.cpu(), b, **tolerance, msg=lambda text: f"{what}: {text}")
+
+
 def cache_cases():
     """(dtype, N_q, d, d_v, page size, new tokens, rotary dim, options): reading, appending, paged, rotated, split."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -167,8 +212,12 @@ if __name__ == "__main__":
     # Without them for racecheck, which takes an mbarrier arrival to release what the arriving lane alone did (2025.3.1
     # and 2026.4.0; sixty lines with cuda::barrier show it): a job slot of a Hopper kernel is read by whole warps, one
     # lane arrives for each, and where slots are used again it would report every job.
-    for case in packed_cases(many=sys.argv[1:] != ["racecheck"]):
+    many = sys.argv[1:] != ["racecheck"]
+    for case in packed_cases(many):
         compare_packed(*case)
+        count += 1
+    for case in paged_cases(many):
+        compare_paged(*case)
         count += 1
     for case in cache_cases():
         compare_cache(*case)

@@ -439,11 +439,57 @@ def draw_cache(rng, call):
     call.options["backend"] = draw_backend(rng, call.device, call.dtype)
 
 
+def draw_paged(rng, call):
+    """fmha and flash_attn_varlen_func over pages, of which some may be shared: chunks, drafts, single rows, or none."""
+    ours = call.function == "fmha_paged"
+    s = draw_sizes(rng, call.device, call.dtype)
+    page = rng.choice((1, 2, 4, 8, 16, 16, 16, 48, 64, 64, 80, 256, 272))
+    to_a_sequence = -(-s.n_kv // page) + rng.choice((0, 0, 1))
+    capacity, packed = to_a_sequence * page, not ours or rng.random() < 0.75
+    rows = lambda: rng.choice((0, min(1, s.n_q), min(1, s.n_q), min(rng.randint(2, 16), s.n_q), rng.randint(0, s.n_q)))  # noqa: E731
+    lengths_q = [rng.choice((s.n_q, rows())) if packed else s.n_q for _ in range(s.batch)]
+    lengths_k = [rng.choice((0, s.n_kv, rng.randint(0, s.n_kv))) for _ in range(s.batch)]
+    pages = s.batch * to_a_sequence + rng.choice((0, 1, 3))
+    order = rng.sample(range(pages), s.batch * to_a_sequence)
+    table = [[order[b * to_a_sequence + j] for j in range(to_a_sequence)] for b in range(s.batch)]
+    if s.batch > 1 and rng.random() < 0.3:  # a prefix that two have in common
+        common = rng.randint(0, to_a_sequence)
+        table[1][:common] = table[0][:common]
+    call.facts = {"table": table, "page": page, "capacity": capacity, "ragged": packed}
+    shown = [
+        [place if j * page < n else rng.choice((-1, 1 << 30, 0, place)) for j, place in enumerate(row)]
+        for row, n in zip(table, lengths_k, strict=True)
+    ]
+
+    pool = pages, page, s.heads_kv
+    if rng.random() < 0.25:
+        joint = drawn(rng, (*pool, s.d + s.d_v), "pages", call.dtype)
+        call.layouts |= {"k": joint.part(3, 0, s.d), "v": joint.part(3, s.d, s.d_v)}
+    else:
+        call.layouts |= {n: drawn(rng, (*pool, d), n, call.dtype) for n, d in (("k", s.d), ("v", s.d_v))}
+    lead, tail = (rng.choice((0, 0, 1, 70)) for _ in "qq")
+    batch = (lead + sum(lengths_q) + tail,) if packed else (s.batch, s.n_q)
+    call.layouts["q"] = drawn(rng, (*batch, s.heads_q, s.d), "q", call.dtype, expandable=not packed)
+    call.options, vectors = draw_options(rng, s, positions=ours)
+    call.layouts |= vectors
+    if packed:
+        int_vectors(call, cu_seqlens_q=list(itertools.accumulate(lengths_q, initial=lead)))
+        call.options["max_seqlen_q"] = max(lengths_q, default=0) + rng.choice((0, 0, 0, 1, 300))
+        call.options["max_seqlen_k"] = rng.choice((None, max(lengths_k, default=0), 1 << 20))
+    int_vectors(call, seqused_k=lengths_k, block_table=shown)
+    call.layouts["block_table"] = contiguous((s.batch, to_a_sequence), "block_table", rng=rng)
+    if ours:
+        pads = [rng.randint(0, n) for n in lengths_k] if rng.random() < 0.2 else None
+        int_vectors(call, start_pos=call.options.pop("start_pos"), leftpad_k=pads)
+        call.options["backend"] = draw_backend(rng, call.device, call.dtype)
+
+
 PADDED = {"causal", "window", "softmax_scale", "softcap", "alibi_slopes"}  # what flash-attn's functions take
 SDPA = {"causal", "softmax_scale", "enable_gqa"}
 FUNCTIONS = {  # how their calls are drawn, how often, and which options they take where that is not all
     "fmha": (draw_padded, 6, None),
     "fmha_packed": (draw_packed, 5, None),
+    "fmha_paged": (draw_paged, 7, None),
     "flash_attn_with_kvcache": (draw_cache, 8, None),
     "flash_attn_func": (draw_padded, 1, PADDED),
     "flash_attn_kvpacked_func": (draw_padded, 1, PADDED),
@@ -451,6 +497,7 @@ FUNCTIONS = {  # how their calls are drawn, how often, and which options they ta
     "flash_attn_varlen_func": (draw_packed, 1, PADDED),
     "flash_attn_varlen_kvpacked_func": (draw_packed, 1, PADDED),
     "flash_attn_varlen_qkvpacked_func": (draw_packed, 1, PADDED),
+    "flash_attn_varlen_func_paged": (draw_paged, 2, PADDED),
     "scaled_dot_product_attention": (draw_padded, 1, SDPA),
 }
 
@@ -532,7 +579,7 @@ class Padded:
         if call.function == "flash_attn_varlen_qkvpacked_func":
             renamed |= {"cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen"}
             del arguments["cu_seqlens_k"], arguments["max_seqlen_k"]
-        function = getattr(ce, call.function.removesuffix("_packed"))
+        function = getattr(ce, call.function.removesuffix("_packed").removesuffix("_paged"))
         return function, {renamed.get(name, name): value for name, value in arguments.items()}
 
     def results(self, got):
@@ -570,6 +617,42 @@ class Packed(Padded):
         names = "cu_seqlens_q", "cu_seqlens_k", "seqused_k"
         lengths = {name: self.arena[name] for name in names if name in self.call.layouts}
         return expect_packed(self.q, self.k, self.v, **lengths, **scores(self.call, self.arena))
+
+
+class Paged(Packed):
+    """Of `draw_paged`. Nothing is written, so what several sequences read is poison where none of them does."""
+
+    def __init__(self, call, arena):
+        super().__init__(call, arena)
+        facts = call.facts
+        i = torch.arange(facts["capacity"], device=self.q.device)
+        table = torch.tensor(facts["table"], dtype=torch.int64, device=self.q.device)
+        table = table.view(len(facts["table"]), facts["capacity"] // facts["page"])
+        self.places = table[:, i // facts["page"]], (i % facts["page"]).expand(len(table), -1)  # [B, capacity] each
+
+    def plant(self):
+        values = self.call.values
+        used = values["seqused_k"]
+        kept = ~outside(self.call.facts["capacity"], values.get("leftpad_k", [0] * len(used)), used, self.q.device)
+        unused = torch.ones(self.k.shape[:2], dtype=torch.bool, device=self.q.device)
+        unused[self.places[0][kept], self.places[1][kept]] = False
+        for name in "kv":
+            poisoned(self.arena, name, unused)
+        if self.call.facts["ragged"]:
+            cu_q = values["cu_seqlens_q"]
+            poisoned(self.arena, "q", outside(len(self.q), [cu_q[0]], [cu_q[-1]], self.q.device)[0])
+
+    def results(self, got):
+        return super().results(got) if self.call.facts["ragged"] else Padded.results(self, got)
+
+    def expected(self):
+        k, v = self.k[self.places], self.v[self.places]
+        options = scores(self.call, self.arena) | {"seqused_k": self.arena["seqused_k"]}
+        if not self.call.facts["ragged"]:
+            return expect(self.q, k, v, **options)
+        room = torch.arange(len(k) + 1, dtype=torch.int32) * self.call.facts["capacity"]
+        ends = {"cu_seqlens_q": self.arena["cu_seqlens_q"], "cu_seqlens_k": room}
+        return expect_packed(self.q, k.flatten(0, 1), v.flatten(0, 1), **ends, **options)
 
 
 class Cached(Padded):
@@ -658,7 +741,9 @@ def perform(call) -> str:
     """Runs a call and raises what is wrong with it; "refused" where a backend that was asked for does not take it."""
     device = torch.device(call.device)
     arena = Arena(call.layouts, call.values, device, call.seed, call.facts["poison"])
-    kind = {draw_padded: Padded, draw_packed: Packed, draw_cache: Cached}[FUNCTIONS[call.function][0]]
+    kind = {draw_padded: Padded, draw_packed: Packed, draw_cache: Cached, draw_paged: Paged}[
+        FUNCTIONS[call.function][0]
+    ]
     problem = kind(call, arena)
     problem.plant()
     arena.keep()

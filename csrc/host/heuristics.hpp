@@ -31,14 +31,6 @@ inline int few_rows_of(Params const& p) {
 /// The same of a call whose sequences all have few, as speculative decoding makes them.
 inline int few_rows_in_all(Params const& p) { return std::min(kMaxDecodeRows, 64 / (p.heads_q / p.heads_kv)); }
 
-/// Whether query tiles of `block` rows hold those of all heads that share a key head: where that makes fewer tiles.
-/// Packed sequences of different lengths nearly always have fewer. ALiBi's slopes are of one head.
-inline bool packs_heads(Params const& p, int block) {
-  int64_t const heads_per_kv = p.heads_q / p.heads_kv, rows = p.n_q * heads_per_kv;
-  if (heads_per_kv == 1 || heads_per_kv > block || p.alibi_slopes || rows > INT32_MAX - block) return false;
-  return p.packed() || ceil_div(rows, block / heads_per_kv * heads_per_kv) < heads_per_kv * ceil_div(p.n_q, block);
-}
-
 /// Whether a call that the short kernels do not take is done before the pipeline of Hopper's persistent ones is full.
 /// Microseconds there and in sm80, 32 heads on 8: 11.2 and 9.3 at (8, 64, 64), 10.4 and 10.0 at (1, 128, 128), 15.4
 /// and 19.4 at (8, 128, 128).
@@ -73,7 +65,8 @@ inline int warpgroups_of_short(Params const& p, Device const& device) {
   if (1 < longest && longest <= (2 * tiles > multiprocessors ? 32 : 16) && tiles <= multiprocessors) return 2;
   bool const unequal = 4 * blocks_of_head < 3 * longest * query_tiles;
   int64_t const most = head_dim <= 64 ? (longest <= 4 ? 80 : 18) : unequal ? 9 : 6;
-  return heads * blocks_of_head <= most * multiprocessors ? 1 : 0;
+  // Where few tiles see many keys, splits have the multiprocessors that these would leave idle.
+  return heads * blocks_of_head <= most * multiprocessors && (longest <= 16 || tiles >= multiprocessors) ? 1 : 0;
 }
 
 /// CTAs of a cluster for each sequence and key head of a decoding call: as many as all of them can have at once; 0
@@ -100,6 +93,33 @@ inline int cluster_of(Params const& p, int const (&resident_clusters)[3]) {
 }
 
 // ------------------------------------------------------------------------------------------ which tile
+/// Whether query tiles of `block` rows hold those of all heads that share a key head: where that makes fewer tiles.
+/// Packed sequences of different lengths nearly always have fewer. ALiBi's slopes are of one head.
+inline bool packs_heads(Params const& p, int block) {
+  int64_t const heads_per_kv = p.heads_q / p.heads_kv, rows = p.n_q * heads_per_kv;
+  if (heads_per_kv == 1 || heads_per_kv > block || p.alibi_slopes || rows > INT32_MAX - block) return false;
+  return p.packed() || ceil_div(rows, block / heads_per_kv * heads_per_kv) < heads_per_kv * ceil_div(p.n_q, block);
+}
+
+/// The query tiles of a call.
+struct QueryTiles {
+  int heads_a_tile;  // 1, or all that share a key head
+  int heads;         // of tiles: packed ones count as one
+  int rows, step;    // of such a head, and from a tile to the next
+  int64_t all;       // tiles, as far as the host knows; packed sequences may have fewer than their longest has
+
+  QueryTiles(Params const& p, Kernel const& kernel)
+      : heads_a_tile(kernel.kind == Kind::Persistent && packs_heads(p, kernel.block_r) ? p.heads_q / p.heads_kv : 1),
+        heads(p.heads_q / heads_a_tile),
+        rows(p.n_q * heads_a_tile),
+        step(kernel.block_r / heads_a_tile * heads_a_tile) {
+    int64_t const most = int64_t(p.batch) * of_a_head();
+    all = heads * (p.packed() ? std::min(most, int64_t(p.total_q) * heads_a_tile / step + p.batch) : most);
+  }
+
+  int of_a_head() const { return Scheduler::tiles_of(rows, step); }
+};
+
 /// Whether `tiles` query tiles fill the CTAs that the GPU holds at once. Under a causal mask the tiles of a sequence
 /// differ in length, and a single wave lasts as long as its longest: (1, 2048, 16, 64) took 341 us in 256 tiles of 128
 /// rows for 264 CTAs, 266 in 1024 of 32 for 528.
@@ -119,16 +139,43 @@ inline int64_t key_tiles(Params const& p, Kernel const& kernel) {
   return ceil_div(keys, kernel.block_c);
 }
 
-/// Key tiles that a split has at least, since the merge costs about as much: on Hopper (1, 1024, 8, 128) takes 19.4 us
-/// in one split and 22.4 in two, (1, 2048, 4, 128) 28.6 and 27.1.
-inline int least_key_tiles(Kernel const& kernel) { return kernel.kind == Kind::Persistent ? 640 / kernel.block_c : 2; }
+/// Microseconds of a launch of Hopper's persistent kernels and of its merge, if its keys are in `splits`: as many turns
+/// as it takes `p.resident_ctas` CTAs for all query tiles, and at least the longest. Fitted to an H200, which has 132:
+/// a tile of 128 rows and 128 keys takes 1.0 us at head_dim 64 and 1.65 at 128, and parts are written and read at 2.5
+/// TB/s: (1, 1024, 8, 128) takes 14.8 us in one split and 17.8 in two, (1, 2048, 4, 128) 24.0 and 22.5.
+inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles const& tiles, int splits) {
+  double const tall = kernel.block_r > 128 ? 0.93 : 1,
+               a_tile =
+                   tall * kernel.block_r * kernel.block_c * (2.1e-5 + 3.1e-7 * (kernel.head_dim + kernel.head_dim_v));
+  int64_t const keys = longest_keys(p), longest = key_tiles(p, kernel);
+  double const shown = p.window_right < 0 || keys == 0 ? 1 : std::max(0.5, 1 - 0.5 * p.n_q / keys);
+  auto const item = [&](double key_tiles) { return 0.6 + a_tile * key_tiles; };
+  double const turns = static_cast<double>(ceil_div(tiles.all * splits, p.resident_ctas)),
+               longest_item = item(ceil_div(longest, splits)), all_turns = turns * item(shown * longest / splits);
+  double const parts = 4. * p.head_dim_v * p.heads_q * (p.packed() ? p.total_q : int64_t(p.batch) * p.n_q);
+  return std::max(longest_item, all_turns) + (splits > 1 ? 2.2 + splits * parts * 2 / 2.5e6 : 0);
+}
+
+/// The fastest number of splits there.
+inline int choose_splits_of_persistent(Params const& p, Kernel const& kernel, QueryTiles const& tiles) {
+  constexpr int kMost = 16;
+  int best = 1;
+  if (tiles.all == 0 || tiles.all >= 2 * p.resident_ctas) return best;
+  double least = 0.97 * microseconds_of(p, kernel, tiles, 1);
+  for (int splits = 2; splits <= std::min<int64_t>(kMost, key_tiles(p, kernel)); ++splits) {
+    double const us = microseconds_of(p, kernel, tiles, splits);
+    if (us < least) least = us, best = splits;
+  }
+  return best;
+}
 
 /// Splits of the keys that fill `resident_ctas` (CTAs that the GPU holds at once) when `work_tiles` query tiles do not:
-/// 1 while they fill three quarters of them; never fewer than `least_key_tiles` a split; no split count that only makes
-/// tails shorter.
-inline int choose_num_splits(int64_t work_tiles, int64_t key_tiles, int64_t resident_ctas, int64_t least_key_tiles) {
-  if (work_tiles == 0 || key_tiles < 2 * least_key_tiles || 4 * work_tiles >= 3 * resident_ctas) return 1;
-  int64_t const wanted = std::min(resident_ctas / work_tiles, key_tiles / least_key_tiles);
+/// 1 while they fill three quarters of them; never fewer than two tiles a split, since the merge costs about as much;
+/// no split count that only makes tails shorter.
+inline int choose_num_splits(int64_t work_tiles, int64_t key_tiles, int64_t resident_ctas) {
+  constexpr int kLeastKeyTiles = 2;
+  if (work_tiles == 0 || key_tiles < 2 * kLeastKeyTiles || 4 * work_tiles >= 3 * resident_ctas) return 1;
+  int64_t const wanted = std::min(resident_ctas / work_tiles, key_tiles / kLeastKeyTiles);
   return static_cast<int>(ceil_div(key_tiles, ceil_div(key_tiles, wanted)));
 }
 
@@ -136,17 +183,18 @@ inline int choose_num_splits(int64_t work_tiles, int64_t key_tiles, int64_t resi
 /// fill 96 KB of a multiprocessor with copies: twice as much, in twice the CTAs, is slower on an H200 where sequences
 /// are shared by groups (130 us for 126 at 16 x 8192 keys of 8 heads, 19.3 for 17.5 at 1 x 8192: more parts to merge),
 /// and faster where a group has several: one CTA then copies while another ends a sequence (the narrow kernel: 235 us
-/// for 238 at 64 ragged sequences; but 243 for 240 at 64 x 4096, where all end at the same time).
+/// for 238 at 64 ragged sequences; but 243 for 240 at 64 x 4096, where all end at the same time). Of tall tiles as many
+/// CTAs as fit: the products of one take about as long as its copies, and another copies meanwhile.
 inline int decode_groups(Params const& p, Kernel const& kernel, Device const& device, int ctas_a_multiprocessor,
                          int64_t ctas_a_group) {
-  constexpr int kWantedBytes = 96 * 1024;
+  constexpr int kWantedBytes = 96 * 1024, kTallRows = 64;
   auto const groups_of = [&](int64_t ctas) {
     return static_cast<int>(std::max<int64_t>(1, ctas * device.multiprocessors / ctas_a_group));
   };
   int const enough = std::clamp<int>(ceil_div(kWantedBytes, kernel.shared_bytes), 1, ctas_a_multiprocessor);
   int const groups = groups_of(enough);
-  bool const ends_together = kernel.kind == Kind::Narrow && all_alike(p);
-  return p.batch > groups && !ends_together ? groups_of(ctas_a_multiprocessor) : groups;
+  bool const ends_together = kernel.kind == Kind::Narrow && all_alike(p), tall = kernel.block_r >= kTallRows;
+  return tall || (p.batch > groups && !ends_together) ? groups_of(ctas_a_multiprocessor) : groups;
 }
 
 // ------------------------------------------------------------------------------------------ in which order

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 #include <sstream>
+#include <string_view>
 #include <tuple>
 
 #include "append.hpp"
@@ -68,9 +69,10 @@ void plan_decode(Call const& call, Plan* plan) {
   Params& p = call.params;
   int64_t const rows = int64_t(p.n_q) * p.heads_per_kv.divisor;
   auto const of = [&](Kind kind) {
-    // The smallest tile that holds the rows, else the largest.
+    // The smallest tile that holds the rows, else the largest; of two that are alike, Hopper's.
     auto const cost = [&](Kernel const& k) {
-      return std::tuple(k.head_dim, k.block_r < rows, k.block_r < rows ? -k.block_r : k.block_r, count_bits(k.takes));
+      return std::tuple(k.head_dim, k.block_r < rows, k.block_r < rows ? -k.block_r : k.block_r,
+                        std::string_view(k.family) != "sm90", count_bits(k.takes));
     };
     return cheapest({kind}, call.request.dtype, [&](Kernel const& k) { return call.runs(k); }, cost);
   };
@@ -106,19 +108,24 @@ void lay_out(Device const& device, Params* params, Plan* plan) {
   Params& p = *params;
   Kernel const& kernel = *plan->kernel;
   bool const persistent = kernel.kind == Kind::Persistent;
-  p.heads_a_tile = persistent && packs_heads(p, kernel.block_r) ? p.heads_per_kv : cutlass::FastDivmod(1);
-  if (persistent && p.block_table) p.box_rows = p.leftpad_k ? 1 : std::gcd(p.page_rows.divisor, kernel.block_c);
-  int const heads = p.heads_q / p.heads_a_tile.divisor, rows = p.n_q * p.heads_a_tile.divisor,
-            step = TileRows(p, kernel.block_r).step(), tiles_a_head = Scheduler::tiles_of(rows, step);
-  int64_t const tiles = int64_t(p.batch) * heads * tiles_a_head;
+  QueryTiles const tiles(p, kernel);
+  p.heads_a_tile = cutlass::FastDivmod(tiles.heads_a_tile);
+  if (persistent && p.block_table) {
+    // A box that begins in a page of all of a sequence's keys ends there too: past the page it is filled with zeros.
+    bool const one_page = p.page_rows.divisor >= p.n_kv;
+    p.box_rows = one_page ? kernel.block_c : p.leftpad_k ? 1 : std::gcd(p.page_rows.divisor, kernel.block_c);
+  }
   p.resident_ctas = occupancy_of(kernel, device).ctas_a_multiprocessor * device.multiprocessors;
   if (kernel.kind == Kind::Short) {
-    plan->grid.ctas = dim3(heads, tiles_a_head, p.batch);
+    plan->grid.ctas = dim3(p.heads_q, tiles.of_a_head(), p.batch);
     return;
   }
-  if (!p.fixed_splits)
-    p.num_splits = choose_num_splits(tiles, key_tiles(p, kernel), p.resident_ctas, least_key_tiles(kernel));
-  p.scheduler = Scheduler(p.batch, heads, rows, step, p.num_splits, section_for(p, tiles_a_head, device.l2_bytes));
+  if (!p.fixed_splits) {
+    p.num_splits = persistent ? choose_splits_of_persistent(p, kernel, tiles)
+                              : choose_num_splits(tiles.all, key_tiles(p, kernel), p.resident_ctas);
+  }
+  p.scheduler = Scheduler(p.batch, tiles.heads, tiles.rows, tiles.step, p.num_splits,
+                          section_for(p, kernel.block_r, device.l2_bytes));
   int64_t const items = p.scheduler.size();
   if (items > INT32_MAX)
     fail("ValueError", "q: has ", items, " tiles of query rows; a launch has room for fewer than 2^31");
@@ -154,14 +161,20 @@ void plan_prefill(Call const& call, Plan* plan) {
     auto const size = [](Kernel const* k) { return std::tuple(k->block_r * k->block_c, k->block_c, k->shared_bytes); };
     return size(a) > size(b);
   });
+  double least = INFINITY;
   for (Kernel const* kernel : sizes) {
+    QueryTiles const tiles(p, *kernel);
+    p.resident_ctas = call.ctas_a_multiprocessor(*kernel) * call.device.multiprocessors;
+    if (kernel->kind == Kind::Persistent && !p.fixed_splits) {
+      double const us = microseconds_of(p, *kernel, tiles, choose_splits_of_persistent(p, *kernel, tiles));
+      if (us < least) least = us, plan->kernel = kernel;
+      continue;
+    }
     plan->kernel = kernel;
-    int64_t const tiles = int64_t(p.batch) * p.heads_q * Scheduler::tiles_of(p.n_q, kernel->block_r);
-    int64_t const resident_ctas = call.ctas_a_multiprocessor(*kernel) * call.device.multiprocessors;
-    bool const tall = 2 * p.n_q > kernel->block_r;  // else half of the tile or more would be empty
+    bool const tall = 2 * tiles.rows > kernel->block_r;  // else half of the tile or more would be empty
     // With the number of splits fixed a sequence's bits must not depend on the batch that it comes in: then the choice
     // rests on N_q alone, and on nothing where sequences are packed, since each has an N_q of its own.
-    if (p.fixed_splits ? tall || p.packed() : tall && fills(p, kernel->block_r, tiles, resident_ctas)) break;
+    if (p.fixed_splits ? tall || p.packed() : tall && fills(p, kernel->block_r, tiles.all, p.resident_ctas)) break;
   }
   lay_out(call.device, &p, plan);
   if (plan->kernel->kind != Kind::Tiles || dtype == DType::Float32 || call.device.capability != 90) return;

@@ -11,7 +11,7 @@ namespace {
 using namespace feature;
 
 constexpr Features kTiles = kScoreMods | Sink | Packed | kUnlike | FewerKeys | Pages | FixedSplits | UnalignedRows;
-constexpr Features kPersistent = Sink | Packed | kUnlike | FewerKeys | FixedSplits;
+constexpr Features kPersistent = Sink | Packed | kUnlike | FewerKeys | Pages | FixedSplits;
 constexpr Features kPlainDecode = KeyLengths | StartPositions | FewerKeys | Pages;
 constexpr Features kDecode = kScoreMods | Sink | Packed | kUnlike | kCache | FixedSplits | UnalignedRows;
 
@@ -42,6 +42,12 @@ Kernel decode(DType dtype, int d, int b_r, int b_c, int threads, int shared, Fea
   return {family, Kind::Decode, dtype,   d,      d,           b_r,
           b_c,    takes,        threads, shared, new_entry(), b_r == 16 ? +short_tile : +tall_tile,
           nullptr};
+}
+/// Hopper's, of as many rows as a WGMMA has.
+Kernel decode_rows(DType dtype, int d, int b_c) {
+  Kernel kernel = decode(dtype, d, 64, b_c, 128, 99328);
+  kernel.family = "sm90";
+  return kernel;
 }
 template <int d, bool packed = false>
 Kernel narrow(DType dtype, int shared) {
@@ -99,6 +105,10 @@ Entered of_16_bits(DType t) {
       decode(t, 256, 16, 16, 64, 74368, kPlainDecode),
       decode(t, 256, 16, 16, 64, 74368),
       decode(t, 256, 64, 32, 128, 99072),
+      decode_rows(t, 64, 64),
+      decode_rows(t, 128, 64),
+      decode_rows(t, 192, 32),
+      decode_rows(t, 256, 32),
       narrow<64>(t, 55680),
       narrow<64, true>(t, 57728),
       narrow<128>(t, 105856),

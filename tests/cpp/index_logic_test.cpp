@@ -219,13 +219,11 @@ TEST(Scheduler, SectionsAreWholeGroupsThatFillAPartOfL2) {
 }
 
 TEST(Splits, FillAnIdleGpuAndNoMore) {
-  EXPECT_EQ(choose_num_splits(256, 128, 264, 2), 1);  // three quarters full already
-  EXPECT_EQ(choose_num_splits(4, 8, 396, 2), 4);      // two key tiles a split
-  EXPECT_EQ(choose_num_splits(1, 3, 396, 2), 1);
-  EXPECT_EQ(choose_num_splits(32, 1000, 396, 2), 12);
-  EXPECT_EQ(choose_num_splits(0, 8, 396, 2), 1);
-  EXPECT_EQ(choose_num_splits(64, 9, 132, 5), 1);
-  EXPECT_EQ(choose_num_splits(32, 16, 132, 5), 3);
+  EXPECT_EQ(choose_num_splits(256, 128, 264), 1);  // three quarters full already
+  EXPECT_EQ(choose_num_splits(4, 8, 396), 4);      // two key tiles a split
+  EXPECT_EQ(choose_num_splits(1, 3, 396), 1);
+  EXPECT_EQ(choose_num_splits(32, 1000, 396), 12);
+  EXPECT_EQ(choose_num_splits(0, 8, 396), 1);
 }
 
 }  // namespace

@@ -246,7 +246,10 @@ TEST(Plan, OfFewQueryRows) {
       CASE(fmha(300, 1, 4096, 32, 8, 128), "sm80 decode 16x16 d128 plain, shared out, grid 264, 2400 counters"),
       CASE(fmha(4, 4, 4096, 32, 8, 128), "sm80 decode 16x16 d128 plain, shared out, grid 128, 32 counters"),
       CASE(fmha(4, 1, 4096, 32, 8, 128).softcap(), "sm80 decode 16x16 d128, shared out, grid 128, 32 counters"),
-      CASE(fmha(4, 16, 4096, 64, 8, 128), "sm80 decode 64x64 d128, shared out, grid 128, 64 counters"),
+      CASE(fmha(4, 5, 4096, 32, 8, 128), "sm90 decode 64x64 d128, shared out, grid 264, 32 counters"),
+      CASE(fmha(4, 16, 4096, 64, 8, 128), "sm90 decode 64x64 d128, shared out, grid 256, 64 counters"),
+      CASE(fmha(4, 16, 4096, 64, 8, 128).backend("sm80"), "sm80 decode 64x64 d128, shared out, grid 256, 64 counters"),
+      CASE(fmha(4, 16, 4096, 64, 8, 128).on(fake::kA100), "sm80 decode 64x64 d128, shared out, grid 96, 64 counters"),
       CASE(fmha(4, 17, 4096, 64, 8, 128), "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(4, 1, 4096, 32, 8, 192).head_dim_v(128),
            "sm80 decode 16x16 d192 plain, shared out, grid 264, 32 counters"),
@@ -257,9 +260,8 @@ TEST(Plan, OfFewQueryRows) {
       CASE(fmha(4, 1, 4096, 32, 8, 128).on(fake::kA100), "sm80 narrow 8x16 d128, shared out, grid 8 13 1, 32 counters"),
       CASE(fmha(4, 1, 4096, 32, 8, 128).on(fake::kA40),
            "sm80 decode 16x16 d128 plain, shared out, grid 80, 32 counters"),
-      // Where no kernel of a family decodes, its query tiles do.
-      CASE(fmha(4, 1, 4096, 64, 4, 128).backend("sm90"),
-           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      // Asked for, Hopper's tile of 64 rows has fewer as well.
+      CASE(fmha(4, 1, 4096, 64, 4, 128).backend("sm90"), "sm90 decode 64x64 d128, shared out, grid 264, 16 counters"),
   });
 }
 
@@ -273,7 +275,7 @@ TEST(Plan, OfFewPackedRowsOverPages) {
       CASE(packed(1, 32, 16).splits(3), "sm80 decode 16x16 d128, 3 splits, grid 1536, 512 counters"),
       CASE(packed(3, 32, 16), "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
       CASE(packed(1, 32, 1), "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
-      CASE(packed(16, 32, 16), "sm80 decode 64x64 d128, shared out, grid 264, 512 counters"),
+      CASE(packed(16, 32, 16), "sm90 decode 64x64 d128, shared out, grid 264, 512 counters"),
       CASE(packed(1, 32, 16).sink(), "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
   });
 }
@@ -297,9 +299,15 @@ TEST(Plan, OfACache) {
       CASE(kvcache(64, 0, 4096, 32, 8, 128).lengths(), "sm80 narrow 8x16 d128, shared out, grid 0, 512 counters"),
       CASE(kvcache(4, 1, 4096, 32, 8, 128).lengths().unaligned(),
            "sm80 decode 16x16 d128, shared out, grid 128, 32 counters"),
-      CASE(kvcache(4, 16, 4096, 32, 8, 128).lengths(), "sm80 decode 64x64 d128, shared out, grid 128, 32 counters"),
+      CASE(kvcache(4, 16, 4096, 32, 8, 128).lengths(), "sm90 decode 64x64 d128, shared out, grid 264, 32 counters"),
+      CASE(kvcache(4, 8, 4096, 32, 8, 256).lengths().unaligned(),
+           "sm90 decode 64x32 d256, shared out, grid 264, 32 counters"),
       CASE(kvcache(4, 1, 4096, 32, 8, 128).backend("sm90"),
            "sm90 cluster 8x16 d128, 4 splits, grid 4 8 4 in clusters of 4"),
+      CASE(kvcache(4, 1, 4096, 32, 8, 128).backend("sm90").splits(3),
+           "sm90 decode 64x64 d128, 3 splits, grid 96, 32 counters"),
+      CASE(kvcache(64, 1, 4096, 32, 8, 128).backend("sm90"),
+           "sm90 decode 64x64 d128, shared out, grid 264, 512 counters"),
   });
 }
 
@@ -308,7 +316,7 @@ TEST(Plan, OfAChunkOverACache) {
       CASE(kvcache(4, 17, 4096, 8, 8, 128).lengths(),
            "sm90 persistent 128x128 d128 plain, 4 splits, grid 128, 2 counters, merged apart"),
       CASE(kvcache(4, 16, 4096, 40, 8, 128).lengths(),
-           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+           "sm90 persistent 128x128 d128 plain, 4 splits, grid 128, 2 counters, merged apart"),
       CASE(kvcache(1, 1000, 4096, 8, 8, 64).splits(3),
            "sm90 persistent 192x128 d64 plain, 3 splits, grid 132, 2 counters, merged apart"),
       CASE(kvcache(4, 300, 4096, 32, 8, 128).lengths().new_keys(300),
@@ -352,10 +360,7 @@ TEST(Plan, OfNone) {
       {fmha(2, 4096, 4096, 16, 16, 128).on(fake::kA100).backend("sm90"), R"(q: no kernel of backend "sm90" for this)"},
       {fmha(2, 4096, 4096, 16, 16, 128).backend("sm90").unaligned(), R"(q, k, v: no kernel of backend "sm90" takes)"},
       {fmha32(2, 4096, 4096, 16, 16, 256).on(fake::kA40), "q: no kernel for this GPU takes float32 with head_dim 256"},
-      // Of a cache sm90 has clusters alone.
-      {kvcache(4, 1, 4096, 32, 8, 128).backend("sm90").splits(3), R"(num_splits: no kernel of backend "sm90")"},
-      {kvcache(4, 1, 4096, 32, 8, 128).backend("sm90").softcap(), R"(softcap: no kernel of backend "sm90")"},
-      {kvcache(64, 1, 4096, 32, 8, 128).backend("sm90"), R"(backend: no kernel of backend "sm90" is for a call of)"},
+      {kvcache(4, 1, 4096, 32, 8, 128).on(fake::kA100).backend("sm90"), R"(q: no kernel of backend "sm90" for this)"},
       // More CTAs than a launch has.
       {fmha(65536, 17, 64, 32768, 1, 64), "cutlass_ext.ValueError: q: has 2147483648 tiles of query rows"},
       {kvcache(65536, 16, 64, 32768, 32768, 64).splits(1), "cutlass_ext.ValueError: q: asks for 2147483648 CTAs"},

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import TENSOR_CORES, targets
+from conftest import HOPPER_ALONE, TENSOR_CORES, targets
 from oracle import expect, expect_packed, peer_tolerance
 from test_kvcache import paged_pair, poison_tails
 
@@ -102,7 +102,7 @@ def test_more_than_2_to_the_32_tiles():
 
 
 # ------------------------------------------------------------------------------------------------ packed, over pages
-PACKED_PAGES = targets(("cuda", "auto"), *TENSOR_CORES)
+PACKED_PAGES = targets(("cuda", "auto"), *TENSOR_CORES, *HOPPER_ALONE)
 KEYS = 576  # pages of 1, 16, 48 and 64
 
 

@@ -343,7 +343,9 @@ VARLEN, VARLEN_KV, VARLEN_QKV = (f"flash_attn_varlen_{kind}func" for kind in (""
     [
         *[(f, "dropout_p", NI, 0.1) for f in (VARLEN, VARLEN_KV, VARLEN_QKV)],
         *[(f, "window_size", V, (-2, 0)) for f in (VARLEN, VARLEN_KV, VARLEN_QKV)],
-        (VARLEN, "block_table", NI, torch.zeros(SEQUENCES, 2, dtype=INT32)),
+        (VARLEN, "k", V, torch.zeros(TOTAL, 3, D)),
+        (VARLEN, "max_seqlen_q", V, None),
+        (VARLEN, "max_seqlen_k", V, None),
         (VARLEN, "seqused_k", T, torch.ones(SEQUENCES)),
         (VARLEN, "cu_seqlens_k", V, None),
         (VARLEN, "q", V, torch.ones(1, TOTAL, HEADS, D)),

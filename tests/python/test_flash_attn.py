@@ -83,3 +83,94 @@ def test_packed_without_a_copy(target):
     kv = target.randn(2, 70, 2, 4, 32)
     q = target.randn(2, 70, 4, 32)
     assert torch.equal(cutlass_ext.flash_attn_kvpacked_func(q, kv), cutlass_ext.flash_attn_func(q, *kv.unbind(2)))
+
+
+# ------------------------------------------------------------------------------------------------ engines' keywords
+def varlen(q, k, v, **options):
+    """`flash_attn_varlen_func` of sequences of one length, as the others give their results."""
+    (batch, n_q, *_), n_kv = q.shape, k.shape[1]
+    cu = [torch.arange(batch + 1, dtype=torch.int32, device=q.device) * n for n in (n_q, n_kv)]
+    if "out" in options:
+        options["out"] = options["out"].flatten(0, 1) if isinstance(options["out"], torch.Tensor) else options["out"]
+    packed = (x.flatten(0, 1) for x in (q, k, v))
+    results = cutlass_ext.flash_attn_varlen_func(*packed, *cu, n_q, n_kv, **options)
+    out, *lse = results if isinstance(results, tuple) else (results,)
+    lse = [x if x is None else x.unflatten(1, (batch, n_q)).transpose(0, 1) for x in lse]
+    out = out.unflatten(0, (batch, n_q))
+    return (out, *lse) if lse else out
+
+
+ENGINES = {
+    "flash_attn_func": cutlass_ext.flash_attn_func,
+    "flash_attn_varlen_func": varlen,
+    "flash_attn_with_kvcache": cutlass_ext.flash_attn_with_kvcache,
+}
+NEUTRAL = {"fa_version": 3, "scheduler_metadata": torch.ones(3), "pack_gqa": True, "sm_margin": 4, "q_descale": None,
+           "k_descale": None, "v_descale": None, "q_v": None, "cp_world_size": 1, "cp_rank": 0,
+           "cp_tot_seqused_k": None, "attention_chunk": 0, "num_splits": 0}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_keywords(target, name, dtype):
+    """Those that change nothing, the sinks of vLLM, its results, and a buffer for them."""
+    q, k, v = target.qkv(2, 70, 4, 32, n_kv=90, heads_kv=2)
+    sinks = target.vector(4).to(dtype)
+    out = torch.full_like(q, float("nan"))
+    got = ENGINES[name](q, k, v, causal=True, s_aux=sinks, out=out, return_softmax_lse=True, **NEUTRAL)
+    assert len(got) == 2 and got[0].data_ptr() == out.data_ptr()
+    expect(q, k, v, start_pos="end", causal=True, sink=sinks.float()).check(out, got[1], small=True)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_out_may_be_any_part_of_a_buffer(target, name):
+    """Rows that lie apart; also q itself, which is read before."""
+    q, k, v = target.qkv(2, 70, 4, 32, n_kv=90, heads_kv=2)
+    want = ENGINES[name](q, k, v, causal=True)
+    if name != "flash_attn_varlen_func":
+        wide = torch.full((2, 70, 4, 40), float("nan"), device=q.device, dtype=q.dtype)
+        assert torch.equal(ENGINES[name](q, k, v, causal=True, out=wide[..., 4:36]), want)
+        assert torch.equal(wide[..., 4:36], want) and wide[..., :4].isnan().all() and wide[..., 36:].isnan().all()
+    assert torch.equal(ENGINES[name](q, k, v, causal=True, out=q), want) and torch.equal(q, want)
+
+
+@pytest.mark.parametrize("name", TAKES)
+def test_packed_names_take_them_too(target, name):
+    q, k, v = target.qkv(2, 70, 4, 32, **sizes(name))
+    sinks, out = target.vector(4), torch.full_like(q, float("nan"))
+    tensors = TAKES[name](q, k, v)
+    got = getattr(cutlass_ext, name)(*tensors, causal=True, s_aux=sinks, out=out, return_softmax_lse=True, fa_version=2)
+    assert got[0] is out and len(got) == 2
+    expect(q, k, v, start_pos="end", causal=True, sink=sinks).check(*got)
+
+
+WRONG = [
+    *[(name, NotImplementedError, torch.ones(2, 2)) for name in ("q_descale", "k_descale", "v_descale", "q_v", "qv")],
+    *[(name, NotImplementedError, torch.ones(2)) for name in ("seqused_q", "cp_tot_seqused_k")],
+    *[(name, NotImplementedError, 2) for name in ("cp_world_size", "cp_rank", "attention_chunk")],
+    ("fa_vers", TypeError, 3),
+    ("out", TypeError, 3),
+    ("out", TypeError, torch.zeros(2, 6, 4, 16, dtype=torch.float16)),
+    ("out", ValueError, torch.zeros(2, 6, 4, 24)),
+    ("out", ValueError, torch.zeros(2, 5, 4, 16)),
+    ("out", ValueError, torch.zeros(2, 6, 4, 16, device="meta")),
+    ("s_aux", TypeError, [0.0] * 4),
+    ("s_aux", TypeError, torch.zeros(4, dtype=torch.float64)),
+    ("s_aux", ValueError, torch.zeros(3)),
+    ("num_splits", ValueError, -1),
+]
+
+
+@pytest.mark.parametrize("given,error,value", WRONG, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_keywords_are_refused_by_name(name, given, error, value):
+    q, k, v = torch.zeros(2, 6, 4, 16), torch.zeros(2, 9, 2, 16), torch.zeros(2, 9, 2, 16)
+    with pytest.raises(error, match=rf"\b{given}\b") as raised:
+        ENGINES[name](q, k, v, **{given: value})
+    assert type(raised.value) is error and "\n" not in str(raised.value)
+
+
+def test_one_sink_under_two_names():
+    q, sink = torch.zeros(2, 6, 4, 16), torch.zeros(4)
+    with pytest.raises(ValueError, match="s_aux"):
+        cutlass_ext.flash_attn_with_kvcache(q, q, q, sink=sink, s_aux=sink)

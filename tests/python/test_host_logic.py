@@ -212,17 +212,14 @@ def test_split_ranges_partition(host, num_tiles, num_splits):
     assert max(sizes) - min(sizes) <= 1
 
 
-@given(
-    work_tiles=st.integers(0, 3000), key_tiles=st.integers(0, 5000), slots=st.integers(1, 2000),
-    least=st.integers(1, 9),
-)  # fmt: skip
-def test_chosen_splits(host, work_tiles, key_tiles, slots, least):
-    splits = host.choose_num_splits(work_tiles, key_tiles, slots, least)
+@given(work_tiles=st.integers(0, 3000), key_tiles=st.integers(0, 5000), slots=st.integers(1, 2000))
+def test_chosen_splits(host, work_tiles, key_tiles, slots):
+    splits = host.choose_num_splits(work_tiles, key_tiles, slots)
     assert 1 <= splits <= max(1, key_tiles), "a split without keys"
     if splits > 1:
         assert work_tiles * splits <= slots, "splits that wait for a place only add work"
         longest = -(-key_tiles // splits)
-        assert longest >= least
+        assert longest >= 2
         assert -(-key_tiles // (splits - 1)) > longest, "one split fewer would be as fast"
     if 4 * work_tiles >= 3 * slots:
         assert splits == 1
@@ -230,7 +227,7 @@ def test_chosen_splits(host, work_tiles, key_tiles, slots, least):
 
 def test_single_head_fills_the_gpu(host):
     """(1, 1, 1024) at tiles of 64 on 132 multiprocessors: only splits bring them to work."""
-    assert host.choose_num_splits(16, 16, 132, 2) > 4
+    assert host.choose_num_splits(16, 16, 132) > 4
 
 
 # ------------------------------------------------------------------------------------------------ decoding

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import FLOAT32, TENSOR_CORES, poison_like_results, targets
+from conftest import FLOAT32, HOPPER_ALONE, TENSOR_CORES, poison_like_results, targets
 from oracle import expect, peer_tolerance, rotate
 
 import cutlass_ext
@@ -12,9 +12,10 @@ HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128),
 PAGE_SIZES = [None, 1, 2, 16, 64, 256]
 
 
-@pytest.fixture(scope="session", params=targets(*FLOAT32, *TENSOR_CORES))
+@pytest.fixture(scope="session", params=targets(*FLOAT32, *TENSOR_CORES, *HOPPER_ALONE))
 def target(request):
-    """Every way of reading a cache; on Hopper "auto" runs clusters where it can, and "sm80" what other GPUs run."""
+    """Every way of reading a cache; on Hopper "auto" and "sm90" run clusters where they can, "sm90" all else in tall
+    tiles, and "sm80" what other GPUs run."""
     return request.param
 
 
@@ -195,8 +196,28 @@ def test_many_query_rows(target, n_q):
     check_case(target, [512, 300], n_q, 8, 2, 64, page_size=64, causal=True)
 
 
-def test_one_long_sequence(gpu):
-    check_case(gpu, [69_999], 1, 8, 2, 128, capacity=70_000)
+@pytest.mark.parametrize("n_q", [1, 8])
+def test_one_long_sequence(gpu, n_q):
+    check_case(gpu, [69_999], n_q, 8, 2, 128, capacity=70_000)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64])
+@pytest.mark.parametrize("n_q,heads_per_kv", [(5, 4), (8, 4), (16, 4), (33, 1), (13, 5), (40, 4)])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_tall_tiles(hopper, d, n_q, heads_per_kv, page_size):
+    """More than 16 packed rows, one tile of them or several, on Hopper's tensor cores: sequences that end on tile edges
+    and next to them, that fill the ring and go around it, and without a key."""
+    lengths, capacity = [768, 0, 63, 64, 65, 31, 32, 33, 1, 0, 700, 384], 768
+    shape = n_q, 2 * heads_per_kv, 2, d
+    q, k, v = hopper.qkv(len(lengths), *shape[:2], d, n_kv=capacity, heads_kv=2)
+    explanation = cutlass_ext.explain(cutlass_ext.flash_attn_with_kvcache, q, k, v)
+    assert (explanation.backend, explanation.kernel) == ("sm90", "decode"), explanation
+    options = {"capacity": capacity, "page_size": page_size}
+    check_case(hopper, lengths, *shape, **options)
+    check_case(hopper, lengths, *shape, causal=True, window=(200, -1), num_splits=3, **options)
+    more = {"softcap": 9.0, "alibi_slopes": hopper.vector(shape[1]).abs(), "sink": hopper.vector(shape[1])}
+    leftpad = hopper.int32([n // 3 for n in lengths])
+    check_case(hopper, lengths, *shape, causal=True, leftpad_k=leftpad, **more, **options)
 
 
 def test_cache_seqlens_int_and_none(target):
@@ -322,8 +343,9 @@ def test_a_sequence_does_not_depend_on_its_batch(target, num_splits):
 
 
 @pytest.mark.parametrize("num_splits", [0, 5])
-def test_100_times(gpu, num_splits):
-    q, k, v = gpu.qkv(7, 1, 8, 128, n_kv=1000, heads_kv=2)
+@pytest.mark.parametrize("n_q,d", [(1, 128), (10, 64), (10, 128), (10, 256)])
+def test_100_times(gpu, n_q, d, num_splits):
+    q, k, v = gpu.qkv(7, n_q, 8, d, n_kv=1000, heads_kv=2)
     options = {"cache_seqlens": gpu.int32([1000, 3, 0, 512, 999, 64, 700]), "num_splits": num_splits}
     want = call(gpu, q, k, v, **options)
     for _ in range(100):
@@ -385,13 +407,8 @@ def test_append(target, rotary, n_new, n_q, page_size):
         expected.check(*got, small=True)
 
 
-@pytest.mark.parametrize("page_size", [None, 16, 64])
-@pytest.mark.parametrize("rotary", [None, (1.0, True), (1.0, False), (0.375, False)])
-@pytest.mark.parametrize("n_new,n_q", [(1, 1), (2, 2), (17, 1), (40, 2)])
-@pytest.mark.parametrize("d", [64, 128])
-def test_clusters_append(hopper, d, n_new, n_q, rotary, page_size):
-    """In a first turn and in later ones, over tile edges, up to the end of the cache and beyond."""
-    lengths, capacity = [0, 1, 15, 16, 17, 1020, 1024, 1500, 2040], 2048
+def check_appends(hopper, kernel, lengths, capacity, d, n_new, n_q, rotary, page_size):
+    """New tokens of sequences that may have no room for them, with and without masks, by the kernel of that name."""
     q, k, v = hopper.qkv(len(lengths), n_q, 8, d, n_kv=capacity, heads_kv=2)
     _, k_new, v_new = hopper.qkv(len(lengths), n_new, 2, d)
     poison_tails(k, lengths), poison_tails(v, lengths)
@@ -412,7 +429,7 @@ def test_clusters_append(hopper, d, n_new, n_q, rotary, page_size):
     explanation = cutlass_ext.explain(
         cutlass_ext.flash_attn_with_kvcache, q, k, v, k=k_new, v=v_new, cache_seqlens=lens, **options, **table
     )
-    assert explanation.kernel == "cluster"
+    assert (explanation.backend, explanation.kernel) == ("sm90", kernel), explanation
     for mask in ({}, {"causal": True}, {"causal": True, "window_size": (300, -1)}):
         caches = k.clone(), v.clone()
         got = call(hopper, q, *caches, k=k_new, v=v_new, cache_seqlens=lens, **mask, **options, **table)
@@ -424,6 +441,25 @@ def test_clusters_append(hopper, d, n_new, n_q, rotary, page_size):
         used = (lens + n_new).clamp(max=capacity)
         expected = expect(turned_by_mask[bool(mask)], *held, seqused_k=used, **visible)
         expected.check(*got, small=True, rotated=bool(rotary))
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("rotary", [None, (1.0, True), (1.0, False), (0.375, False)])
+@pytest.mark.parametrize("n_new,n_q", [(1, 1), (2, 2), (17, 1), (40, 2)])
+@pytest.mark.parametrize("d", [64, 128])
+def test_clusters_append(hopper, d, n_new, n_q, rotary, page_size):
+    """In a first turn and in later ones, over tile edges, up to the end of the cache and beyond."""
+    lengths = [0, 1, 15, 16, 17, 1020, 1024, 1500, 2040]
+    check_appends(hopper, "cluster", lengths, 2048, d, n_new, n_q, rotary, page_size)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64])
+@pytest.mark.parametrize("rotary", [None, (1.0, True), (0.375, False)])
+@pytest.mark.parametrize("n_new,n_q", [(8, 8), (70, 5), (20, 16), (1, 30)])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_tall_tiles_append(hopper, d, n_new, n_q, rotary, page_size):
+    lengths = [0, 31, 32, 33, 63, 64, 65, 300, 500]
+    check_appends(hopper, "decode", lengths, 512, d, n_new, n_q, rotary, page_size)
 
 
 def test_append_turns_q_by_one_position_without_a_mask(target):
@@ -854,9 +890,10 @@ def test_grad_is_refused(device, name):
         assert not cutlass_ext.flash_attn_with_kvcache(**arguments).requires_grad
 
 
-def test_hopper_reads_what_clusters_can(hopper):
-    arguments = {n: x.half().cuda() for n, x in valid().items()}
-    with pytest.raises(NotImplementedError, match='num_splits: no kernel of backend "sm90"'):
-        cutlass_ext.flash_attn_with_kvcache(**arguments, backend="sm90", num_splits=2)
+def test_hopper_alone(hopper):
+    arguments = {n: x.to("cuda", hopper.dtype) for n, x in valid().items()}
     out = cutlass_ext.flash_attn_with_kvcache(**arguments, backend="sm90")
     assert torch.equal(out, cutlass_ext.flash_attn_with_kvcache(**arguments))
+    arguments = {n: x.cuda() for n, x in valid().items()}
+    with pytest.raises(NotImplementedError, match='q: no kernel of backend "sm90" for this GPU takes float32'):
+        cutlass_ext.flash_attn_with_kvcache(**arguments, backend="sm90")

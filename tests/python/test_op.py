@@ -25,6 +25,7 @@ def test_opcheck(target, features):
     torch.library.opcheck(torch.ops.cutlass_ext.fmha.default, tensors, options)
 
 
+ENGINE = "out", "s_aux", "engine"  # arguments of functions that the operators know under other names or not at all
 PREFILL, CACHE = cutlass_ext.fmha, cutlass_ext.flash_attn_with_kvcache
 OPERATORS = [
     *[(PREFILL, name) for name in ("fmha", "fmha_torch", "fmha_check", "fmha_explain")],
@@ -37,7 +38,8 @@ def test_the_operators_have_the_defaults_of_the_functions(function, name):
     """A plain call leaves them out; start_pos it does not, which has another where the rows are aligned at the end."""
     schema = getattr(torch.ops.cutlass_ext, name).default._schema
     got = {a.name: a.default_value for a in schema.arguments if a.has_default_value() and a.name != "start_pos"}
-    want = {n: p.default for n, p in inspect.signature(function).parameters.items() if n != "start_pos"}
+    parameters = inspect.signature(function).parameters
+    want = {n: p.default for n, p in parameters.items() if n not in ("start_pos", *ENGINE)}
     want["window_left"], want["window_right"] = want.pop("window", None) or want.pop("window_size")
     want |= {"start_positions": None, "return_lse": want.pop("return_softmax_lse", False)}
     want |= {"cache_len": None} if function is CACHE else {}
@@ -61,7 +63,7 @@ def test_every_argument_arrives_under_its_name(function, monkeypatch):
     places = {"window": sides, "window_size": sides, "return_softmax_lse": ("return_lse",)}
     given = {"causal": True, "return_lse": True, "return_softmax_lse": True, "rotary_interleaved": False,
              "start_pos": 3, "window": (5, 6), "window_size": (5, 6), "backend": "simt"}  # fmt: skip
-    parameters = inspect.signature(function).parameters
+    parameters = {n: p for n, p in inspect.signature(function).parameters.items() if n not in ENGINE}
     required = {n: torch.ones(1) for n, p in parameters.items() if p.default is inspect.Parameter.empty}
     for name in parameters:
         value = required.get(name, given.get(name, torch.ones(1)))

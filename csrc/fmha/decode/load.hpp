@@ -177,35 +177,51 @@ CUTE_DEVICE void take_new_keys(Params const& params, Walk<Traits::TileKeys> cons
       });
 }
 
-/// The tile of Q on its way from global to shared memory, in registers: under way before the copies of K and V queue
-/// up in front of it (7 us for it on an H200 where it was asked for after them).
+/// The tile of Q on its way from global to shared memory: under way before the copies of K and V queue up in front of
+/// it (7 us for it on an H200 where it was asked for after them). A small one waits in registers, so that the next
+/// sequence's can be asked for while its place is in use.
 template <class Traits>
 class Query {
   using Element = typename Traits::Element;
   static constexpr int Chunks = Traits::Chunks, Each = Traits::Rows * Chunks / Traits::Threads;  // chunks of a thread
-  static constexpr bool Ahead = Each <= 2;  // registers for more than 2 are not there
-  uint4 ahead_[Ahead ? Each : 1];
 
  public:
-  /// Asks for the rows of the sequence that `walk` stands at.
-  CUTE_DEVICE void ask(Params const& params, Place const& place, Walk<Traits::TileKeys> const& walk, bool aligned) {
-    if constexpr (Ahead) {
-      CUTE_UNROLL
-      for (int i = 0; i < Each; ++i)
-        ahead_[i] = chunk(params, place, walk.rows(params), i * Traits::Threads + threadIdx.x, aligned);
-    }
-  }
+  static constexpr bool Waits = Each <= 2;  // registers for more than 2 are not there
 
-  /// Puts them to `sQ`, tiles of 16 rows, turned if the call asks for it.
-  CUTE_DEVICE void put(Params const& params, Place const& place, Walk<Traits::TileKeys> const& walk, Element* sQ,
-                       bool aligned) const {
-    constexpr int Unroll = Ahead ? Each : 2;
+  /// Asks for the rows of the sequence that `walk` stands at, which go to `sQ`, tiles of QueryTileRows rows.
+  CUTE_DEVICE void ask(Params const& params, Place const& place, Walk<Traits::TileKeys> const& walk, Element* sQ,
+                       bool aligned) {
+    constexpr int Unroll = Waits ? Each : 2;
 #pragma unroll Unroll
     for (int i = 0; i < Each; ++i) {
       int const index = i * Traits::Threads + threadIdx.x;
-      chunk_of(sQ, index / Chunks, index % Chunks) =
-          Ahead ? ahead_[Ahead ? i : 0] : chunk(params, place, walk.rows(params), index, aligned);
+      Element const* const from = chunk(params, place, walk.rows(params), index);
+      if (Waits || !aligned) {
+        uint4 const x = from ? load_chunk(from, aligned) : make_uint4(0, 0, 0, 0);
+        (Waits ? waiting_[Waits ? i : 0] : chunk_of(sQ, index / Chunks, index % Chunks)) = x;
+      } else {
+        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<uint4>::copy(
+            *reinterpret_cast<uint4 const*>(from), chunk_of(sQ, index / Chunks, index % Chunks), from != nullptr);
+      }
     }
+    if (!Waits) cute::cp_async_fence();
+  }
+
+  /// Has them in `sQ`, turned if the call asks for it. The copies of K and V that were under way before they were asked
+  /// for have then come too.
+  CUTE_DEVICE void put(Params const& params, Place const& place, Walk<Traits::TileKeys> const& walk, Element* sQ) {
+    if constexpr (Waits) {
+      CUTE_UNROLL
+      for (int i = 0; i < Each; ++i) {
+        int const index = i * Traits::Threads + threadIdx.x;
+        chunk_of(sQ, index / Chunks, index % Chunks) = waiting_[i];
+      }
+    } else if (first_) {
+      cute::cp_async_wait<Traits::Stages - 1>();
+    } else {
+      cute::cp_async_wait<0>();
+    }
+    first_ = false;
     if (!params.rotary.cos) return;
     __syncthreads();
     int const first_new = walk.sequence().cached + walk.sequence().k_row0;
@@ -218,20 +234,20 @@ class Query {
   }
 
  private:
-  /// 16 bytes of the tile, counted row by row; zeros where it has none.
-  CUTE_DEVICE static uint4 chunk(Params const& params, Place const& place, QueryRows const& rows, int index,
-                                 bool aligned) {
+  /// 16 bytes of the tile, counted row by row; null where it has none.
+  CUTE_DEVICE static Element const* chunk(Params const& params, Place const& place, QueryRows const& rows, int index) {
     int const row = index / Chunks, col = index % Chunks * Traits::Vector;
-    if (row >= Traits::rows_of(params, place, rows) || col >= params.head_dim) return make_uint4(0, 0, 0, 0);
+    if (row >= Traits::rows_of(params, place, rows) || col >= params.head_dim) return nullptr;
     PackedRow const packed = Traits::packed_row(params, place, row);
-    return load_chunk(
-        row_at<Element const>(params.q, params.q_stride, rows.batch, rows.row0 + packed.token, packed.head) + col,
-        aligned);
+    return row_at<Element const>(params.q, params.q_stride, rows.batch, rows.row0 + packed.token, packed.head) + col;
   }
   CUTE_DEVICE static uint4& chunk_of(Element* sQ, int row, int chunk) {
-    return *reinterpret_cast<uint4*>(sQ + row / kWarpRows * kWarpRows * Traits::HeadDim +
-                                     chunk_offset<Element, kWarpRows>(row % kWarpRows, chunk));
+    constexpr int Rows = Traits::QueryTileRows;
+    return *reinterpret_cast<uint4*>(sQ + Traits::query_tile(row) + chunk_offset<Element, Rows>(row % Rows, chunk));
   }
+
+  uint4 waiting_[Waits ? Each : 1];
+  bool first_ = true;
 };
 
 }  // namespace cutlass_ext::decode

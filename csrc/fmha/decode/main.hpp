@@ -1,7 +1,8 @@
 // Decoding: attention of a few query rows to a long cache, bound by the memory that holds it. The query rows of all
 // heads that share a key head are packed into one tile, so that each key is read once; the keys of all sequences are
 // shared out among the CTAs; partial results are merged in key order by the last CTA of a sequence to finish
-// (Flash-Decoding's split of the keys, in one launch). Instantiated by csrc/kernels/decode_*.cu.
+// (Flash-Decoding's split of the keys, in one launch). Instantiated by csrc/kernels/decode_*.cu and
+// sm90_decode_rows.cu.
 #pragma once
 
 #include "../features.hpp"
@@ -37,9 +38,17 @@ CUTE_DEVICE void write_empty(Params const& params, Place const& place, Tokens co
   }
 }
 
-/// Until the other warps that read the same tile are here.
+/// What the thread has brought to shared memory by cp.async that it has waited for, or by stores, is there for WGMMA,
+/// which reads by another path, once the barrier that follows is passed.
+template <class Traits>
+CUTE_DEVICE void publish() {
+  if constexpr (Traits::Warpgroup) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/// Until the other warps that read the same tile are here; what each has brought is then there for all.
 template <class Traits>
 CUTE_DEVICE void meet() {
+  publish<Traits>();
   if constexpr (Traits::RowWarps == 1) {
     __syncwarp();
   } else {
@@ -157,7 +166,7 @@ template <class Traits, Features Takes>
 __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_constant__ Params const all_params) {
   Params const params = specialised<Takes>(all_params);
   constexpr int HeadDim = Traits::HeadDim, TileKeys = Traits::TileKeys, Stages = Traits::Stages;
-  extern __shared__ __align__(128) unsigned char smem[];
+  extern __shared__ __align__(1024) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int const key_warp = Traits::RowWarps == 1 ? warp : 0, row_warp = Traits::RowWarps == 1 ? 0 : warp;
@@ -178,8 +187,10 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
     if (lane == 0) shared.ahead[warp] = first;
     __syncthreads();
   }
+  // Where Q does not stay in shared memory it passes through the free tile of warp 0.
+  auto const tile_Q = [&] { return Traits::QueryInRegisters ? shared.ring[0][shared.free_stage[0]].k : shared.q; };
   Query<Traits> query;
-  if (!walk.done() || params.fixed_splits) query.ask(params, place, walk, aligned);
+  if (!walk.done() || params.fixed_splits) query.ask(params, place, walk, tile_Q(), aligned);
   Loader<Traits> loader(params, shared.ahead[warp], place.head, warp, aligned);
   CUTE_NO_UNROLL
   for (int stage = 0; stage < Stages - 1; ++stage) loader.load(ring[stage]);
@@ -198,14 +209,13 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
     Range const keys_of_all = {visibility.keys_of_row(tokens.last).begin, visibility.keys_of_row(tokens.first).end};
 
     Math<Traits> math;
-    // Where Q does not stay in shared memory it passes through the free tile of warp 0.
-    auto* const tile_Q = Traits::QueryInRegisters ? shared.ring[0][shared.free_stage[0]].k : shared.q;
-    auto const* const sQ = tile_Q + row_warp * kWarpRows * HeadDim;
-    query.put(params, place, walk, tile_Q, aligned);
+    query.put(params, place, walk, tile_Q());
+    publish<Traits>();
     __syncthreads();
+    auto const* const sQ = tile_Q() + Traits::query_tile(row_warp * kWarpRows);
     math.take_query(sQ, lane);
     if (Traits::QueryInRegisters) __syncthreads();
-    if (!shared.next.done()) query.ask(params, place, shared.next, aligned);
+    if (query.Waits && !shared.next.done()) query.ask(params, place, shared.next, tile_Q(), aligned);
 
     Fragment<HeadDim> O = {};
     OnlineSoftmax<2, 4, 1> softmax;
@@ -240,15 +250,17 @@ __global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_const
       if (!walk.done()) shared.next.next(params);
     }
     __syncthreads();  // the free stages may be copied to again
+    if (!query.Waits && !walk.done()) query.ask(params, place, walk, tile_Q(), aligned);
   }
   cp_async_wait<0>();
 }
 
 /// The kernel of one tile shape; without what a plain call does not need where `Plain`.
-template <int HeadDim, class Element, int RowWarps, int KeyWarps, int TileKeys, int Stages, bool Plain>
+template <int HeadDim, class Element, int RowWarps, int KeyWarps, int TileKeys, int Stages, bool Plain,
+          bool Warpgroup = false>
 struct Decode {
-  using Traits = decode::Traits<HeadDim, Element, RowWarps, KeyWarps, TileKeys, Stages>;
-  static constexpr char const* kFamily = Traits::TensorCores ? "sm80" : "simt";
+  using Traits = decode::Traits<HeadDim, Element, RowWarps, KeyWarps, TileKeys, Stages, Warpgroup>;
+  static constexpr char const* kFamily = Warpgroup ? "sm90" : Traits::TensorCores ? "sm80" : "simt";
   static constexpr Kind kKind = Kind::Decode;
   static constexpr Features kPlain =
       feature::KeyLengths | feature::StartPositions | feature::FewerKeys | feature::Pages;
@@ -257,7 +269,8 @@ struct Decode {
                                                  feature::kCache | feature::Packed | feature::FixedSplits |
                                                  feature::UnalignedRows;
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
-  static_assert(kSharedBytes <= 99 * 1024, "what a block has on compute capability 8.6");
+  static_assert(Warpgroup || kSharedBytes <= 99 * 1024, "what a block has on compute capability 8.6");
+  static_assert(!Warpgroup || 2 * (kSharedBytes + 1024) <= 228 * 1024, "what a multiprocessor of 9.0 has, for two");
   static constexpr auto kernel = &decode_kernel<Traits, kTakes>;
 
   static bool takes_shape(Params const& p) { return fits(p, Traits::Rows); }

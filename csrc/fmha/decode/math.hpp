@@ -1,5 +1,6 @@
 // The two products of a decode step, for one warp's 16 query rows and one key tile: on mma.sync tensor cores (fp16,
-// bf16) and on CUDA cores (fp32), with the same lanes holding the same scores and outputs. Called by main.hpp.
+// bf16) and on CUDA cores (fp32), with the same lanes holding the same scores and outputs. Called by main.hpp;
+// warpgroup_math.hpp has Hopper's.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -15,6 +16,26 @@ using namespace cute;
 /// A lane's part of an accumulator of N columns: rows lane / 4 and that + 8, columns 8n + lane % 4 * 2 and the next.
 template <int N>
 using Fragment = float[N / 8][4];
+
+/// P of 16 keys, of the accumulators of two times 8, as the left operand of the second product.
+template <class Element>
+CUTE_DEVICE void pack_operand(uint32_t (&p)[4], float const (&left)[4], float const (&right)[4]) {
+  p[0] = pack<Element>(left[0], left[1]);
+  p[1] = pack<Element>(left[2], left[3]);
+  p[2] = pack<Element>(right[0], right[1]);
+  p[3] = pack<Element>(right[2], right[3]);
+}
+
+/// The maxima settle after a few tiles: from then on there is nothing to do.
+template <int Atoms>
+CUTE_DEVICE void rescale_rows(float (&O)[Atoms][4], float const (&rescale)[2]) {
+  if (!__any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f)) return;
+  CUTE_UNROLL
+  for (int n = 0; n < Atoms; ++n) {
+    CUTE_UNROLL
+    for (int e = 0; e < 4; ++e) O[n][e] *= rescale[e / 2];
+  }
+}
 
 /// Both products on tensor cores. Q stays in registers, or, where O leaves no room there, in shared memory.
 template <class Traits>
@@ -59,18 +80,11 @@ struct TensorCores {
   /// O = rescale O + P V, P from the accumulators of Q K^T.
   CUTE_DEVICE void values(Fragment<HeadDim>& O, Fragment<TileKeys> const& P, float const (&rescale)[2],
                           Element const* sV, int lane) const {
-    if (__any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f)) {  // the maxima settle after a few tiles
-      CUTE_UNROLL
-      for (int n = 0; n < HeadDim / 8; ++n) {
-        CUTE_UNROLL
-        for (int e = 0; e < 4; ++e) O[n][e] *= rescale[e / 2];
-      }
-    }
+    rescale_rows(O, rescale);
     CUTE_UNROLL
     for (int k = 0; k < TileKeys / 16; ++k) {
-      float const(&left)[4] = P[2 * k], (&right)[4] = P[2 * k + 1];
-      uint32_t const p[4] = {pack<Element>(left[0], left[1]), pack<Element>(left[2], left[3]),
-                             pack<Element>(right[0], right[1]), pack<Element>(right[2], right[3])};
+      uint32_t p[4];
+      pack_operand<Element>(p, P[2 * k], P[2 * k + 1]);
       CUTE_UNROLL
       for (int n = 0; n < HeadDim / 8; n += 2) {
         uint32_t v[4];  // both halves of the 16 keys, two atoms of 8 columns
@@ -148,7 +162,11 @@ struct CudaCores {
   }
 };
 
+template <class Traits, bool Warpgroup = Traits::Warpgroup>
+struct MathOf {
+  using Type = std::conditional_t<Traits::TensorCores, TensorCores<Traits>, CudaCores<Traits>>;
+};
 template <class Traits>
-using Math = std::conditional_t<Traits::TensorCores, TensorCores<Traits>, CudaCores<Traits>>;
+using Math = typename MathOf<Traits>::Type;
 
 }  // namespace cutlass_ext::decode

@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(Traits::Threads, 2)
 }
 
 /// The kernel of one head_dim, of packed calls alone or of others: at 128 one for both has 2,671 instructions, where
-/// these have 2,406 and 2,564.
+/// these have 2,400 and 2,564.
 template <int HeadDim, class Element, bool Packed>
 struct NarrowDecode {
   using Traits = NarrowTraits<HeadDim, Element, std::conditional_t<Packed, PackedNarrowParams, NarrowParams>>;

@@ -1,4 +1,5 @@
-// Products by WGMMA, and where a thread's elements of an accumulator of 64 rows lie. Used by the Hopper kernels.
+// Products by WGMMA, their operands in shared memory, where a thread's elements of an accumulator of 64 rows lie. Used
+// by the Hopper kernels.
 #pragma once
 
 #include <cute/atom/mma_atom.hpp>
@@ -8,6 +9,15 @@
 namespace cutlass_ext::sm90 {
 
 using namespace cute;
+
+/// A tile in panels of 128 bytes, row after row, swizzled: as the operand of a product that runs along its columns (Q
+/// and K), and, the same bytes, of one that runs along its rows (V).
+template <class Element, int Rows, int Columns>
+using LayoutAlongColumns =
+    decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<Rows>, Int<Columns>>{}));
+template <class Element, int Rows, int Columns>
+using LayoutAlongRows =
+    decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{}, Shape<Int<Columns>, Int<Rows>>{}, Step<_2, _1>{}));
 
 /// C += A B (C = A B where `zero`) over `Steps` times 16, issued and not waited for.
 template <int Steps, class Mma, class A, class B, class C>
