@@ -22,13 +22,13 @@ struct GlobalTile {
   CUTE_DEVICE Element const* row(int row) const { return data + row * row_stride; }
 };
 
-/// The same of keys or values that lie in pages: every row's page is looked up.
+/// The same of keys or values that may lie in pages: where a row is, is looked up.
 template <class Element>
-struct PagedTile {
-  Element const* data;  // row 0 of page 0
+struct LookedUpTile {
+  Element const* data;  // row 0, or that of page 0
   Strides const& stride;
   Cache const& cache;
-  int const* table;  // the sequence's row of it
+  int const* table;  // the sequence's row of it; null: no pages
   int first_row;     // of the tile, counted in the sequence
   int rows, cols;
   bool aligned;
@@ -37,6 +37,7 @@ struct PagedTile {
   CUTE_DEVICE Element const* row(int row) const {
     if (row >= rows) return data;
     int const key_row = first_row + row;
+    if (!table) return data + key_row * stride.row;
     return data + nearest_page(table[cache.page_rows.div(key_row)], cache.pages) * stride.batch +
            row_in_page(cache, key_row) * stride.row;
   }
@@ -122,9 +123,9 @@ CUTE_DEVICE int anew(int x) {
   return x;
 }
 
-/// Of pages each lane looks up one of its warp's rows: all answers are then under way at once, and cost two registers.
+/// Each lane looks up one of its warp's rows: all answers are then under way at once, and cost two registers.
 template <int TileRows, int TileCols, int Threads, class Element, class Moved>
-CUTE_DEVICE void copy_tile(PagedTile<Element> const& src, Element* dst, Moved moved) {
+CUTE_DEVICE void copy_tile(LookedUpTile<Element> const& src, Element* dst, Moved moved) {
   static_assert(TileRows <= Threads, "a warp copies at most as many rows as it has lanes");
   if (!src.aligned) {
     copy_tile_elements<TileRows, TileCols, Threads>(src, dst, moved);
