@@ -33,7 +33,7 @@ enum class Kind {
   FEATURE(FewerKeys, "cache_seqlens", p.n_cached < p.n_kv, p.n_cached = p.n_kv)                                  \
   FEATURE(Pages, "block_table", p.block_table, p.block_table = nullptr)                                          \
   FEATURE(BatchIndex, "cache_batch_idx", p.batch_idx, p.batch_idx = nullptr)                                     \
-  FEATURE(NewKeys, "k", p.n_new > 0, p.n_new = 0)                                                                \
+  FEATURE(NewKeys, "k", p.k_new, (p.k_new = nullptr, p.n_new = 0))                                               \
   FEATURE(RotaryEmbedding, "rotary_cos", p.rotary.cos, p.rotary.cos = nullptr)                                   \
   FEATURE(FixedSplits, "num_splits", p.fixed_splits, p.fixed_splits = false)                                     \
   FEATURE(UnalignedRows, "q, k, v", !rows_are_aligned(p), void())

@@ -43,9 +43,7 @@ __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_co
   // Asked for before the parts, so that it does not come behind them.
   float const sink_log2 = params.sink ? params.sink[head] * kLog2e : -INFINITY;
   int const splits = params.num_splits;
-  auto const lse_of = [&](int split) {
-    return split < splits ? params.lse_partial[split * rows + index] : -INFINITY;
-  };
+  auto const lse_of = [&](int split) { return split < splits ? params.lse_partial[split * rows + index] : -INFINITY; };
   float const first_lse = lse_of(lane);  // a lane has every 32nd part
   Part all{first_lse, 0.f};
   for (int s = 32 + lane; s < splits; s += 32) all.m = fmaxf(all.m, lse_of(s));

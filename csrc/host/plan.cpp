@@ -8,6 +8,7 @@
 #include <string_view>
 #include <tuple>
 
+#include "append.hpp"
 #include "counters.hpp"
 #include "error.hpp"
 #include "heuristics.hpp"
@@ -57,11 +58,10 @@ Kernel const* cheapest(std::initializer_list<Kind> kinds, DType dtype, Accepts c
 }
 
 // ------------------------------------------------------------------------------------------------ few query rows
-/// Whether a call of `fmha` is faster where it decodes: few rows, unless they have to be read element by element.
-/// Packed ones do over pages.
+/// Whether a call of `fmha` with padded queries is faster where it decodes: few rows, unless they have to be read
+/// element by element.
 bool decodes(Call const& call) {
-  return (!call.params.packed() || (call.features & feature::Pages)) && call.params.n_q <= kMaxDecodeRows &&
-         !(call.features & feature::UnalignedRows);
+  return !call.params.packed() && call.params.n_q <= kMaxDecodeRows && !(call.features & feature::UnalignedRows);
 }
 
 void plan_decode(Call const& call, Plan* plan) {
@@ -110,7 +110,11 @@ void lay_out(Device const& device, Params* params, Plan* plan) {
   QueryTiles const tiles(p, kernel);
   p.heads_a_tile = cutlass::FastDivmod(tiles.heads_a_tile);
   p.keys_once = persistent && tiles.of_a_head() == 1 && p.heads_a_tile.divisor == p.heads_per_kv.divisor;
-  if (persistent && p.block_table) p.box_rows = p.leftpad_k ? 1 : std::gcd(p.page_rows.divisor, kernel.block_c);
+  if (persistent && p.block_table) {
+    // A box that begins in a page of all of a sequence's keys ends there too: past the page it is filled with zeros.
+    bool const one_page = p.page_rows.divisor >= p.n_kv;
+    p.box_rows = one_page ? kernel.block_c : p.leftpad_k ? 1 : std::gcd(p.page_rows.divisor, kernel.block_c);
+  }
   p.resident_ctas = occupancy_of(kernel, device).ctas_a_multiprocessor * device.multiprocessors;
   if (kernel.kind == Kind::Short) {
     plan->grid.ctas = dim3(p.heads_q, tiles.of_a_head(), p.batch);
@@ -180,6 +184,33 @@ void plan_prefill(Call const& call, Plan* plan) {
     plan->passed_over = "sm90 wants rows of q, k and v that begin at multiples of 16 bytes";
 }
 
+/// Whether a call of the cache operator has query rows for query tiles: decoding reads the keys again for every 64.
+bool is_chunk(Params const& p) { return p.n_q > std::max(1, few_rows_in_all(p)); }
+
+/// A chunk of a prompt over its cache: by a prefill kernel, once what is new has been written. Such kernels know
+/// `cache_batch_idx` as a table of pages, each a sequence's part of the cache.
+void plan_chunk(Call const& call, Plan* plan) {
+  Params& p = call.params;
+  Params after = after_append(p, nullptr);
+  if (after.batch_idx) {
+    after.block_table = after.batch_idx;
+    after.block_table_stride = 1;
+    after.page_rows = cutlass::FastDivmod(std::max(after.n_kv, 1));
+    after.batch_idx = nullptr;
+  }
+  Plan prefill;
+  plan_prefill({after, call.request, call.device, features_of(after)}, &prefill);
+  // Tiles of a single head's rows read the keys for every head, and would have few of them.
+  if (!prefill.kernel || (prefill.kernel->kind == Kind::Tiles && p.n_q <= kMaxDecodeRows)) return;
+  *plan = prefill;
+  plan->appends_apart = p.n_new > 0 || p.rotary.cos;
+  static_cast<Work&>(p) = after;
+  p.block_table = after.block_table;
+  p.block_table_stride = after.block_table_stride;
+  p.page_rows = after.page_rows;
+  p.batch_idx = after.batch_idx;
+}
+
 /// Packed sequences over pages, of which some may have as few rows as decode, and others more: a launch for each. Only
 /// the device knows which have; the host, whether all may be of one kind.
 void plan_mixed(Call const& call, Plan* plan) {
@@ -240,9 +271,10 @@ Plan plan(Params* params, Request const& request) {
   params->num_splits = std::max(request.num_splits, 1);
   Call call{*params, request, current_device(), features_of(*params)};
   Plan plan;
-  if (params->packed() && params->block_table) {
-    plan_mixed(call, &plan);
-  } else if (request.is_cache || decodes(call)) {
+  bool const is_mixed = params->packed() && params->block_table;
+  if (is_mixed) plan_mixed(call, &plan);
+  if (request.is_cache && is_chunk(*params)) plan_chunk(call, &plan);
+  if (!plan.kernel && !is_mixed && (request.is_cache || decodes(call))) {
     Features const asked = call.features;
     if (!params->fixed_splits && decode::has_too_many_keys(*params)) {  // each sequence then has parts of its own
       params->fixed_splits = true;
@@ -256,7 +288,7 @@ Plan plan(Params* params, Request const& request) {
       call.features = asked;
     }
   }
-  if (!plan.kernel && !request.is_cache && !(params->packed() && params->block_table)) plan_prefill(call, &plan);
+  if (!plan.kernel && !request.is_cache && !is_mixed) plan_prefill(call, &plan);
   if (!plan.kernel) plan.refusal = refusal_of(call);
   if (params->batch == 0 || (params->n_q == 0 && params->n_new == 0)) plan.grid.ctas = dim3(0);
   return plan;
@@ -269,6 +301,19 @@ Plan plan_with(Kernel const& kernel, Params* params) {
   plan.kernel = &kernel;
   lay_out(current_device(), params, &plan);
   return plan;
+}
+
+Params after_append(Params const& params, void* turned_q) {
+  Params p = params;
+  if (p.rotary.cos) {
+    int64_t const row = int64_t(p.heads_q) * p.head_dim;
+    p.q = turned_q;
+    p.q_stride = {p.n_q * row, row, p.head_dim};
+  }
+  p.k_new = p.v_new = nullptr;
+  p.k_new_stride = p.v_new_stride = {};
+  p.rotary = {};
+  return p;
 }
 
 std::string Plan::reason(Params const& params, Request const& request) const {
@@ -285,15 +330,22 @@ std::string Plan::reason(Params const& params, Request const& request) const {
   else
     text << ", " << splits << (splits == 1 ? " split" : " splits") << " of the keys";
   if (request.num_splits > 0) text << " as asked";
+  if (appends_apart) text << "; a launch of its own before them writes what is new";
   if (after)
-    text << "; sequences of up to " << after->params.most_q
-         << " rows: " << after->plan.reason(after->params, request);
+    text << "; sequences of up to " << after->params.most_q << " rows: " << after->plan.reason(after->params, request);
   if (!passed_over.empty()) text << "; " << passed_over;
   return text.str();
 }
 
 void run(Plan const& plan, Params params, cudaStream_t stream, std::function<void*(size_t)> const& allocate) {
   if (plan.grid.ctas.x == 0) return;
+  if (plan.appends_apart) {
+    int64_t const elements =
+        params.rotary.cos ? int64_t(params.batch) * params.n_q * params.heads_q * params.head_dim : 0;
+    void* const turned_q = elements > 0 ? allocate(elements * params.element_bytes) : nullptr;
+    append_new_keys(plan.kernel->dtype, params, turned_q, stream);
+    params = after_append(params, turned_q);
+  }
   if (plan.partial_rows > 0) {
     size_t const floats = size_t(plan.partial_rows) * (params.head_dim_v + plan.floats_a_part);
     params.o_partial = static_cast<float*>(allocate(floats * sizeof(float)));

@@ -17,7 +17,7 @@ struct Request {
   DType dtype = DType::Float32;
   std::string backend = "auto";
   int num_splits = 0;
-  bool is_cache = false;  // of the cache operator, whose calls all decode
+  bool is_cache = false;  // of the cache operator
 };
 
 struct Step;
@@ -25,15 +25,16 @@ struct Step;
 struct Plan {
   Kernel const* kernel = nullptr;  // null: nothing here runs the call
   Grid grid;
-  int splits = 1;             // parts of a sequence's keys; 0 where the batch's keys are shared out by their lengths
-  int64_t partial_rows = 0;   // rows of parts that are merged: d_v floats each
-  int floats_a_part = 0;      // and so many: its lse, or m and l
-  size_t counters = 0;        // that the kernel wants
-  bool merges_apart = false;  // parts are merged by a launch of its own
+  int splits = 1;              // parts of a sequence's keys; 0 where the batch's keys are shared out by their lengths
+  int64_t partial_rows = 0;    // rows of parts that are merged: d_v floats each
+  int floats_a_part = 0;       // and so many: its lse, or m and l
+  size_t counters = 0;         // that the kernel wants
+  bool merges_apart = false;   // parts are merged by a launch of its own
+  bool appends_apart = false;  // new keys are written, and q rotated, by a launch of its own before
   std::shared_ptr<Step const> after;  // where a call has sequences of few query rows beside others: what decodes them.
                                       // Behind the merge, which writes their rows too
-  std::string refusal;                 // where there is no kernel, the argument that none takes, and what would do
-  std::string passed_over;             // why a family that would have come first does not run the call
+  std::string refusal;                // where there is no kernel, the argument that none takes, and what would do
+  std::string passed_over;            // why a family that would have come first does not run the call
 
   /// Why this kernel, in a sentence.
   std::string reason(Params const& params, Request const& request) const;
@@ -51,6 +52,10 @@ Plan plan(Params* params, Request const& request);
 
 /// The same with a kernel of query tiles that the caller has chosen, and `params->num_splits`.
 Plan plan_with(Kernel const& kernel, Params* params);
+
+/// The call as it is once the launch of append.hpp is done: all keys are there, and q, where it is rotated, lies at
+/// `turned_q`.
+Params after_append(Params const& params, void* turned_q);
 
 /// Launches; `allocate` gives so many bytes of device memory that live until the work is done in stream order.
 void run(Plan const& plan, Params params, cudaStream_t stream, std::function<void*(size_t)> const& allocate);

@@ -11,7 +11,7 @@ namespace {
 using namespace feature;
 
 constexpr Features kTiles = kScoreMods | Sink | Packed | kUnlike | FewerKeys | Pages | FixedSplits | UnalignedRows;
-constexpr Features kPersistent = Sink | Packed | kUnlike | FewerKeys | FixedSplits;
+constexpr Features kPersistent = Sink | Packed | kUnlike | FewerKeys | Pages | FixedSplits;
 constexpr Features kPlainDecode = KeyLengths | StartPositions | FewerKeys | Pages;
 constexpr Features kDecode = kScoreMods | Sink | Packed | kUnlike | kCache | FixedSplits | UnalignedRows;
 

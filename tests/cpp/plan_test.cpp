@@ -13,6 +13,7 @@
 
 #include "fake_cuda.hpp"
 #include "fmha/decode/params.hpp"
+#include "host/append.hpp"
 #include "host/counters.hpp"
 #include "host/merge.hpp"
 #include "host/plan.hpp"
@@ -21,13 +22,18 @@ namespace cutlass_ext {
 
 // The parts of host/ that are compiled by nvcc: they note what is asked of them.
 static size_t counters_asked = 0;
-static int merges = 0;
+static int merges = 0, appends = 0;
 unsigned* zero_counters(int, cudaStream_t, size_t count, std::function<void*(size_t)> const&) {
   static unsigned counters[2];
   counters_asked = count;
   return counters;
 }
 void merge_splits(DType, Params const&, cudaStream_t) { ++merges; }
+void append_new_keys(DType, Params const& params, void* turned_q, cudaStream_t) {
+  ++appends;
+  EXPECT_EQ(params.k_new != nullptr, params.n_new > 0);
+  EXPECT_EQ(params.rotary.cos != nullptr, turned_q != nullptr);
+}
 
 namespace {
 
@@ -69,9 +75,11 @@ struct Call {
   }
   Call& new_keys(int n) {
     p.n_new = n;
-    p.k_new = p.v_new = somewhere<void>();
+    if (n > 0) p.k_new = p.v_new = somewhere<void>();
     return *this;
   }
+  Call& rotary() { return p.rotary.cos = p.rotary.sin = somewhere<void>(), *this; }
+  Call& batch_index(int batch) { return p.batch_idx = somewhere(), p.pages = batch, *this; }
 };
 
 Call fmha(int batch, int n_q, int n_kv, int heads_q, int heads_kv, int head_dim) {
@@ -136,6 +144,7 @@ std::string line_of(Call const& call) {
     if (plan.grid.cluster > 1) line << " in clusters of " << plan.grid.cluster;
     if (plan.counters > 0) line << ", " << plan.counters << " counters";
     if (plan.merges_apart) line << ", merged apart";
+    if (plan.appends_apart) line << ", appended apart";
   } catch (std::runtime_error const& error) {
     return error.what();
   }
@@ -290,17 +299,41 @@ TEST(Plan, OfACache) {
       CASE(kvcache(64, 0, 4096, 32, 8, 128).lengths(), "sm80 narrow 8x16 d128, shared out, grid 0, 512 counters"),
       CASE(kvcache(4, 1, 4096, 32, 8, 128).lengths().unaligned(),
            "sm80 decode 16x16 d128, shared out, grid 128, 32 counters"),
-      CASE(kvcache(4, 32, 4096, 32, 8, 128).lengths(), "sm90 decode 64x64 d128, shared out, grid 256, 64 counters"),
+      CASE(kvcache(4, 16, 4096, 32, 8, 128).lengths(), "sm90 decode 64x64 d128, shared out, grid 264, 32 counters"),
       CASE(kvcache(4, 8, 4096, 32, 8, 256).lengths().unaligned(),
            "sm90 decode 64x32 d256, shared out, grid 264, 32 counters"),
-      CASE(kvcache(1, 1000, 4096, 8, 8, 64), "sm90 decode 64x64 d64, shared out, grid 256, 128 counters"),
-      CASE(kvcache(1, 1000, 4096, 8, 8, 64).splits(3), "sm90 decode 64x64 d64, 3 splits, grid 384, 128 counters"),
       CASE(kvcache(4, 1, 4096, 32, 8, 128).backend("sm90"),
            "sm90 cluster 8x16 d128, 4 splits, grid 4 8 4 in clusters of 4"),
       CASE(kvcache(4, 1, 4096, 32, 8, 128).backend("sm90").splits(3),
            "sm90 decode 64x64 d128, 3 splits, grid 96, 32 counters"),
       CASE(kvcache(64, 1, 4096, 32, 8, 128).backend("sm90"),
            "sm90 decode 64x64 d128, shared out, grid 264, 512 counters"),
+  });
+}
+
+TEST(Plan, OfAChunkOverACache) {
+  check({
+      CASE(kvcache(4, 17, 4096, 8, 8, 128).lengths(),
+           "sm90 persistent 128x128 d128 plain, 4 splits, grid 128, 2 counters, merged apart"),
+      CASE(kvcache(4, 16, 4096, 40, 8, 128).lengths(),
+           "sm90 persistent 128x128 d128 plain, 4 splits, grid 128, 2 counters, merged apart"),
+      CASE(kvcache(1, 1000, 4096, 8, 8, 64).splits(3),
+           "sm90 persistent 192x128 d64 plain, 3 splits, grid 132, 2 counters, merged apart"),
+      CASE(kvcache(4, 300, 4096, 32, 8, 128).lengths().new_keys(300),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters, appended apart"),
+      CASE(kvcache(4, 300, 4096, 32, 8, 128).lengths().new_keys(300).rotary().on(fake::kA100),
+           "sm80 tiles 128x48 d128, 1 split, grid 384, appended apart"),
+      CASE(kvcache(4, 300, 4096, 32, 8, 128).lengths().rotary().on(fake::kA100),
+           "sm80 tiles 128x48 d128, 1 split, grid 384, appended apart"),
+      CASE(kvcache(4, 300, 4096, 32, 8, 128).lengths().pages(48).on(fake::kA100),
+           "sm80 tiles 128x48 d128, 1 split, grid 384"),
+      CASE(kvcache(4, 300, 4096, 32, 8, 128).lengths().new_keys(7).batch_index(9).on(fake::kA100),
+           "sm80 tiles 128x48 d128, 1 split, grid 384, appended apart"),
+      CASE(kvcache(4, 300, 4096, 32, 8, 128).dtype(DType::Float32).lengths().new_keys(7).pages(16),
+           "simt tiles 128x96 d128, 1 split, grid 384, appended apart"),
+      // By decoding, where no kernel of query tiles has room.
+      CASE(kvcache(4, 300, 4096, 32, 8, 256).dtype(DType::Float32).new_keys(7).on(fake::kA40),
+           "simt decode 16x8 d256, shared out, grid 600"),
   });
 }
 
@@ -369,11 +402,11 @@ Call random_call(std::mt19937& random) {
   if (is_cache) {
     if (one_in(2)) call.new_keys(std::min(p.n_kv, pick({1, 1, 4, 20})));
     if (!p.seqused_k && one_in(2)) p.n_cached = p.n_kv - p.n_new;
-    if (p.n_new > 0 && one_in(3)) p.rotary.cos = p.rotary.sin = somewhere<void>();
+    if (p.n_new > 0 && one_in(3)) call.rotary();
     if (one_in(3)) {
       call.pages(pick({1, 8, 16, 256}));
     } else if (one_in(4)) {
-      p.batch_idx = somewhere();
+      call.batch_index(p.batch);
     }
   } else if (one_in(4)) {
     call.packed(static_cast<int>(std::min<int64_t>(far, int64_t(batch) * n_q)),
@@ -413,8 +446,8 @@ void check_launch(Call const& call, Params const& p, Plan const& plan) {
   Kernel const& kernel = *plan.kernel;
   dim3 const& ctas = plan.grid.ctas;
   bool const decodes = kernel.kind >= Kind::Decode;
-  EXPECT_TRUE(would_do(kernel, call, p));
-  EXPECT_TRUE(decodes || !call.request.is_cache);
+  EXPECT_TRUE(would_do(kernel, call, plan.appends_apart ? after_append(p, nullptr) : p));
+  EXPECT_TRUE(!plan.appends_apart || (!decodes && call.request.is_cache));
   if (p.batch == 0 || (p.n_q == 0 && p.n_new == 0)) {
     EXPECT_EQ(ctas.x, 0u);
     return;
@@ -541,7 +574,7 @@ Launched launched;
 
 void launch_of(Call const& call, size_t* bytes) {
   launched = {};
-  counters_asked = 0, merges = 0, *bytes = 0;
+  counters_asked = 0, merges = 0, appends = 0, *bytes = 0;
   Params p;
   Plan plan = plan_of(call, &p);
   Kernel kernel = *plan.kernel;
@@ -576,12 +609,32 @@ TEST(Run, GivesAKernelTheWorkspaceThatItWants) {
   EXPECT_EQ(counters_asked + bytes + merges, 0u);
 }
 
+TEST(Run, WritesWhatIsNewBeforeAPrefillKernelReadsIt) {
+  size_t bytes;
+  launch_of(kvcache(4, 300, 4096, 32, 8, 128).lengths().new_keys(200).batch_index(9).on(fake::kA100), &bytes);
+  EXPECT_EQ(appends, 1);
+  EXPECT_EQ(launched.times, 1);
+  EXPECT_EQ(bytes, 0u);
+  EXPECT_EQ(features_of(launched.params), feature::KeyLengths | feature::Pages);
+  EXPECT_EQ(launched.params.n_new, 200) << "they count among the keys";
+  EXPECT_EQ(launched.params.page_rows.divisor, 4096) << "a page is a sequence's part of the cache";
+
+  launch_of(kvcache(4, 300, 4096, 32, 8, 128).lengths().rotary().on(fake::kA100), &bytes);
+  EXPECT_EQ(appends, 1);
+  EXPECT_EQ(bytes, 4u * 300 * 32 * 128 * 2);  // q, rotated
+  EXPECT_EQ(features_of(launched.params), feature::KeyLengths);
+  EXPECT_EQ(launched.params.q_stride.batch, 300 * 32 * 128);
+
+  launch_of(kvcache(4, 300, 4096, 32, 8, 128).lengths(), &bytes);
+  EXPECT_EQ(appends, 0);
+}
+
 TEST(Run, LaunchesNothingWhereThereIsNothingToDo) {
   size_t bytes;
   for (Call const& call :
        {fmha(0, 1000, 1000, 8, 8, 128), fmha(2, 0, 1000, 8, 8, 128).splits(3), kvcache(2, 0, 1000, 8, 8, 128)}) {
     launch_of(call, &bytes);
-    EXPECT_EQ(launched.times + counters_asked + bytes + merges, 0u);
+    EXPECT_EQ(launched.times + counters_asked + bytes + merges + appends, 0u);
   }
 }
 

@@ -603,6 +603,87 @@ def test_an_unbounded_window_does_not_move_the_rotation(target, window):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+# ------------------------------------------------------------------------------------------------ chunks
+def chunk(target, lengths, n_q, n_new, *, heads=(4, 2), d=64, d_v=None, capacity=768, page_size=None, rotary=None,
+          index=None, pads=None, laid=lambda x: x, **mask):  # fmt: skip
+    """Many query rows: query tiles over what a launch before them has written. NaN in all that nobody reads."""
+    batch = len(lengths)
+    q, k, v = target.qkv(batch, n_q, heads[0], d, n_kv=capacity, heads_kv=heads[1], d_v=d_v)
+    _, k_new, v_new = target.qkv(batch, n_new, heads[1], d, d_v=d_v)
+    poison_tails(k, lengths), poison_tails(v, lengths)
+    for b, pad in enumerate(pads or []):
+        k[b, :pad], v[b, :pad] = NAN, NAN
+    lens, options, want_k, want_v, want_q, turned = target.int32(lengths), {}, k.clone(), v.clone(), q, k_new
+    if rotary:
+        cos, sin = tables(target, capacity + n_new, rotary[0])
+        options = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary[1]}
+        turned = rotate(k_new, lens[:, None] + torch.arange(n_new, device=q.device), cos, sin, rotary[1])
+        positions = lens[:, None] + torch.arange(n_q, device=q.device) * bool(mask)
+        want_q = rotate(q, positions.clamp(max=len(cos) - 1), cos, sin, rotary[1])
+    for b, n in enumerate(lengths):
+        fitting = min(n_new, capacity - n)
+        want_k[b, n : n + fitting], want_v[b, n : n + fitting] = turned[b, :fitting], v_new[b, :fitting]
+    if pads:
+        options["cache_leftpad"] = target.int32(pads)
+    if index:
+        options["cache_batch_idx"] = target.int32(index)
+        rows = max(index) + 2
+        k, v = (x.new_full((rows, *x.shape[1:]), NAN).index_copy_(0, target.int32(index).long(), x) for x in (k, v))
+    k, v, table = paged_pair(k, v, page_size)
+    k, v = laid(k), laid(v)
+    if n_new or rotary:
+        options |= {"k": laid(k_new), "v": laid(v_new)}
+    options |= {"cache_seqlens": lens, **table, **mask}
+    if target.cuda:
+        explanation = cutlass_ext.explain(
+            cutlass_ext.flash_attn_with_kvcache, laid(q), k, v, backend=target.backend, **options
+        )
+        assert explanation.kernel in ("persistent", "tiles", "short"), explanation
+    got = call(target, laid(q), k, v, **options)
+    k, v = (unpaged(cache, table.get("block_table")) for cache in (k, v))
+    if index:
+        spare = [b for b in range(len(k)) if b not in index]
+        assert k[spare].isnan().all() and v[spare].isnan().all()
+        k, v = k[index], v[index]
+    exact, rounded = {"atol": 0, "rtol": 0}, peer_tolerance(target.dtype)
+    torch.testing.assert_close(k, want_k, equal_nan=True, **(rounded if rotary else exact))
+    torch.testing.assert_close(v, want_v, equal_nan=True, **exact)
+    visible = {"causal": bool(mask), "window": mask.get("window_size", (-1, -1)), "start_pos": "end"}
+    leftpad = {"leftpad_k": options["cache_leftpad"]} if pads else {}
+    expected = expect(want_q, k, v, seqused_k=(lens + n_new).clamp(max=capacity), **visible, **leftpad)
+    expected.check(*got, small=True, rotated=bool(rotary))
+
+
+RAGGED = [0, 1, 47, 300, 760]  # the last one's new keys do not fit
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 48, 256])
+@pytest.mark.parametrize("rotary", [None, (64, True), (64, False), (24, False), (6, True)])
+@pytest.mark.parametrize("n_q,n_new", [(17, 17), (300, 300), (64, 5), (100, 0), (20, 170)])
+def test_chunks(target, n_q, n_new, rotary, page_size):
+    chunk(target, RAGGED, n_q, n_new, rotary=rotary, page_size=page_size, causal=True)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("mask", [{}, {"causal": True, "window_size": (90, -1)}], ids=["full", "window"])
+@pytest.mark.parametrize("where", [{"index": [3, 0, 6, 2, 4]}, {"pads": [0, 1, 20, 300, 5]}], ids=["index", "leftpad"])
+def test_chunks_by_batch_index_and_leftpad(target, where, mask, page_size):
+    if page_size and "index" in where:
+        pytest.skip("a table of pages says the same")
+    chunk(target, RAGGED, 40, 40, rotary=(64, False), page_size=page_size, **where, **mask)
+
+
+@pytest.mark.parametrize("d,d_v", HEAD_DIMS)
+def test_chunks_of_head_dims(target, d, d_v):
+    chunk(target, [200, 31], 70, 70, heads=(10, 5), d=d, d_v=d_v, rotary=(d // 8 * 4, False), page_size=16, causal=True)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_chunks_off_16_bytes(target, page_size):
+    odd = lambda x: x.new_zeros(*x.shape[:-1], x.shape[-1] + 1)[..., 1:].copy_(x)  # noqa: E731
+    chunk(target, [200, 31], 33, 33, rotary=(64, True), page_size=page_size, laid=odd, causal=True)
+
+
 @pytest.mark.timeout(180)
 def test_generation_with_changing_batch_membership(target):
     """100 steps: sequences come and go, each step appends a token to whoever is there."""

@@ -22,13 +22,13 @@ struct GlobalTile {
   CUTE_DEVICE Element const* row(int row) const { return data + row * row_stride; }
 };
 
-/// The same of keys or values that lie in pages: every row's page is looked up.
+/// The same of keys or values that may lie in pages: where a row is, is looked up.
 template <class Element>
-struct PagedTile {
-  Element const* data;  // row 0 of page 0
+struct LookedUpTile {
+  Element const* data;  // row 0, or that of page 0
   Strides const& stride;
   Cache const& cache;
-  int const* table;  // the sequence's row of it
+  int const* table;  // the sequence's row of it; null: no pages
   int first_row;     // of the tile, counted in the sequence
   int rows, cols;
   bool aligned;
@@ -37,6 +37,7 @@ struct PagedTile {
   CUTE_DEVICE Element const* row(int row) const {
     if (row >= rows) return data;
     int const key_row = first_row + row;
+    if (!table) return data + key_row * stride.row;
     return data + nearest_page(table[cache.page_rows.div(key_row)], cache.pages) * stride.batch +
            row_in_page(cache, key_row) * stride.row;
   }
@@ -58,13 +59,12 @@ CUTE_DEVICE GlobalTile<Element> global_tile(void const* base, Strides const& str
 }
 
 /// `row_of(pass)` is the row that `thread` copies a part of in that pass, of `Threads / 8` rows.
-template <int TileRows, int TileCols, int Threads, bool Predicated, int Unroll, class Tile, class RowOf, class Element,
-          class Moved>
+template <int TileRows, int TileCols, int Threads, bool Predicated, class Tile, class RowOf, class Element, class Moved>
 CUTE_DEVICE void copy_tile_vectors(Tile const& src, RowOf const& row_of, Element* dst, Moved moved,
                                    int thread = threadIdx.x) {
   constexpr int Vector = 16 / sizeof(Element), Panel = 8 * Vector, RowsAPass = Threads / 8;
   int const chunk = thread % 8, row0 = thread / 8;
-#pragma unroll Unroll
+  CUTE_UNROLL
   for (int pass = 0; pass < TileRows / RowsAPass; ++pass) {
     int const row = pass * RowsAPass + row0;
     bool const row_exists = !Predicated || row < src.rows;
@@ -109,9 +109,9 @@ CUTE_DEVICE void copy_tile(GlobalTile<Element> const& src, Element* dst, Moved m
   if (!src.aligned) {
     copy_tile_elements<TileRows, TileCols, Threads>(src, dst, moved);
   } else if (src.rows < TileRows) {
-    copy_tile_vectors<TileRows, TileCols, Threads, true, TileRows>(src, row_of, dst, moved);
+    copy_tile_vectors<TileRows, TileCols, Threads, true>(src, row_of, dst, moved);
   } else {
-    copy_tile_vectors<TileRows, TileCols, Threads, false, TileRows>(src, row_of, dst, moved);
+    copy_tile_vectors<TileRows, TileCols, Threads, false>(src, row_of, dst, moved);
   }
 }
 
@@ -122,9 +122,9 @@ CUTE_DEVICE int anew(int x) {
   return x;
 }
 
-/// Of pages each lane looks up one of its warp's rows: all answers are then under way at once, and cost two registers.
+/// Each lane looks up one of its warp's rows: all answers are then under way at once, and cost two registers.
 template <int TileRows, int TileCols, int Threads, class Element, class Moved>
-CUTE_DEVICE void copy_tile(PagedTile<Element> const& src, Element* dst, Moved moved) {
+CUTE_DEVICE void copy_tile(LookedUpTile<Element> const& src, Element* dst, Moved moved) {
   static_assert(TileRows <= Threads, "a warp copies at most as many rows as it has lanes");
   if (!src.aligned) {
     copy_tile_elements<TileRows, TileCols, Threads>(src, dst, moved);
@@ -136,7 +136,7 @@ CUTE_DEVICE void copy_tile(PagedTile<Element> const& src, Element* dst, Moved mo
   auto const row_of = [&](int pass) {
     return reinterpret_cast<Element const*>(__shfl_sync(0xffffffffu, lanes_row, pass * 4 + lane / 8));
   };
-  copy_tile_vectors<TileRows, TileCols, Threads, true, 1>(src, row_of, dst, moved, thread);
+  copy_tile_vectors<TileRows, TileCols, Threads, true>(src, row_of, dst, moved, thread);
 }
 
 /// A tile whose rows all exist, of 16-byte vectors: `src` is what this thread copies first, `to` the byte address of

@@ -263,11 +263,10 @@ struct Decode {
   static constexpr char const* kFamily = Warpgroup ? "sm90" : Traits::TensorCores ? "sm80" : "simt";
   static constexpr Kind kKind = Kind::Decode;
   static constexpr Features kPlain =
-      feature::KeyLengths | feature::StartPositions | feature::FewerKeys | feature::Pages;
+      feature::Packed | feature::KeyLengths | feature::StartPositions | feature::FewerKeys | feature::Pages;
   static constexpr Features kTakes = Plain ? kPlain
                                            : kPlain | feature::kScoreMods | feature::Sink | feature::kUnlike |
-                                                 feature::kCache | feature::Packed | feature::FixedSplits |
-                                                 feature::UnalignedRows;
+                                                 feature::kCache | feature::FixedSplits | feature::UnalignedRows;
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static_assert(Warpgroup || kSharedBytes <= 99 * 1024, "what a block has on compute capability 8.6");
   static_assert(!Warpgroup || 2 * (kSharedBytes + 1024) <= 228 * 1024, "what a multiprocessor of 9.0 has, for two");

@@ -206,9 +206,9 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
       int const cols = is_k ? params.head_dim : params.head_dim_v, row0 = sequence.k_row0 + first_key;
       if (params.block_table) {
         int const batch = params.scheduler(anew(blockIdx.x)).batch;
-        copy(PagedTile<float>{static_cast<float const*>(data) + head_kv * stride.head, stride, params,
-                              params.block_table + batch * params.block_table_stride, row0, rows, cols,
-                              is_aligned<float>(data, stride)});
+        copy(LookedUpTile<float>{static_cast<float const*>(data) + head_kv * stride.head, stride, params,
+                                 params.block_table + batch * params.block_table_stride, row0, rows, cols,
+                                 is_aligned<float>(data, stride)});
       } else {
         copy(global_tile<float>(data, stride, sequence.batch, head_kv, row0, rows, cols));
       }

@@ -63,10 +63,10 @@ class Copies {
     int const head_kv = params_.heads_per_kv.div(work.head), last_key = (tiles.end - 1) * B_c;
     auto const q = global_tile<Element>(params_.q, params_.q_stride, sequence.batch, work.head,
                                         sequence.q_row0 + work.row0, visibility.n_q - work.row0, params_.head_dim);
-    // Of pages, all that counts is where the head begins in page 0.
+    int64_t const first_row = paged() ? 0 : sequence.k_row0;  // of pages, all that counts is where page 0 begins
     auto const last = [&](void const* data, Strides const& stride, int cols) {
-      return global_tile<Element>(data, stride, paged() ? 0 : sequence.batch, head_kv,
-                                  (paged() ? 0 : sequence.k_row0) + last_key, visibility.len_kv - last_key, cols);
+      return global_tile<Element>(data, stride, paged() ? 0 : sequence.batch, head_kv, first_row + last_key,
+                                  visibility.len_kv - last_key, cols);
     };
     auto const k = last(params_.k, params_.k_stride, params_.head_dim);
     auto const v = last(params_.v, params_.v_stride, params_.head_dim_v);
@@ -82,8 +82,8 @@ class Copies {
     if (threadIdx.x == 0) {
       shared_.sequence = sequence;
       shared_.score_mod = ScoreMod(params_, work.batch, work.head);
-      shared_.keys = k.data - last_key * k.row_stride;
-      shared_.values = v.data - last_key * v.row_stride;
+      shared_.keys = k.data - (first_row + last_key) * k.row_stride;
+      shared_.values = v.data - (first_row + last_key) * v.row_stride;
       shared_.table = paged() ? params_.block_table + work.batch * params_.block_table_stride : nullptr;
     }
     if (paged()) {
@@ -156,15 +156,11 @@ class Copies {
 
   /// Tile `tile` of K or V where rows may be missing, not begin at multiples of 16 bytes, or lie in pages.
   CUTE_DEVICE void copy_checked(Element const* data, Strides const& stride, int cols, int tile, Element* to) const {
-    int const first_key = tile * B_c, rows = shared_.sequence.visibility.len_kv - first_key;
-    if (paged()) {
-      copy_tile<B_c, HeadDim, Threads>(PagedTile<Element>{data, stride, params_, shared_.table,
-                                                          shared_.sequence.k_row0 + first_key, rows, cols, aligned},
-                                       to, moved);
-    } else {
-      copy_tile<B_c, HeadDim, Threads>(
-          GlobalTile<Element>{data + int64_t(first_key) * stride.row, stride.row, rows, cols, aligned}, to, moved);
-    }
+    int const first_key = tile * B_c;
+    copy_tile<B_c, HeadDim, Threads>(
+        LookedUpTile<Element>{data, stride, params_, shared_.table, shared_.sequence.k_row0 + first_key,
+                              shared_.sequence.visibility.len_kv - first_key, cols, aligned},
+        to, moved);
   }
 
   Params const& params_;

@@ -78,8 +78,8 @@ struct Traits {
     // Of the work item, what is wanted now and then: in registers it would spill.
     Sequence sequence;
     ScoreMod score_mod;
-    Element const *keys, *values;  // of key 0; of pages, of row 0 of page 0
-    int const* table;              // of pages, the sequence's row of it
+    Element const *keys, *values;  // of row 0 of the sequence's batch index, or of page 0
+    int const* table;              // of pages, the sequence's row of it; else null
   };
 };
 
