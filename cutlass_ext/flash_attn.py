@@ -20,8 +20,9 @@ Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
 # Keywords of vLLM's functions and FlashAttention-3's that say how a result is come by, not what it is.
 _TAKEN = {"fa_version", "scheduler_metadata", "pack_gqa", "sm_margin"}
+_TAKEN |= {"q_descale", "k_descale", "v_descale"}  # of fp8, which no function takes yet; vLLM gives them with 16 bits too
 # Those that would change it, and the values besides None with which they do not.
-_REFUSED = dict.fromkeys(("q_descale", "k_descale", "v_descale", "q_v", "qv", "seqused_q", "cp_tot_seqused_k"))
+_REFUSED = dict.fromkeys(("q_v", "qv", "seqused_q", "cp_tot_seqused_k"))
 _REFUSED |= {"cp_world_size": 1, "cp_rank": 0, "attention_chunk": 0}
 _SINKS = torch.float32, torch.float16, torch.bfloat16
 
@@ -100,9 +101,9 @@ def flash_attn_func(
         return_softmax_lse: return `(out, softmax_lse)`, as vLLM's functions do; `return_attn_probs` comes first.
         out: shape, dtype and device of the result, which is copied into it, in a launch of its own, and is `out` then.
         s_aux: `[H_q]`, float32, float16 or bfloat16: `fmha`'s `sink`, under the name that it has in vLLM.
-        engine: `fa_version`, `scheduler_metadata`, `pack_gqa` and `sm_margin` are taken and change nothing.
-            `q_descale`, `k_descale`, `v_descale`, `q_v`, `qv`, `seqused_q` and `cp_tot_seqused_k` must be None,
-            `cp_world_size` 1, `cp_rank` and `attention_chunk` 0.
+        engine: `fa_version`, `scheduler_metadata`, `pack_gqa`, `sm_margin` and, as they are of fp8 inputs alone,
+            `q_descale`, `k_descale` and `v_descale` are taken and change nothing. `q_v`, `qv`, `seqused_q` and
+            `cp_tot_seqused_k` must be None, `cp_world_size` 1, `cp_rank` and `attention_chunk` 0.
 
     Returns:
         `out` `[B, N_q, H_q, d_v]`, dtype of q. `softmax_lse` is float32 `[B, H_q, N_q]`, natural logarithm.

@@ -42,24 +42,45 @@ __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_co
 
   // Asked for before the parts, so that it does not come behind them.
   float const sink_log2 = params.sink ? params.sink[head] * kLog2e : -INFINITY;
-  auto const part_of = [&](int split) { return Part{params.lse_partial[split * rows + index], 1.f}; };
-  Part all{-INFINITY, 0.f};
-  for (int s = 0; s < params.num_splits; ++s) all.m = fmaxf(all.m, part_of(s).m);
+  int const splits = params.num_splits;
+  auto const lse_of = [&](int split) {
+    return split < splits ? params.lse_partial[split * rows + index] : -INFINITY;
+  };
+  float const first_lse = lse_of(lane);  // a lane has every 32nd part
+  Part all{first_lse, 0.f};
+  for (int s = 32 + lane; s < splits; s += 32) all.m = fmaxf(all.m, lse_of(s));
+  all.m = warp_max<32, 1>(all.m);
   float const base = base_of(all.m);
-  for (int s = 0; s < params.num_splits; ++s) all.l += weight_of(part_of(s), base);
+  for (int s = lane; s < splits; s += 32) all.l += weight_of({s < 32 ? first_lse : lse_of(s), 1.f}, base);
+  all.l = warp_sum<32, 1>(all.l);
   Finish const finished = finish<Element>(all, sink_log2);
 
   Element* out = static_cast<Element*>(params.o) + b * params.o_stride.batch + row * params.o_stride.row +
                  head * params.o_stride.head;
-  for (int col = lane * 4; col < params.head_dim_v; col += 32 * 4) {
+  constexpr int kRound = 8;  // parts under way at a time
+  for (int col0 = 0; col0 < params.head_dim_v; col0 += 32 * 4) {
+    int const col = col0 + lane * 4;
+    bool const exists = col < params.head_dim_v;
     float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int s = 0; s < params.num_splits; ++s) {
-      float const weight = weight_of(part_of(s), base) * finished.factor;
-      float4 const part =
-          *reinterpret_cast<float4 const*>(params.o_partial + (s * rows + index) * params.head_dim_v + col);
-      acc = make_float4(acc.x + weight * part.x, acc.y + weight * part.y, acc.z + weight * part.z,
-                        acc.w + weight * part.w);
+    float weight = 0.f;
+    for (int s0 = 0; s0 < splits; s0 += kRound) {
+      float4 part[kRound];
+      CUTE_UNROLL
+      for (int i = 0; i < kRound; ++i) {
+        part[i] = exists && s0 + i < splits
+                      ? *reinterpret_cast<float4 const*>(params.o_partial +
+                                                         ((s0 + i) * rows + index) * params.head_dim_v + col)
+                      : make_float4(0.f, 0.f, 0.f, 0.f);
+      }
+      if (s0 % 32 == 0) weight = weight_of({s0 == 0 ? first_lse : lse_of(s0 + lane), 1.f}, base) * finished.factor;
+      CUTE_UNROLL
+      for (int i = 0; i < kRound; ++i) {
+        float const w = __shfl_sync(0xffffffffu, weight, (s0 + i) % 32);
+        acc = make_float4(fmaf(w, part[i].x, acc.x), fmaf(w, part[i].y, acc.y), fmaf(w, part[i].z, acc.z),
+                          fmaf(w, part[i].w, acc.w));
+      }
     }
+    if (!exists) continue;
     Element* to = out + col;
     to[0] = Element(acc.x), to[1] = Element(acc.y), to[2] = Element(acc.z), to[3] = Element(acc.w);
   }

@@ -110,6 +110,7 @@ void lay_out(Device const& device, Params* params, Plan* plan) {
   bool const persistent = kernel.kind == Kind::Persistent;
   QueryTiles const tiles(p, kernel);
   p.heads_a_tile = cutlass::FastDivmod(tiles.heads_a_tile);
+  p.keys_once = persistent && tiles.of_a_head() == 1 && p.heads_a_tile.divisor == p.heads_per_kv.divisor;
   if (persistent && p.block_table) {
     // A box that begins in a page of all of a sequence's keys ends there too: past the page it is filled with zeros.
     bool const one_page = p.page_rows.divisor >= p.n_kv;
@@ -231,7 +232,7 @@ void plan_mixed(Call const& call, Plan* plan) {
   plan_prefill(call, plan);
   if (!decoded.kernel || !plan->kernel) return;
   decoding.most_q = few;
-  plan->before = std::make_shared<Step const>(Step{decoding, decoded});
+  plan->after = std::make_shared<Step const>(Step{decoding, decoded});
 }
 
 /// What keeps every kernel from the call: the head dims, or the argument that the nearest one does not take.
@@ -331,9 +332,8 @@ std::string Plan::reason(Params const& params, Request const& request) const {
     text << ", " << splits << (splits == 1 ? " split" : " splits") << " of the keys";
   if (request.num_splits > 0) text << " as asked";
   if (appends_apart) text << "; a launch of its own before them writes what is new";
-  if (before)
-    text << "; sequences of up to " << before->params.most_q
-         << " rows: " << before->plan.reason(before->params, request);
+  if (after)
+    text << "; sequences of up to " << after->params.most_q << " rows: " << after->plan.reason(after->params, request);
   if (!passed_over.empty()) text << "; " << passed_over;
   return text.str();
 }
@@ -347,11 +347,6 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
     append_new_keys(plan.kernel->dtype, params, turned_q, stream);
     params = after_append(params, turned_q);
   }
-  if (plan.before) {
-    Step step = *plan.before;
-    step.params.o = params.o, step.params.o_stride = params.o_stride, step.params.lse = params.lse;
-    run(step.plan, step.params, stream, allocate);
-  }
   if (plan.partial_rows > 0) {
     size_t const floats = size_t(plan.partial_rows) * (params.head_dim_v + plan.floats_a_part);
     params.o_partial = static_cast<float*>(allocate(floats * sizeof(float)));
@@ -360,6 +355,10 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
   if (plan.counters > 0) params.counters = zero_counters(current_device().index, stream, plan.counters, allocate);
   plan.kernel->launch(params, plan.grid, stream);
   if (plan.merges_apart) merge_splits(plan.kernel->dtype, params, stream);
+  if (!plan.after) return;
+  Step step = *plan.after;
+  step.params.o = params.o, step.params.o_stride = params.o_stride, step.params.lse = params.lse;
+  run(step.plan, step.params, stream, allocate);
 }
 
 }  // namespace cutlass_ext

@@ -105,7 +105,7 @@ ENGINES = {
     "flash_attn_varlen_func": varlen,
     "flash_attn_with_kvcache": cutlass_ext.flash_attn_with_kvcache,
 }
-NEUTRAL = {"fa_version": 3, "scheduler_metadata": torch.ones(3), "pack_gqa": True, "sm_margin": 4, "q_descale": None,
+NEUTRAL = {"fa_version": 3, "scheduler_metadata": torch.ones(3), "pack_gqa": True, "sm_margin": 4, "q_descale": torch.ones(2),
            "k_descale": None, "v_descale": None, "q_v": None, "cp_world_size": 1, "cp_rank": 0,
            "cp_tot_seqused_k": None, "attention_chunk": 0, "num_splits": 0}  # fmt: skip
 
@@ -145,7 +145,7 @@ def test_packed_names_take_them_too(target, name):
 
 
 WRONG = [
-    *[(name, NotImplementedError, torch.ones(2, 2)) for name in ("q_descale", "k_descale", "v_descale", "q_v", "qv")],
+    *[(name, NotImplementedError, torch.ones(2, 2)) for name in ("q_v", "qv")],
     *[(name, NotImplementedError, torch.ones(2)) for name in ("seqused_q", "cp_tot_seqused_k")],
     *[(name, NotImplementedError, 2) for name in ("cp_world_size", "cp_rank", "attention_chunk")],
     ("fa_vers", TypeError, 3),

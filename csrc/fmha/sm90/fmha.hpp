@@ -53,12 +53,15 @@ CUTE_DEVICE Results finish(Params const& params, Job<Traits::Consumers> const& j
     int const row = lane / 4 + i * 8;
     bool const exists = row < results.rows;
     float sink = sink_log2;
-    if (params.heads_a_tile.divisor > 1 && params.sink && !split && exists)
-      sink = params.sink[job.head * params.heads_a_tile.divisor + tile_rows.head(warp_row + row)] * kLog2e;
+    int64_t at = warp_row + row;  // of lse, from the tile's first row on
+    if (tile_rows.heads.divisor > 1) {
+      if (params.sink && !split && exists)
+        sink = params.sink[job.head * params.heads_a_tile.divisor + tile_rows.head(warp_row + row)] * kLog2e;
+      at = tile_rows.offset(warp_row + row, 1, params.stored_rows());
+    }
     Finish const finished = softmax.template finish<typename Traits::Element>(i, sink);
     results.factor[i] = finished.factor;
-    if (exists && lane % 4 == 0)
-      store_lse(params, job.result_row0 + tile_rows.offset(warp_row + row, 1, params.stored_rows()), finished);
+    if (exists && lane % 4 == 0) store_lse(params, job.result_row0 + at, finished);
   }
   return results;
 }
@@ -79,6 +82,12 @@ CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& 
   TileRows const tile_rows(params, Traits::B_r);
   if (!params.is_split()) {
     auto* const to = static_cast<typename Traits::Element*>(params.o) + results.to;
+    // Two paths, since the divisions of packed rows took 12% of (32, 512, 16, 128).
+    if (tile_rows.heads.divisor == 1) {
+      int64_t const stride = params.o_stride.row;
+      return store_rows<Traits>(
+          to + warp_row * stride, [=](int row) { return row * stride; }, rows, params.head_dim_v, O, staging, lane);
+    }
     auto const offset_of = [&](int row) {
       return tile_rows.offset(warp_row + row, params.o_stride.row, params.o_stride.head);
     };

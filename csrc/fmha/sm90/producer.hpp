@@ -124,17 +124,24 @@ CUTE_DEVICE void copy_queries(Params const& params, CUtensorMap const& map, type
 }
 
 /// Where the rows of a tile of `B_c` keys come from: one box of a tensor, or boxes of pages, as many rows as are sure
-/// to lie in one page. Used by a whole warp, whose lanes have a page each and copy its box.
+/// to lie in one page, which the lanes of a warp copy. Those of pages are asked for before the warp waits for room.
 template <int B_c>
 class KeyRows {
  public:
   CUTE_DEVICE KeyRows(Params const& params) : params_(params) {}
 
+  /// What the table says of the lane's first box of a tile; past the keys, of their last.
+  template <class Job>
+  CUTE_DEVICE int page(Job const& job, int tile) const {
+    return job.pages ? page_of(job, tile * B_c + min(threadIdx.x % 32 * params_.box_rows, B_c - 1)) : 0;
+  }
+
   /// Starts the copies of tile `tile` of K or V, of which `barrier` is told.
   template <int Cols, class Element, class Job>
-  CUTE_DEVICE void copy(CUtensorMap const& map, Barrier& barrier, Element* to, Job const& job, int tile) const {
+  CUTE_DEVICE void copy(CUtensorMap const& map, Barrier& barrier, Element* to, Job const& job, int tile,
+                        int page) const {
     bool const leader = threadIdx.x % 32 == 0;
-    auto constexpr hint = TMA::CacheHintSm90::EVICT_LAST;
+    auto const hint = params_.keys_once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_LAST;
     if (!job.pages) {
       if (leader) copy_panels<B_c, Cols>(map, barrier, to, job.k_row0 + tile * B_c, job.head_kv, job.batch, hint);
       return;
@@ -143,30 +150,19 @@ class KeyRows {
     __syncwarp();
     CUTE_NO_UNROLL
     for (int row = threadIdx.x % 32 * params_.box_rows; row < B_c; row += 32 * params_.box_rows) {
-      int const page = nearest_page(page_of(job, tile * B_c + row), params_.pages);
+      if (row >= 32 * params_.box_rows) page = page_of(job, tile * B_c + row);
       copy_box<B_c, Cols>(map, barrier, to + row * kPanel, row_in_page(params_, job.k_row0 + tile * B_c + row),
-                          job.head_kv, page, hint);
+                          job.head_kv, nearest_page(page, params_.pages), hint);
     }
   }
 
-  /// Has the part of the table that tile `tile` wants come from memory, before its copies are waited for.
-  template <class Job>
-  CUTE_DEVICE void ask(Job const& job, int tile) {
-    if (!job.pages) return;
-    int const row = tile * B_c + threadIdx.x % 32 * params_.box_rows;
-    asm volatile("" ::"r"(ahead_));
-    ahead_ = page_of(job, row < (tile + 1) * B_c ? row : tile * B_c);
-  }
-
  private:
-  /// What the table says of key `key`; past the keys, of their last.
   template <class Job>
   CUTE_DEVICE int page_of(Job const& job, int key) const {
     return __ldg(job.pages + params_.page_rows.div(job.k_row0 + min(key, job.visibility.len_kv - 1)));
   }
 
   Params const& params_;
-  int ahead_ = 0;  // what was asked for, which stays in L1 until a copy wants it
 };
 
 /// How many key tiles before the last of a job the next one is asked for; 1 is 4% slower at b1 N1024 d64, 4 no faster.
@@ -182,13 +178,14 @@ CUTE_DEVICE void copy_keys_and_values(Params const& params, TensorMaps const& ma
   TailCopy copy_tail{shared.v_tail};
   KeyRows<B_c> rows(params);
   auto load_k = [&](auto const& job, int tile) {
+    int const page = rows.page(job, tile);
     shared.k_empty[k.stage].wait_for(k.phase ^ 1);
     rows.template copy<Traits::ColumnsQK>(maps.k, shared.k_full[k.stage], shared.k + k.stage * B_c * Traits::ColumnsQK,
-                                          job, tile);
-    if (tile > job.tiles.begin) rows.ask(job, tile - 1);
+                                          job, tile, page);
     k.advance();
   };
   auto load_v = [&](auto const& job, int tile) {
+    int const page = rows.page(job, tile);
     shared.v_empty[v.stage].wait_for(v.phase ^ 1);
     auto* const to = shared.v + v.stage * B_c * Traits::ColumnsV;
     int const keys = job.visibility.len_kv - tile * B_c;
