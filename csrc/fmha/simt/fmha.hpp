@@ -7,6 +7,7 @@
 #include "../copy/cp_async.hpp"
 #include "../softmax.hpp"
 #include "../features.hpp"
+#include "../rows.hpp"
 #include "../score.hpp"
 #include "../sequence.hpp"
 #include "traits.hpp"
@@ -197,21 +198,21 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
       int const first_key = (tiles.end - 1 - item / 2) * B_c;
       int const rows = visibility.len_kv - first_key;
       bool const is_k = item % 2 == 0;
-      auto const copy = [&](auto const& src) {
-        copy_tile<B_c, Traits::HeadDim, Traits::Threads>(src, shared.kv[item % Stages],
-                                                         [](int row) { return row / 4; });
-      };
       void const* const data = is_k ? params.k : params.v;
       Strides const& stride = is_k ? params.k_stride : params.v_stride;
-      int const cols = is_k ? params.head_dim : params.head_dim_v, row0 = sequence.k_row0 + first_key;
-      if (params.block_table) {
-        int const batch = params.scheduler(anew(blockIdx.x)).batch;
-        copy(LookedUpTile<float>{static_cast<float const*>(data) + head_kv * stride.head, stride, params,
-                                 params.block_table + batch * params.block_table_stride, row0, rows, cols,
-                                 is_aligned<float>(data, stride)});
-      } else {
-        copy(global_tile<float>(data, stride, sequence.batch, head_kv, row0, rows, cols));
-      }
+      // Tensors go the same way as pages: with one of their own the kernels of 64 columns spilled.
+      bool const paged = params.block_table;
+      int const* const table =
+          paged ? params.block_table + params.scheduler(anew(blockIdx.x)).batch * params.block_table_stride : nullptr;
+      LookedUpTile<float> const src{row_at<float const>(data, stride, paged ? 0 : sequence.batch, 0, head_kv),
+                                    stride,
+                                    params,
+                                    table,
+                                    sequence.k_row0 + first_key,
+                                    rows,
+                                    is_k ? params.head_dim : params.head_dim_v,
+                                    is_aligned<float>(data, stride)};
+      copy_tile<B_c, Traits::HeadDim, Traits::Threads>(src, shared.kv[item % Stages], [](int row) { return row / 4; });
     }
     cp_async_fence();
   };
