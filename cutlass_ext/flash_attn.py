@@ -20,7 +20,7 @@ Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
 # Keywords of vLLM's functions and FlashAttention-3's that say how a result is come by, not what it is.
 _TAKEN = {"fa_version", "scheduler_metadata", "pack_gqa", "sm_margin"}
-_TAKEN |= {"q_descale", "k_descale", "v_descale"}  # of fp8, which no function takes yet; vLLM gives them with 16 bits too
+_TAKEN |= {"q_descale", "k_descale", "v_descale"}  # of fp8; vLLM gives them with 16 bits too
 # Those that would change it, and the values besides None with which they do not.
 _REFUSED = dict.fromkeys(("q_v", "qv", "seqused_q", "cp_tot_seqused_k"))
 _REFUSED |= {"cp_world_size": 1, "cp_rank": 0, "attention_chunk": 0}

@@ -18,9 +18,8 @@ CUTE_HOST_DEVICE bool has_page(int pages, int page) { return 0 <= page && page <
 
 /// Where row `row` of a sequence lies: the page, or the batch index of a contiguous cache. -1 where the cache has none.
 CUTE_HOST_DEVICE int page_of_row(Cache const& cache, int batch, int row) {
-  if (!cache.block_table && !cache.batch_idx) return batch;
-  int const page = cache.block_table ? cache.block_table[batch * cache.block_table_stride + cache.page_rows.div(row)]
-                                     : cache.batch_idx[batch];
+  if (!cache.paged() && !cache.batch_idx) return batch;
+  int const page = cache.paged() ? cache.pages_of(batch)[cache.page_rows.div(row)] : cache.batch_idx[batch];
   return has_page(cache.pages, page) ? page : -1;
 }
 /// `cache` is Cache, or has its numbers.

@@ -65,7 +65,7 @@ CUTE_HOST_DEVICE bool rows_are_aligned(Params const& p) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && step(stride.batch, batch) && step(stride.row, rows) &&
            step(stride.head, heads);
   };
-  int const batch = p.stored_batch(), keys = p.block_table ? p.page_rows.divisor : p.stored_keys(),
+  int const batch = p.stored_batch(), keys = p.paged() ? p.page_rows.divisor : p.stored_keys(),
             places = p.pages > 0 ? p.pages : batch;
   return aligned(p.q, p.q_stride, batch, p.stored_rows(), p.heads_q) &&
          aligned(p.k, p.k_stride, places, keys, p.heads_kv) && aligned(p.v, p.v_stride, places, keys, p.heads_kv) &&

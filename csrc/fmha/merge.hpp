@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_co
   int64_t const b = batch_head / params.heads_q;
 
   // Asked for before the parts, so that it does not come behind them.
-  float const sink_log2 = params.sink ? params.sink[head] * kLog2e : -INFINITY;
+  float const sink_log2 = params.sink_of(head) * kLog2e;
   int const splits = params.num_splits;
   auto const lse_of = [&](int split) { return split < splits ? params.lse_partial[split * rows + index] : -INFINITY; };
   float const first_lse = lse_of(lane);  // a lane has every 32nd part

@@ -2,6 +2,7 @@
 // they need. Filled by torch/ and by bench/, completed by host/plan.cpp (Work), read by the kernels.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include <cute/config.hpp>
@@ -103,6 +104,8 @@ struct Scores {
   float const* alibi_slopes = nullptr;  // [H_q] (batch stride 0) or [B, H_q]
   int64_t alibi_batch_stride = 0;
   float const* sink = nullptr;  // [H_q], natural-log units
+
+  CUTE_HOST_DEVICE float sink_of(int head) const { return sink ? sink[head] : -INFINITY; }
 };
 
 /// The tensors that are written.
@@ -135,6 +138,10 @@ struct Cache {
   void const* v_new = nullptr;  // [B, n_new, H_kv, d_v]
   Strides k_new_stride, v_new_stride;
   Rotary rotary;
+
+  CUTE_HOST_DEVICE bool paged() const { return block_table; }
+  /// The pages of sequence `b`; null: contiguous.
+  CUTE_HOST_DEVICE int const* pages_of(int b) const { return paged() ? block_table + b * block_table_stride : nullptr; }
 };
 
 /// What a CTA asks for first stands first: 64 bytes of parameters come from memory at a time, and each time it waits.

@@ -38,7 +38,7 @@ struct ScoreMod {
       : softcap_log2(scores.softcap * kLog2e),
         alibi_slope_log2(scores.alibi_slopes ? scores.alibi_slopes[batch * scores.alibi_batch_stride + head] * kLog2e
                                              : 0.f),
-        sink_log2(scores.sink ? scores.sink[head] * kLog2e : -INFINITY) {}
+        sink_log2(scores.sink_of(head) * kLog2e) {}
 
   /// Whether a call has scores changed between the two products.
   CUTE_HOST_DEVICE static bool changes(Scores const& scores) { return scores.softcap > 0.f || scores.alibi_slopes; }

@@ -97,7 +97,8 @@ inline int cluster_of(Params const& p, int const (&resident_clusters)[3]) {
 /// Packed sequences of different lengths nearly always have fewer. ALiBi's slopes are of one head.
 inline bool packs_heads(Params const& p, int block) {
   int64_t const heads_per_kv = p.heads_q / p.heads_kv, rows = p.n_q * heads_per_kv;
-  if (heads_per_kv == 1 || heads_per_kv > block || p.alibi_slopes || rows > INT32_MAX - block) return false;
+  if (heads_per_kv == 1 || heads_per_kv > block || (features_of(p) & feature::Alibi) || rows > INT32_MAX - block)
+    return false;
   return p.packed() || ceil_div(rows, block / heads_per_kv * heads_per_kv) < heads_per_kv * ceil_div(p.n_q, block);
 }
 
@@ -188,6 +189,10 @@ inline int choose_num_splits(int64_t work_tiles, int64_t key_tiles, int64_t resi
 inline int decode_groups(Params const& p, Kernel const& kernel, Device const& device, int ctas_a_multiprocessor,
                          int64_t ctas_a_group) {
   constexpr int kWantedBytes = 96 * 1024, kTallRows = 64;
+  // Beside a launch that prefills, CTAs on four fifths of the multiprocessors read memory as fast as on all, and leave
+  // it the others.
+  if (p.most_q < kMaxPosition)
+    return static_cast<int>(std::max<int64_t>(1, device.multiprocessors * 4 / 5 / ctas_a_group));
   auto const groups_of = [&](int64_t ctas) {
     return static_cast<int>(std::max<int64_t>(1, ctas * device.multiprocessors / ctas_a_group));
   };

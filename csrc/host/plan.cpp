@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <sstream>
 #include <string_view>
 #include <tuple>
@@ -11,6 +12,7 @@
 #include "append.hpp"
 #include "counters.hpp"
 #include "error.hpp"
+#include "fork.hpp"
 #include "heuristics.hpp"
 #include "merge.hpp"
 
@@ -110,10 +112,12 @@ void lay_out(Device const& device, Params* params, Plan* plan) {
   QueryTiles const tiles(p, kernel);
   p.heads_a_tile = cutlass::FastDivmod(tiles.heads_a_tile);
   p.keys_once = persistent && tiles.of_a_head() == 1 && p.heads_a_tile.divisor == p.heads_per_kv.divisor;
-  if (persistent && p.block_table) {
+  if (persistent && p.paged()) {
     // A box that begins in a page of all of a sequence's keys ends there too: past the page it is filled with zeros.
     bool const one_page = p.page_rows.divisor >= p.n_kv;
-    p.box_rows = one_page ? kernel.block_c : p.leftpad_k ? 1 : std::gcd(p.page_rows.divisor, kernel.block_c);
+    p.box_rows = one_page                                ? kernel.block_c
+                 : features_of(p) & feature::LeftPadding ? 1
+                                                         : std::gcd(p.page_rows.divisor, kernel.block_c);
   }
   p.resident_ctas = occupancy_of(kernel, device).ctas_a_multiprocessor * device.multiprocessors;
   if (kernel.kind == Kind::Short) {
@@ -218,6 +222,7 @@ void plan_mixed(Call const& call, Plan* plan) {
   int const few = few_rows_of(p), most = p.fixed_splits ? few : std::max(few, few_rows_in_all(p));
   Params decoding = p;
   decoding.n_q = std::min(p.n_q, p.n_q <= most ? most : few);
+  if (p.n_q > most) decoding.most_q = few;
   bool const all_have_as_many = p.total_q == int64_t(p.batch) * p.n_q;  // no sequence has more
   Plan decoded;
   if (decoding.n_q > 0 && (p.n_q <= most || !all_have_as_many))
@@ -230,8 +235,7 @@ void plan_mixed(Call const& call, Plan* plan) {
   if (decoded.kernel) p.least_q = few + 1;
   plan_prefill(call, plan);
   if (!decoded.kernel || !plan->kernel) return;
-  decoding.most_q = few;
-  plan->after = std::make_shared<Step const>(Step{decoding, decoded});
+  plan->few = std::make_shared<Step const>(Step{decoding, decoded});
 }
 
 /// What keeps every kernel from the call: the head dims, or the argument that the nearest one does not take.
@@ -271,7 +275,7 @@ Plan plan(Params* params, Request const& request) {
   params->num_splits = std::max(request.num_splits, 1);
   Call call{*params, request, current_device(), features_of(*params)};
   Plan plan;
-  bool const is_mixed = params->packed() && params->block_table;
+  bool const is_mixed = params->packed() && params->paged();
   if (is_mixed) plan_mixed(call, &plan);
   if (request.is_cache && is_chunk(*params)) plan_chunk(call, &plan);
   if (!plan.kernel && !is_mixed && (request.is_cache || decodes(call))) {
@@ -331,8 +335,7 @@ std::string Plan::reason(Params const& params, Request const& request) const {
     text << ", " << splits << (splits == 1 ? " split" : " splits") << " of the keys";
   if (request.num_splits > 0) text << " as asked";
   if (appends_apart) text << "; a launch of its own before them writes what is new";
-  if (after)
-    text << "; sequences of up to " << after->params.most_q << " rows: " << after->plan.reason(after->params, request);
+  if (few) text << "; sequences of up to " << few->params.most_q << " rows: " << few->plan.reason(few->params, request);
   if (!passed_over.empty()) text << "; " << passed_over;
   return text.str();
 }
@@ -351,13 +354,19 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
     params.o_partial = static_cast<float*>(allocate(floats * sizeof(float)));
     params.lse_partial = params.o_partial + plan.partial_rows * params.head_dim_v;
   }
-  if (plan.counters > 0) params.counters = zero_counters(current_device().index, stream, plan.counters, allocate);
+  int const device = current_device().index;
+  if (plan.counters > 0) params.counters = zero_counters(device, stream, plan.counters, allocate);
+  auto const decode_few = [&](cudaStream_t on) {
+    Step step = *plan.few;
+    step.params.o = params.o, step.params.o_stride = params.o_stride, step.params.lse = params.lse;
+    run(step.plan, step.params, on, allocate);
+  };
+  std::optional<Fork> fork;
+  if (plan.few && !plan.merges_apart) decode_few(fork.emplace(device, stream).beside());
   plan.kernel->launch(params, plan.grid, stream);
-  if (plan.merges_apart) merge_splits(plan.kernel->dtype, params, stream);
-  if (!plan.after) return;
-  Step step = *plan.after;
-  step.params.o = params.o, step.params.o_stride = params.o_stride, step.params.lse = params.lse;
-  run(step.plan, step.params, stream, allocate);
+  if (!plan.merges_apart) return;
+  merge_splits(plan.kernel->dtype, params, stream);
+  if (plan.few) decode_few(stream);  // behind the merge, which writes all rows
 }
 
 }  // namespace cutlass_ext

@@ -31,10 +31,9 @@ struct Plan {
   size_t counters = 0;         // that the kernel wants
   bool merges_apart = false;   // parts are merged by a launch of its own
   bool appends_apart = false;  // new keys are written, and q rotated, by a launch of its own before
-  std::shared_ptr<Step const> after;  // where a call has sequences of few query rows beside others: what decodes them.
-                                      // Behind the merge, which writes their rows too
-  std::string refusal;                // where there is no kernel, the argument that none takes, and what would do
-  std::string passed_over;            // why a family that would have come first does not run the call
+  std::shared_ptr<Step const> few;  // where sequences of few query rows come with others: the launch that decodes them
+  std::string refusal;              // where there is no kernel, the argument that none takes, and what would do
+  std::string passed_over;          // why a family that would have come first does not run the call
 
   /// Why this kernel, in a sentence.
   std::string reason(Params const& params, Request const& request) const;

@@ -70,9 +70,9 @@ struct Argument<sm90::TensorMaps, Traits> {
     int const heads = p.heads_a_tile.divisor;
     Strides const& q = p.q_stride;
     auto const of_keys = [&](void const* data, Strides const& stride, int cols) {
-      MapDimension const rows = p.block_table ? MapDimension{p.page_rows.divisor, stride.row, p.box_rows}
-                                              : MapDimension{p.stored_keys(), stride.row, Traits::B_c};
-      int const places = p.block_table ? p.pages : p.stored_batch();
+      MapDimension const rows = p.paged() ? MapDimension{p.page_rows.divisor, stride.row, p.box_rows}
+                                          : MapDimension{p.stored_keys(), stride.row, Traits::B_c};
+      int const places = p.paged() ? p.pages : p.stored_batch();
       return tensor_map(dtype, data, cols, {rows, {p.heads_kv, stride.head}, {places, stride.batch}});
     };
     return {tensor_map(dtype, p.q, p.head_dim,

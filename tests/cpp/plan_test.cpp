@@ -15,6 +15,7 @@
 #include "fmha/decode/params.hpp"
 #include "host/append.hpp"
 #include "host/counters.hpp"
+#include "host/fork.hpp"
 #include "host/merge.hpp"
 #include "host/plan.hpp"
 
@@ -29,6 +30,8 @@ unsigned* zero_counters(int, cudaStream_t, size_t count, std::function<void*(siz
   return counters;
 }
 void merge_splits(DType, Params const&, cudaStream_t) { ++merges; }
+Fork::Fork(int, cudaStream_t stream) : stream_(stream), beside_(stream), joined_() {}
+Fork::~Fork() = default;
 void append_new_keys(DType, Params const& params, void* turned_q, cudaStream_t) {
   ++appends;
   EXPECT_EQ(params.k_new != nullptr, params.n_new > 0);

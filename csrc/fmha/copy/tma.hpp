@@ -13,8 +13,8 @@ using namespace cute;
 
 constexpr int kPanel = 64;  // 16-bit columns of one copy: 128 bytes, the widest swizzle
 
-/// Copies a box of rows of one head to a tile of `Rows` rows, in panels; `barrier` counts the bytes as they land. `smem`
-/// is where the box begins in the first panel.
+/// Copies a box of rows of one head to a tile of `Rows` rows, in panels; `barrier` counts the bytes as they land.
+/// `smem` is where the box begins in the first panel.
 template <int Rows, int Cols, class Element>
 CUTE_DEVICE void copy_box(CUtensorMap const& map, Barrier& barrier, Element* smem, int row, int head, int batch,
                           TMA::CacheHintSm90 hint) {

@@ -71,7 +71,7 @@ struct NewRows {
 
   /// Turns the new keys where they lie, and writes keys and values to the cache.
   CUTE_DEVICE void append(typename Tile::Stage& stage) const {
-    bool const writes = !params.block_table || has_page(params.pages, page);
+    bool const writes = !params.paged() || has_page(params.pages, page);
     take_new_rows<Tile::HeadDim, Element>(
         old(), min(len - first_key, Tile::TileKeys), fresh.rotary, first_key, writes, true, Tile::HeadDim,
         Tile::HeadDim, [&](int i, int chunk) -> uint4& { return stage.k[i][key_place(i, chunk)]; },
@@ -149,11 +149,9 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   auto const page_of = [&](int tile) {
     int capacity = params.keys;
     if constexpr (Appends) capacity = fresh.capacity;
-    return tile * TileKeys < capacity
-               ? __ldg(params.block_table + batch * params.block_table_stride + params.page_rows.div(tile * TileKeys))
-               : 0;
+    return tile * TileKeys < capacity ? __ldg(params.pages_of(batch) + params.page_rows.div(tile * TileKeys)) : 0;
   };
-  int pages = params.block_table ? page_of(place + lane * step) : 0;
+  int pages = params.paged() ? page_of(place + lane * step) : 0;
 
   Lengths lengths = params.lengths();
   if constexpr (Appends) lengths.n_kv = fresh.capacity, lengths.n_new = fresh.count;
@@ -164,8 +162,8 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   Range const seen_by_all = keys_of_all_rows(visibility);
   int const hidden = tiles.begin > place ? (tiles.begin - place + step - 1) / step : 0;
   int tile = place + hidden * step;
-  if (params.block_table && hidden > 0) pages = page_of(tile + lane * step);
-  auto const page_at = [&](int turn) { return params.block_table ? __shfl_sync(0xffffffffu, pages, turn) : batch; };
+  if (params.paged() && hidden > 0) pages = page_of(tile + lane * step);
+  auto const page_at = [&](int turn) { return params.paged() ? __shfl_sync(0xffffffffu, pages, turn) : batch; };
 
   if (threadIdx.x == 0 && rank == 0) {
     shared.parts_there.init(1);
@@ -181,7 +179,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   // A turn asks for a tile and works on the one of Stages - 1 turns before.
   for (int turn = 0, stage = 0;; ++turn, tile += step) {
     if (tile < tiles.end) {
-      int const page = page_at(turn), page_read = params.block_table ? nearest_page(page, params.pages) : page,
+      int const page = page_at(turn), page_read = params.paged() ? nearest_page(page, params.pages) : page,
                 key = tile * TileKeys, row = row_in_page(params, key);
       bool mixed = false;
       if constexpr (Appends) {

@@ -56,7 +56,7 @@ class Loader {
     leftpad_ = s.k_row0;
     cached_ = s.cached;
     len_ = s.visibility.len_kv;
-    if (!params_.block_table && !walk_.done()) {
+    if (!params_.paged() && !walk_.done()) {
       page_ = params_.batch_idx ? nearest_page(params_.batch_idx[walk_.batch()], params_.pages) : walk_.batch();
     }
   }
@@ -71,7 +71,7 @@ class Loader {
       enter();
       entered = true;
     }
-    if (params_.block_table) {
+    if (params_.paged()) {
       page_ = entered ? page_of(tile_) : next_page_;
       next_page_ = page_of(tile_ + Traits::KeyWarps);
     }
@@ -82,16 +82,15 @@ class Loader {
   /// The page of the lane's row of a tile, as the table has it.
   CUTE_DEVICE int page_of(int tile) const {
     int const key = key_of(tile);
-    return tile < tile_end_ && key < cached_
-               ? params_.block_table[walk_.batch() * params_.block_table_stride + params_.page_rows.div(key + leftpad_)]
-               : 0;
+    return tile < tile_end_ && key < cached_ ? params_.pages_of(walk_.batch())[params_.page_rows.div(key + leftpad_)]
+                                             : 0;
   }
 
   /// The rows that the lane speaks for.
   CUTE_DEVICE KvRow<Element const> rows() const {
     int const key = key_of(tile_), batch = walk_.batch();
     if (key < cached_) {
-      int const page = params_.block_table ? nearest_page(page_, params_.pages) : page_,
+      int const page = params_.paged() ? nearest_page(page_, params_.pages) : page_,
                 row = row_in_page(params_, key + leftpad_);
       return {row_at<Element const>(params_.k, params_.k_stride, page, row, head_),
               row_at<Element const>(params_.v, params_.v_stride, page, row, head_)};

@@ -84,7 +84,7 @@ struct NarrowLoader {
     if (batch < shared.batch_end) {
       int page = batch, row = tile * Traits::TileKeys;
       int const keys = shared.segments[batch].len_kv - row;
-      if (params.block_table) {
+      if (params.paged()) {
         page = page_of_tile();
         row = row_in_page(params, row);
       }
@@ -98,9 +98,7 @@ struct NarrowLoader {
   CUTE_DEVICE int page_of_tile() {
     if (asked % 32 == 0) {
       auto const entry_of = [&](int t) {
-        return t < tile_end ? __ldg(params.block_table + batch * params.block_table_stride +
-                                    params.page_rows.div(t * Traits::TileKeys))
-                            : 0;
+        return t < tile_end ? __ldg(params.pages_of(batch) + params.page_rows.div(t * Traits::TileKeys)) : 0;
       };
       pages = asked == 0 ? entry_of(tile + lane * Traits::Warps) : more_pages;
       more_pages = entry_of(tile + (lane + 32) * Traits::Warps);

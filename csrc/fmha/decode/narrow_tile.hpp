@@ -53,6 +53,9 @@ struct NarrowParams {
   float *o_partial, *lse_partial;
   unsigned* counters;
 
+  CUTE_HOST_DEVICE bool paged() const { return block_table; }
+  CUTE_HOST_DEVICE int const* pages_of(int b) const { return block_table + b * block_table_stride; }
+
   explicit NarrowParams(Params const& p)
       : seqused_k(p.seqused_k),
         start_positions(p.start_positions),

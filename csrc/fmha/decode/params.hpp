@@ -43,7 +43,7 @@ inline int parts_of_many_keys(Params const& p) {
 /// What no kernel here can do without, in tiles of `tile_rows` packed query rows. Sequences with rows of their own
 /// number are taken over pages, each in one tile.
 inline bool fits(Params const& p, int tile_rows) {
-  return (!p.packed() || p.block_table) &&
+  return (!p.packed() || p.paged()) &&
          int64_t(p.n_q) * (p.heads_q / p.heads_kv) <= (p.packed() ? tile_rows : kMostCounted) &&
          (p.fixed_splits || !has_too_many_keys(p));
 }

@@ -201,9 +201,8 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
       void const* const data = is_k ? params.k : params.v;
       Strides const& stride = is_k ? params.k_stride : params.v_stride;
       // Tensors go the same way as pages: with one of their own the kernels of 64 columns spilled.
-      bool const paged = params.block_table;
-      int const* const table =
-          paged ? params.block_table + params.scheduler(anew(blockIdx.x)).batch * params.block_table_stride : nullptr;
+      bool const paged = params.paged();
+      int const* const table = paged ? params.pages_of(params.scheduler(anew(blockIdx.x)).batch) : nullptr;
       LookedUpTile<float> const src{row_at<float const>(data, stride, paged ? 0 : sequence.batch, 0, head_kv),
                                     stride,
                                     params,

@@ -44,7 +44,7 @@ class Copies {
   bool const aligned;
 
   /// Whether the keys lie in pages: a tile's rows are then looked up one by one.
-  CUTE_DEVICE bool paged() const { return params_.block_table; }
+  CUTE_DEVICE bool paged() const { return params_.paged(); }
 
   CUTE_DEVICE Copies(Params const& params, Shared& shared)
       : aligned(is_aligned<Element>(params.k, params.k_stride) && is_aligned<Element>(params.v, params.v_stride)),
@@ -84,7 +84,7 @@ class Copies {
       shared_.score_mod = ScoreMod(params_, work.batch, work.head);
       shared_.keys = k.data - (first_row + last_key) * k.row_stride;
       shared_.values = v.data - (first_row + last_key) * v.row_stride;
-      shared_.table = paged() ? params_.block_table + work.batch * params_.block_table_stride : nullptr;
+      shared_.table = params_.pages_of(work.batch);
     }
     if (paged()) {
       __syncthreads();  // what has just been left in shared memory is read

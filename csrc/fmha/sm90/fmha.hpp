@@ -52,14 +52,14 @@ CUTE_DEVICE Results finish(Params const& params, Job<Traits::Consumers> const& j
   for (int i = 0; i < 2; ++i) {
     int const row = lane / 4 + i * 8;
     bool const exists = row < results.rows;
-    float sink = sink_log2;
+    float logit = sink_log2;
     int64_t at = warp_row + row;  // of lse, from the tile's first row on
     if (tile_rows.heads.divisor > 1) {
-      if (params.sink && !split && exists)
-        sink = params.sink[job.head * params.heads_a_tile.divisor + tile_rows.head(warp_row + row)] * kLog2e;
+      if (!split && exists)
+        logit = params.sink_of(job.head * tile_rows.heads.divisor + tile_rows.head(warp_row + row)) * kLog2e;
       at = tile_rows.offset(warp_row + row, 1, params.stored_rows());
     }
-    Finish const finished = softmax.template finish<typename Traits::Element>(i, sink);
+    Finish const finished = softmax.template finish<typename Traits::Element>(i, logit);
     results.factor[i] = finished.factor;
     if (exists && lane % 4 == 0) store_lse(params, job.result_row0 + at, finished);
   }

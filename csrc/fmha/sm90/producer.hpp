@@ -52,7 +52,7 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
       job.batch = sequence.batch;
       job.head = work.head;
       job.head_kv = params.heads_per_kv.div(head0);
-      job.pages = params.block_table ? params.block_table + work.batch * params.block_table_stride : nullptr;
+      job.pages = params.pages_of(work.batch);
       shared.job_placed[slot.stage].arrive();
     }
     if (lane < Traits::Consumers) {
@@ -72,7 +72,7 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
       if constexpr (Traits::ScoreMods) {
         if (exists) job.score_mod = ScoreMod(params, work.batch, head0);
       } else {
-        job.score_mod.sink_log2 = params.sink && exists ? params.sink[head0] * kLog2e : -INFINITY;
+        job.score_mod.sink_log2 = exists ? params.sink_of(head0) * kLog2e : -INFINITY;
       }
     }
     if (lane < Traits::Consumers) shared.job_full[slot.stage].arrive();
