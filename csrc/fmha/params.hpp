@@ -71,9 +71,7 @@ struct Work {
   float* o_partial = nullptr;        // parts of O, each normalised by itself where splits are merged by a launch
                                      // of its own: [num_splits, (shape of lse), d_v]; else as merge.hpp has them
   float* lse_partial = nullptr;      // their lse in the log2 domain, [num_splits, (shape of lse)]; else (m, l)
-  // Of Hopper's persistent kernels
-  int box_rows = 0;        // keys that they copy at a time where these lie in pages
-  bool keys_once = false;  // a key is read by one CTA alone, so that it need not stay in L2
+  int box_rows = 0;                  // keys that Hopper's persistent kernels copy at a time where they lie in pages
   // Of the decode kernels
   bool fixed_splits = false;  // num_splits parts of every sequence; else the batch's keys in equal parts
   int row_tiles = 1;          // tiles of the packed query rows, N_q * G of them

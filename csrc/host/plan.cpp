@@ -111,7 +111,6 @@ void lay_out(Device const& device, Params* params, Plan* plan) {
   bool const persistent = kernel.kind == Kind::Persistent;
   QueryTiles const tiles(p, kernel);
   p.heads_a_tile = cutlass::FastDivmod(tiles.heads_a_tile);
-  p.keys_once = persistent && tiles.of_a_head() == 1 && p.heads_a_tile.divisor == p.heads_per_kv.divisor;
   if (persistent && p.paged()) {
     // A box that begins in a page of all of a sequence's keys ends there too: past the page it is filled with zeros.
     bool const one_page = p.page_rows.divisor >= p.n_kv;

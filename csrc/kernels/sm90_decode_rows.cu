@@ -9,11 +9,9 @@ template <int HeadDim, class Element, int TileKeys, int Stages>
 using WarpgroupDecode = decode::Decode<HeadDim, Element, 4, 1, TileKeys, Stages, false, true>;
 
 static Entered const kernels_here{
-    kernel_of<WarpgroupDecode<64, cute::half_t, 64, 6>>(),
     kernel_of<WarpgroupDecode<128, cute::half_t, 64, 3>>(),
     kernel_of<WarpgroupDecode<192, cute::half_t, 32, 3>>(),
     kernel_of<WarpgroupDecode<256, cute::half_t, 32, 2>>(),
-    kernel_of<WarpgroupDecode<64, cute::bfloat16_t, 64, 6>>(),
     kernel_of<WarpgroupDecode<128, cute::bfloat16_t, 64, 3>>(),
     kernel_of<WarpgroupDecode<192, cute::bfloat16_t, 32, 3>>(),
     kernel_of<WarpgroupDecode<256, cute::bfloat16_t, 32, 2>>(),

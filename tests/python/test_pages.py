@@ -309,7 +309,8 @@ def test_no_keys_at_all(target, pages, columns, padded):
     for causal in (False, True):
         got = run(target, arguments | {"k": k, "v": k}, causal=causal, start_pos="end", sink=sink, **lengths)
         if got is not None:
-            assert not got[0].any() and torch.equal(got[1], sink[:, None].expand_as(got[1]))
+            assert not got[0].any()
+            torch.testing.assert_close(got[1], sink[:, None].expand_as(got[1]))  # exp2 and log2 round on a GPU
 
 
 def test_no_sequences(target):

@@ -1,4 +1,4 @@
-// FMHA on Hopper: one warp deals out the work, two copy tiles with the tensor memory accelerator (TMA), consumer
+// FMHA on Hopper: one warp deals out the work, three copy tiles with the tensor memory accelerator (TMA), consumer
 // warpgroups of 64 query rows each multiply them with WGMMA. Warpgroups take turns on the tensor cores, so that the
 // softmax of one runs beside the products of another (FlashAttention-3, arXiv:2407.08608, section 3.1); within one,
 // Q K^T of a tile and P V of the tile before are issued together, and part of the softmax runs beside P V.
@@ -328,7 +328,7 @@ CUTE_DEVICE void set_up_barriers(TensorMaps const& maps, typename Traits::Shared
       for (auto& barrier : full) barrier.init(writers);
       for (auto& barrier : empty) barrier.init(readers);
     };
-    init(shared.job_full, Traits::Consumers, shared.job_empty, kReaders + 2);  // and the copying warps
+    init(shared.job_full, Traits::Consumers, shared.job_empty, kReaders + 3);  // and the copying warps
     init(shared.q_full, 1, shared.q_empty, kReaders);
     init(shared.k_full, 1, shared.k_empty, kReaders);
     init(shared.v_full, 1, shared.v_empty, kReaders);
@@ -356,7 +356,8 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       if (warp == 3) set_up_barriers<Traits>(maps, shared);
       __syncthreads();
       if (warp == 1) copy_queries<Traits>(params, maps.q, shared);
-      if (warp == 2) copy_keys_and_values<Traits>(params, maps, shared);
+      if (warp == 2) copy_keys<Traits>(params, maps.k, shared);
+      if (warp == 3) copy_values<Traits>(params, maps.v, shared);
     }
   } else {
     __syncthreads();

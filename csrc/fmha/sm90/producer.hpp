@@ -1,4 +1,4 @@
-// The producer warps of the persistent Hopper kernel: one works out the jobs, one copies Q, one K and V. Used by
+// The producer warps of the persistent Hopper kernel: one works out the jobs, the others copy Q, K and V. Used by
 // fmha.hpp.
 #pragma once
 
@@ -124,13 +124,13 @@ CUTE_DEVICE void copy_queries(Params const& params, CUtensorMap const& map, type
 }
 
 /// Where the rows of a tile of `B_c` keys come from: one box of a tensor, or boxes of pages, as many rows as are sure
-/// to lie in one page, which the lanes of a warp copy. Those of pages are asked for before the warp waits for room.
+/// to lie in one page, which the lanes of a warp copy.
 template <int B_c>
 class KeyRows {
  public:
   CUTE_DEVICE KeyRows(Params const& params) : params_(params) {}
 
-  /// What the table says of the lane's first box of a tile; past the keys, of their last.
+  /// What the table says of the lane's first box of a tile: asked for before the warp waits for room.
   template <class Job>
   CUTE_DEVICE int page(Job const& job, int tile) const {
     return job.pages ? page_of(job, tile * B_c + min(threadIdx.x % 32 * params_.box_rows, B_c - 1)) : 0;
@@ -141,7 +141,7 @@ class KeyRows {
   CUTE_DEVICE void copy(CUtensorMap const& map, Barrier& barrier, Element* to, Job const& job, int tile,
                         int page) const {
     bool const leader = threadIdx.x % 32 == 0;
-    auto const hint = params_.keys_once ? TMA::CacheHintSm90::EVICT_FIRST : TMA::CacheHintSm90::EVICT_LAST;
+    auto constexpr hint = TMA::CacheHintSm90::EVICT_LAST;
     if (!job.pages) {
       if (leader) copy_panels<B_c, Cols>(map, barrier, to, job.k_row0 + tile * B_c, job.head_kv, job.batch, hint);
       return;
@@ -157,6 +157,7 @@ class KeyRows {
   }
 
  private:
+  /// Past the keys, of their last.
   template <class Job>
   CUTE_DEVICE int page_of(Job const& job, int key) const {
     return __ldg(job.pages + params_.page_rows.div(job.k_row0 + min(key, job.visibility.len_kv - 1)));
@@ -168,59 +169,53 @@ class KeyRows {
 /// How many key tiles before the last of a job the next one is asked for; 1 is 4% slower at b1 N1024 d64, 4 no faster.
 constexpr int kTilesAhead = 2;
 
-/// The warp that keeps the rings of K and V full.
+/// The warp that keeps the ring of K full. It asks for the next job as late as its arrival in time allows: who takes
+/// work early takes it from a CTA that will be idle.
 template <class Traits>
-CUTE_DEVICE void copy_keys_and_values(Params const& params, TensorMaps const& maps,
-                                      typename Traits::SharedStorage& shared) {
-  constexpr int B_c = Traits::B_c;
+CUTE_DEVICE void copy_keys(Params const& params, CUtensorMap const& map, typename Traits::SharedStorage& shared) {
+  constexpr int B_c = Traits::B_c, Columns = Traits::ColumnsQK;
   bool const leader = threadIdx.x % 32 == 0;
-  RingPosition<Traits::Stages> k, v;
-  TailCopy copy_tail{shared.v_tail};
-  KeyRows<B_c> rows(params);
-  auto load_k = [&](auto const& job, int tile) {
-    int const page = rows.page(job, tile);
-    shared.k_empty[k.stage].wait_for(k.phase ^ 1);
-    rows.template copy<Traits::ColumnsQK>(maps.k, shared.k_full[k.stage], shared.k + k.stage * B_c * Traits::ColumnsQK,
-                                          job, tile, page);
-    k.advance();
-  };
-  auto load_v = [&](auto const& job, int tile) {
-    int const page = rows.page(job, tile);
-    shared.v_empty[v.stage].wait_for(v.phase ^ 1);
-    auto* const to = shared.v + v.stage * B_c * Traits::ColumnsV;
-    int const keys = job.visibility.len_kv - tile * B_c;
-    bool const cut = keys < B_c && (job.pages || job.k_row0 + job.visibility.len_kv < params.stored_keys());
-    copy_tail.template tile<B_c, Traits::ColumnsV>(shared.v_full[v.stage], to, cut, keys, [&](Barrier& barrier) {
-      rows.template copy<Traits::ColumnsV>(maps.v, barrier, to, job, tile);
-    });
-    v.advance();
-  };
-
-  // In the order of their use: K is a tile ahead of V, across jobs too. The next job is asked for as late as its
-  // arrival in time allows: who takes work early takes it from a CTA that will be idle.
+  RingPosition<Traits::Stages> k;
+  KeyRows<B_c> const rows(params);
   JobReader<Traits> jobs{shared, shared.job_placed};
-  auto load_first_k = [&](auto const& job) {
-    if (job.tiles.size() > 0) load_k(job, job.tiles.end - 1);
-  };
-  auto ask_for_next = [&] {
-    if (leader) shared.job_asked.arrive();
-  };
-  auto const* job = jobs.next();
-  load_first_k(*job);
-  while (job->exists) {
+  for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
     Range const tiles = job->tiles;
-    if (tiles.size() <= kTilesAhead) ask_for_next();
+    int const ask_at = tiles.size() > kTilesAhead ? tiles.begin + kTilesAhead - 1 : tiles.end - 1;
+    if (leader && tiles.size() == 0) shared.job_asked.arrive();
     for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-      __syncwarp();
-      if (tile == tiles.begin + kTilesAhead) ask_for_next();
-      if (tile > tiles.begin) load_k(*job, tile - 1);
-      load_v(*job, tile);
+      int const page = rows.page(*job, tile);
+      if (leader && tile == ask_at) shared.job_asked.arrive();
+      shared.k_empty[k.stage].wait_for(k.phase ^ 1);
+      rows.template copy<Columns>(map, shared.k_full[k.stage], shared.k + k.stage * B_c * Columns, *job, tile, page);
+      k.advance();
     }
-    auto const* const next = jobs.next();
-    load_first_k(*next);
     __syncwarp();
     if (leader) jobs.release(job);
-    job = next;
+  }
+}
+
+/// The warp that keeps the ring of V full.
+template <class Traits>
+CUTE_DEVICE void copy_values(Params const& params, CUtensorMap const& map, typename Traits::SharedStorage& shared) {
+  constexpr int B_c = Traits::B_c, Columns = Traits::ColumnsV;
+  RingPosition<Traits::Stages> v;
+  TailCopy tail{shared.v_tail};
+  KeyRows<B_c> const rows(params);
+  JobReader<Traits> jobs{shared, shared.job_placed};
+  for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
+    int const len_kv = job->visibility.len_kv;
+    bool const goes_on = job->pages || job->k_row0 + len_kv < params.stored_keys();  // behind the sequence's last key
+    for (int tile = job->tiles.end - 1; tile >= job->tiles.begin; --tile) {
+      int const page = rows.page(*job, tile), keys = len_kv - tile * B_c;
+      shared.v_empty[v.stage].wait_for(v.phase ^ 1);
+      auto* const to = shared.v + v.stage * B_c * Columns;
+      tail.template tile<B_c, Columns>(shared.v_full[v.stage], to, keys < B_c && goes_on, keys, [&](Barrier& barrier) {
+        rows.template copy<Columns>(map, barrier, to, *job, tile, page);
+      });
+      v.advance();
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) jobs.release(job);
   }
 }
 
