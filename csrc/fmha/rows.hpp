@@ -71,7 +71,8 @@ struct TileRows {
   CUTE_HOST_DEVICE int head(int row) const { return row - heads.div(row) * heads.divisor; }
 
   /// From the tile's first row to row `row` of it in a tensor with these strides.
-  CUTE_HOST_DEVICE int64_t offset(int row, int64_t token_stride, int64_t head_stride) const {
+  template <class Stride>
+  CUTE_HOST_DEVICE Stride offset(int row, Stride token_stride, Stride head_stride) const {
     int const token = heads.div(row);
     return token * token_stride + (row - token * heads.divisor) * head_stride;
   }

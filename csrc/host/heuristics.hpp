@@ -97,6 +97,7 @@ inline int cluster_of(Params const& p, int const (&resident_clusters)[3]) {
 /// Packed sequences of different lengths nearly always have fewer. ALiBi's slopes are of one head.
 inline bool packs_heads(Params const& p, int block) {
   int64_t const heads_per_kv = p.heads_q / p.heads_kv, rows = p.n_q * heads_per_kv;
+  if (int64_t(block) * p.heads_q * p.head_dim_v > INT32_MAX) return false;  // kernels count a tile's elements of o so
   if (heads_per_kv == 1 || heads_per_kv > block || (features_of(p) & feature::Alibi) || rows > INT32_MAX - block)
     return false;
   return p.packed() || ceil_div(rows, block / heads_per_kv * heads_per_kv) < heads_per_kv * ceil_div(p.n_q, block);
@@ -110,7 +111,9 @@ struct QueryTiles {
   int64_t all;       // tiles, as far as the host knows; packed sequences may have fewer than their longest has
 
   QueryTiles(Params const& p, Kernel const& kernel)
-      : heads_a_tile(kernel.kind == Kind::Persistent && packs_heads(p, kernel.block_r) ? p.heads_q / p.heads_kv : 1),
+      : heads_a_tile(kernel.kind == Kind::Persistent && kernel.head_dim_v <= 192 && packs_heads(p, kernel.block_r)
+                         ? p.heads_q / p.heads_kv
+                         : 1),
         heads(p.heads_q / heads_a_tile),
         rows(p.n_q * heads_a_tile),
         step(kernel.block_r / heads_a_tile * heads_a_tile) {

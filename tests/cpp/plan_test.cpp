@@ -174,7 +174,7 @@ TEST(Plan, OfManyQueryRows) {
       CASE(fmha(2, 4096, 4096, 16, 16, 128).dtype(DType::Float16).window(100, 0),
            "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(4, 4096, 4096, 32, 8, 64), "sm90 persistent 192x128 d64 plain, 1 split, grid 132, 2 counters"),
-      CASE(fmha(4, 2000, 2000, 4, 4, 64), "sm90 persistent 192x128 d64 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(4, 2000, 2000, 4, 4, 64), "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(2, 4096, 4096, 32, 8, 96), "sm90 persistent 128x128 d96 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(2, 4096, 4096, 32, 8, 72), "sm90 persistent 128x128 d96 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(2, 4096, 4096, 16, 16, 192), "sm90 persistent 128x96 d192 plain, 1 split, grid 132, 2 counters"),
@@ -195,7 +195,7 @@ TEST(Plan, OfManyQueryRows) {
       CASE(fmha(4, 1000, 1000, 16, 16, 128).packed(2500, 2500),
            "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(4, 1, 1000, 16, 16, 128).packed(4, 2500),
-           "sm90 persistent 128x128 d128 plain, 1 split, grid 64, 2 counters"),
+           "sm90 persistent 128x128 d128 plain, 2 splits, grid 128, 2 counters, merged apart"),
       CASE(fmha(4, 1, 1000, 16, 16, 64).packed(4, 2500).splits(1),
            "sm90 persistent 192x128 d64 plain, 1 split, grid 64, 2 counters"),
       // Over before a pipeline is full, or just not.
@@ -204,9 +204,9 @@ TEST(Plan, OfManyQueryRows) {
       CASE(fmha(32, 197, 197, 32, 8, 64).causal().sink(), "sm90 short 64x64 d64 by 1, 1 split, grid 32 4 32"),
       CASE(fmha(8, 64, 64, 32, 8, 64).softcap(), "sm80 tiles 64x64 d64, 1 split, grid 256"),
       CASE(fmha(8, 64, 64, 32, 8, 64).softcap().splits(1),
-           "sm90 persistent 128x128 d64, 1 split, grid 132, 2 counters"),
+           "sm90 persistent 128x128 d64, 1 split, grid 128, 2 counters"),
       CASE(fmha(8, 64, 64, 32, 8, 64).softcap().backend("sm90"),
-           "sm90 persistent 128x128 d64, 1 split, grid 132, 2 counters"),
+           "sm90 persistent 128x128 d64, 1 split, grid 128, 2 counters"),
       // Forced, unaligned, other GPUs.
       CASE(fmha(2, 4096, 4096, 16, 16, 128).backend("sm80"), "sm80 tiles 128x48 d128, 1 split, grid 1024"),
       CASE(fmha(2, 4096, 4096, 16, 16, 128).unaligned(), "sm80 tiles 128x48 d128, 1 split, grid 1024"),
@@ -253,7 +253,8 @@ TEST(Plan, OfFewQueryRows) {
       CASE(fmha(4, 16, 4096, 64, 8, 128), "sm90 decode 64x64 d128, shared out, grid 256, 64 counters"),
       CASE(fmha(4, 16, 4096, 64, 8, 128).backend("sm80"), "sm80 decode 64x64 d128, shared out, grid 256, 64 counters"),
       CASE(fmha(4, 16, 4096, 64, 8, 128).on(fake::kA100), "sm80 decode 64x64 d128, shared out, grid 96, 64 counters"),
-      CASE(fmha(4, 17, 4096, 64, 8, 128), "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(4, 17, 4096, 64, 8, 128),
+           "sm90 persistent 128x128 d128 plain, 2 splits, grid 128, 2 counters, merged apart"),
       CASE(fmha(4, 1, 4096, 32, 8, 192).head_dim_v(128),
            "sm80 decode 16x16 d192 plain, shared out, grid 264, 32 counters"),
       CASE(fmha(4, 1, 4096, 32, 8, 128).splits(1), "sm80 decode 16x16 d128, 1 split, grid 32"),
@@ -342,7 +343,7 @@ TEST(Plan, OfAChunkOverACache) {
 
 TEST(Plan, OfNothing) {
   check({
-      CASE(fmha(0, 4096, 4096, 16, 16, 128), "sm90 short 64x64 d128 by 1, 1 split, grid 0"),
+      CASE(fmha(0, 4096, 4096, 16, 16, 128), "sm90 persistent 128x128 d128 plain, 1 split, grid 0, 2 counters"),
       CASE(fmha(2, 0, 4096, 16, 16, 128), "sm90 cluster 8x16 d128, 4 splits, grid 0 in clusters of 4"),
       CASE(fmha(2, 4096, 0, 16, 16, 128), "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(2, 1, 0, 16, 16, 128), "sm90 cluster 8x16 d128, 4 splits, grid 4 16 2 in clusters of 4"),

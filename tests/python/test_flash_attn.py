@@ -106,8 +106,8 @@ ENGINES = {
     "flash_attn_with_kvcache": cutlass_ext.flash_attn_with_kvcache,
 }
 NEUTRAL = {"fa_version": 3, "scheduler_metadata": torch.ones(3), "pack_gqa": True, "sm_margin": 4,
-           "q_descale": torch.ones(2), "k_descale": None, "v_descale": None, "q_v": None, "cp_world_size": 1, "cp_rank": 0,
-           "cp_tot_seqused_k": None, "attention_chunk": 0, "num_splits": 0}  # fmt: skip
+           "q_descale": torch.ones(2), "k_descale": None, "v_descale": None, "q_v": None, "cp_world_size": 1,
+           "cp_rank": 0, "cp_tot_seqused_k": None, "attention_chunk": 0, "num_splits": 0}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -50,7 +50,7 @@ def test_who_takes_what(bits):
         "LeftPadding": tiles | {"decode"},
         "StartPositions": tiles | cache,
         "FewerKeys": tiles | cache,
-        "Pages": {"tiles"} | cache,
+        "Pages": tiles | cache,
         "BatchIndex": {"decode"},
         "NewKeys": {"decode", "cluster"},
         "RotaryEmbedding": {"decode", "cluster"},

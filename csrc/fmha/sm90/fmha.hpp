@@ -54,10 +54,10 @@ CUTE_DEVICE Results finish(Params const& params, Job<Traits::Consumers> const& j
     bool const exists = row < results.rows;
     float logit = sink_log2;
     int64_t at = warp_row + row;  // of lse, from the tile's first row on
-    if (tile_rows.heads.divisor > 1) {
+    if (Traits::PacksHeads && tile_rows.heads.divisor > 1) {
       if (!split && exists)
         logit = params.sink_of(job.head * tile_rows.heads.divisor + tile_rows.head(warp_row + row)) * kLog2e;
-      at = tile_rows.offset(warp_row + row, 1, params.stored_rows());
+      at = tile_rows.offset<int64_t>(warp_row + row, 1, params.stored_rows());
     }
     Finish const finished = softmax.template finish<typename Traits::Element>(i, logit);
     results.factor[i] = finished.factor;
@@ -83,21 +83,27 @@ CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& 
   if (!params.is_split()) {
     auto* const to = static_cast<typename Traits::Element*>(params.o) + results.to;
     // Two paths, since the divisions of packed rows took 12% of (32, 512, 16, 128).
-    if (tile_rows.heads.divisor == 1) {
+    if (!Traits::PacksHeads || tile_rows.heads.divisor == 1) {
       int64_t const stride = params.o_stride.row;
       return store_rows<Traits>(
-          to + warp_row * stride, [=](int row) { return row * stride; }, rows, params.head_dim_v, O, staging, lane);
+          to + (warp_row + lane / 8) * stride, [=](int pass) { return pass * 4 * stride; }, rows, params.head_dim_v, O,
+          staging, lane);
     }
-    auto const offset_of = [&](int row) {
-      return tile_rows.offset(warp_row + row, params.o_stride.row, params.o_stride.head);
+    // Of a tile they fit 32 bits (heuristics.hpp), and are worked out where they are used: that leaves registers to the
+    // accumulators.
+    auto const offset_of = [&](int pass) {
+      int here = warp_row + pass * 4 + lane / 8;
+      compute_here(here);
+      return tile_rows.offset(here, static_cast<int>(params.o_stride.row), static_cast<int>(params.o_stride.head));
     };
     return store_rows<Traits>(to, offset_of, rows, params.head_dim_v, O, staging, lane);
   }
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
     int const row = lane / 4 + i * 8;
-    float* const to =
-        params.o_partial + results.to + tile_rows.offset(warp_row + row, 1, params.stored_rows()) * params.head_dim_v;
+    int64_t const of_tile =
+        Traits::PacksHeads ? tile_rows.offset<int64_t>(warp_row + row, 1, params.stored_rows()) : warp_row + row;
+    float* const to = params.o_partial + results.to + of_tile * params.head_dim_v;
     CUTE_UNROLL
     for (int j = 0; j < size<1>(O); j += 2) {
       int const col = j / 2 * 8 + lane % 4 * 2;
@@ -184,22 +190,21 @@ template <class Traits, class ScoreTensor>
 CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, Job<Traits::Consumers> const& job, int tile,
                                bool masked, float query_scale, int lane) {
   constexpr int B_c = Traits::B_c;
-  int tokens[2];  // of the thread's rows
-  auto const find_tokens = [&] {
-    int const row = ConsumerThread().warp_row + lane / 4;
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) tokens[i] = job.token0 + params.heads_a_tile.div(row + row_of(i));
-  };
   if constexpr (Traits::ScoreMods) {
     int const first_key = tile * B_c + lane % 4 * 2;
-    find_tokens();
     CUTE_UNROLL
     for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
-    job.score_mod.template apply<true>(S, job.visibility.start_pos - first_key,
-                                       [&](int i, int j) { return tokens[i] - key_of(j); });
+    // Distances are ALiBi's, under which heads are not packed: rows are tokens.
+    int const token = job.token0 + ConsumerThread().warp_row + lane / 4;
+    job.score_mod.template apply<true>(S, job.visibility.start_pos + token - first_key,
+                                       [&](int i, int j) { return row_of(i) - key_of(j); });
   }
   if (masked) {
-    find_tokens();
+    int tokens[2];  // of the thread's rows
+    int const row = ConsumerThread().warp_row + lane / 4;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i)
+      tokens[i] = job.token0 + (Traits::PacksHeads ? params.heads_a_tile.div(row + row_of(i)) : row + row_of(i));
     TileMask<B_c / 4> const mask(job.visibility.counted_from(tile * B_c), tokens, lane);
     mask.apply(S);
   }
@@ -251,10 +256,15 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
     turns.pass();
   };
 
+  // At head_dim 256 no register is left to keep `warpgroup` around the main loop: 28 bytes spilled.
+  auto const tiles_of = [&](Job<Traits::Consumers> const& job) {
+    return TilesOfRows(job, Traits::PacksHeads ? warpgroup : ConsumerThread().warp_row / kAtomRows);
+  };
+
   turns.begin();
   for (bool exists = true; exists;) {
     auto const* next = jobs.next();
-    TilesOfRows mine(*next, warpgroup);
+    TilesOfRows mine = tiles_of(*next);
     begin_job(mine);
     warpgroup_wait<0>();
     while (mine.tiles.size() > 0) {
@@ -298,7 +308,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       __syncwarp();
       if (lane == 0) jobs.release(&job);
       next = jobs.next();
-      mine = {*next, warpgroup};
+      mine = tiles_of(*next);
       begin_job(mine);
       warpgroup_wait<1>();
       release_v();

@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
   }
   cutlass::arch::NamedBarrier::sync(kWarpgroup, 2);  // nobody reads Q any more
   store_rows<Traits>(
-      out, [&](int row) { return row * row_stride; }, rows, head_dim_v, O,
+      out + lane / 8 * row_stride, [&](int pass) { return pass * 4 * row_stride; }, rows, head_dim_v, O,
       shared.q + warp_row * Traits::StagedPanels * kPanel, lane);
 }
 

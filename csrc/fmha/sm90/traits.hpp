@@ -26,6 +26,9 @@ struct Traits {
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDimV_;
   static constexpr int Stages = Stages_, StagesQ = StagesQ_, StagesJobs = 3;
   static constexpr bool ScoreMods = ScoreMods_;
+  // Whether tiles may hold rows of several heads (rows.hpp; QueryTiles in heuristics.hpp asks the same): wider ones
+  // have no registers left for their addresses.
+  static constexpr bool PacksHeads = HeadDimV_ <= 192;
   using Element = Element_;
   static constexpr int Consumers = B_r / kAtomRows;             // warpgroups
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;  // and the producer's

@@ -107,8 +107,9 @@ struct TileMask {
   }
 };
 
-/// Writes a warp's 16 rows of O, as far as they exist, in 16 bits to `to + offset_of(row)`. Through 16 rows of shared
-/// memory that are the warp's own, so that global memory is written 16 bytes a lane.
+/// Writes a warp's 16 rows of O, as far as they exist, in 16 bits: in pass i of four a lane's row 4i + lane / 8 to
+/// `to + offset_of(i)`. Through 16 rows of shared memory that are the warp's own, so that global memory is written 16
+/// bytes a lane.
 template <class Traits, class OutTensor, class OffsetOf>
 CUTE_DEVICE void store_rows(typename Traits::Element* to, OffsetOf const& offset_of, int rows, int head_dim_v,
                             OutTensor const& O, typename Traits::Element* staging, int lane) {
@@ -139,7 +140,7 @@ CUTE_DEVICE void store_rows(typename Traits::Element* to, OffsetOf const& offset
       for (int pass = 0; pass < 4; ++pass) {
         int const row = pass * 4 + lane / 8;
         if (row < rows && col < head_dim_v) {
-          *reinterpret_cast<uint4*>(to + offset_of(row) + col) =
+          *reinterpret_cast<uint4*>(to + offset_of(pass) + col) =
               *reinterpret_cast<uint4 const*>(chunk_at(panel, row, lane % 8));
         }
       }
