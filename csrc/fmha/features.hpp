@@ -18,6 +18,8 @@ enum class Kind {
   Decode,      ///< few query rows, those of all heads that share a key head in one tile
   Narrow,      ///< the same of at most decode::kNarrowRows such rows, reading only
   Cluster,     ///< the same, a cluster of CTAs for each sequence and key head
+  KeyGradients,    ///< of the backward pass: dK and dV, a CTA for each tile of keys
+  QueryGradients,  ///< and dQ, a CTA for each tile of query rows
 };
 
 // A bit, the argument that asks for it, when a call `p` does, and what makes it a call that does not. A new line here

@@ -18,7 +18,8 @@ inline char const* name_of(DType dtype) {
 }
 
 inline char const* name_of(Kind kind) {
-  constexpr char const* kNames[] = {"persistent", "tiles", "short", "decode", "narrow", "cluster"};
+  constexpr char const* kNames[] = {"persistent", "tiles", "short", "decode", "narrow", "cluster",
+                                    "key_gradients", "query_gradients"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -57,7 +58,7 @@ struct Kernel {
   int shared_bytes;
   void const* entry;                   // for occupancy and the shared-memory limit
   bool (*takes_shape)(Params const&);  // what it asks of a call's sizes beyond the tile's, or null
-  void (*launch)(Params const&, Grid const&, cudaStream_t);
+  void (*launch)(Params const&, Grid const&, cudaStream_t);  // gradients: of BackwardParams
 
   /// Whether the tile holds a call's head dims and the kernel takes its sizes.
   bool takes_sizes(Params const& params) const {

@@ -6,6 +6,7 @@
 
 #include <cutlass/numeric_types.h>
 
+#include "../fmha/backward/params.hpp"
 #include "../host/error.hpp"
 #include "../host/kernel_table.hpp"
 
@@ -21,6 +22,11 @@ constexpr DType dtype_of = std::is_same_v<Element, float>             ? DType::F
 template <class Parameter, class Traits>
 struct Argument {
   static Parameter of(Params const& params) { return Parameter(params); }
+};
+
+template <class Traits>
+struct Argument<BackwardParams, Traits> {
+  static BackwardParams const& of(Params const& params) { return static_cast<BackwardParams const&>(params); }
 };
 
 /// The one launch. A kernel's parameters say by their types what it is given.

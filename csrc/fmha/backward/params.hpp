@@ -1,0 +1,55 @@
+// What a backward pass is given beside the forward's parameters, and where what is known of each query row lies. Filled
+// by torch/operators.cpp and host/backward.cpp, read by the kernels of this folder.
+#pragma once
+
+#include "../params.hpp"
+#include "../sequence.hpp"
+
+namespace cutlass_ext {
+
+/// What is known of a query row before its gradients: P = exp2(score - lse_log2), dS = P (dP - delta)
+/// (FlashAttention-2, arXiv:2307.08691, section 3.1).
+struct RowStatistics {
+  float lse_log2;  // lse in the log2 domain; +inf where the row does not exist or sees no key: its P is 0
+  float delta;     // rowsum(dO O), less the gradient of lse
+};
+
+/// What is read beside Problem, and what is written.
+struct Gradients {
+  void const* dout = nullptr;    // as o
+  float const* dlse = nullptr;   // as lse, the gradient of lse; null: 0
+  float const* delta = nullptr;  // as lse; null: computed from `o`
+  Strides dout_stride;
+  void* dq = nullptr;      // as q, contiguous
+  void* dk = nullptr;      // as k, contiguous
+  void* dv = nullptr;      // as v, contiguous
+  float* dsink = nullptr;  // [H_q]; null: not asked for
+  Strides dq_stride, dk_stride, dv_stride;
+  RowStatistics* row_statistics = nullptr;  // workspace, laid out by StatisticsRows
+};
+
+/// Of Results, `o` and `lse` are read: what the forward gave.
+struct BackwardParams : Params, Gradients {};
+
+/// Where the statistics of a sequence's rows lie. Each head of a sequence has room for whole tiles of `kTile` rows, and
+/// begins at a multiple of as many; rows of the last tile that do not exist are there, too.
+struct StatisticsRows {
+  static constexpr int kTile = 128;
+  int64_t of_a_head;  // of all sequences, where they are packed
+
+  CUTE_HOST_DEVICE explicit StatisticsRows(Lengths const& lengths)
+      : of_a_head(lengths.packed() ? whole(lengths.total_q + int64_t(lengths.batch) * kTile) : whole(lengths.n_q)) {}
+
+  CUTE_HOST_DEVICE int64_t size(Params const& p) const { return int64_t(p.stored_batch()) * p.heads_q * of_a_head; }
+
+  /// Of query row 0 of sequence `b` and head `head`.
+  CUTE_HOST_DEVICE int64_t first(Params const& p, Sequence const& sequence, int b, int head) const {
+    int64_t const of_sequence = p.packed() ? (sequence.q_row0 + int64_t(b) * kTile) / kTile * kTile : 0;
+    return (int64_t(sequence.batch) * p.heads_q + head) * of_a_head + of_sequence;
+  }
+
+ private:
+  CUTE_HOST_DEVICE static int64_t whole(int64_t rows) { return (rows + kTile - 1) / kTile * kTile; }
+};
+
+}  // namespace cutlass_ext

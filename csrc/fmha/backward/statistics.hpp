@@ -1,0 +1,99 @@
+// What the backward kernels have to know of each query row, before them, and the sink's gradient, which follows from
+// the same. Launched by kernels/row_statistics.cu.
+#pragma once
+
+#include "../score.hpp"
+#include "../softmax.hpp"
+#include "params.hpp"
+
+namespace cutlass_ext {
+
+constexpr int kStatisticsThreads = 256;
+
+/// rowsum(dO O) of one row, by 16 lanes: every one of them gets it.
+template <class Element>
+CUTE_DEVICE float row_product(Element const* dout, Element const* out, int cols, bool aligned, int lane) {
+  constexpr int kVector = 16 / sizeof(Element);
+  float sum = 0.f;
+  for (int col = lane * kVector; col < cols; col += 16 * kVector) {
+    alignas(16) Element x[kVector], y[kVector];
+    if (aligned) {
+      *reinterpret_cast<uint4*>(x) = *reinterpret_cast<uint4 const*>(dout + col);
+      *reinterpret_cast<uint4*>(y) = *reinterpret_cast<uint4 const*>(out + col);
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < kVector; ++i) x[i] = dout[col + i], y[i] = out[col + i];
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kVector; ++i) sum = fmaf(float(x[i]), float(y[i]), sum);
+  }
+  return warp_sum<16, 1>(sum);
+}
+
+/// The statistics of a tile of rows of one head: a CTA each.
+template <class Element>
+__global__ void __launch_bounds__(kStatisticsThreads)
+    row_statistics_kernel(__grid_constant__ BackwardParams const params) {
+  constexpr int kTile = StatisticsRows::kTile, kRowsAPass = kStatisticsThreads / 16;
+  int const b = blockIdx.z, head = blockIdx.y, row0 = blockIdx.x * kTile, lane = threadIdx.x % 16;
+  Sequence const sequence = sequence_of(params, b);
+  int const n_q = sequence.visibility.n_q;
+  if (row0 >= n_q) return;
+  auto* const to = params.row_statistics + StatisticsRows(params).first(params, sequence, b, head) + row0;
+  auto const rows_of = [&](void const* data, Strides const& stride) {
+    return static_cast<Element const*>(data) + sequence.batch * stride.batch + head * stride.head +
+           sequence.q_row0 * stride.row;
+  };
+  auto const is_aligned = [](void const* data, Strides const& stride) {
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
+           (stride.batch | stride.row | stride.head) % int64_t(16 / sizeof(Element)) == 0;
+  };
+  bool const aligned = is_aligned(params.dout, params.dout_stride) && is_aligned(params.o, params.o_stride);
+  Element const* const dout = rows_of(params.dout, params.dout_stride);
+  Element const* const out = rows_of(params.o, params.o_stride);
+  int64_t const result_row0 = sequence.result_row0(params, head, 0);
+  CUTE_UNROLL
+  for (int pass = 0; pass < kTile / kRowsAPass; ++pass) {
+    int const row = row0 + pass * kRowsAPass + threadIdx.x / 16;
+    RowStatistics statistics{INFINITY, 0.f};
+    if (row < n_q) {
+      float const lse = params.lse[result_row0 + row];
+      // Of a row that sees no key `out` is 0, and its gradient may be anything: it counts nowhere.
+      float const product =
+          params.delta ? 0.f
+                       : row_product(dout + row * params.dout_stride.row, out + row * params.o_stride.row,
+                                     params.head_dim_v, aligned, lane);
+      float delta = params.delta ? params.delta[result_row0 + row] : product;
+      if (params.dlse) delta -= params.dlse[result_row0 + row];
+      if (lse > -INFINITY) statistics = {lse * kLog2e, delta};
+    } else if (!params.delta) {
+      row_product(dout, out, 0, aligned, lane);  // all lanes of a warp take part in its sums
+    }
+    if (lane == 0) to[row - row0] = statistics;
+  }
+}
+
+constexpr int kSinkThreads = 512;
+
+/// dsink = -sum over all rows of exp(sink - lse) delta, a CTA for each head, always in the same order.
+inline __global__ void __launch_bounds__(kSinkThreads)
+    sink_gradient_kernel(__grid_constant__ BackwardParams const params) {
+  int const head = blockIdx.x;
+  float const sink_log2 = params.sink_of(head) * kLog2e;
+  float sum = 0.f;
+  for (int b = 0; b < params.batch; ++b) {
+    Sequence const sequence = sequence_of(params, b);
+    auto const* const rows = params.row_statistics + StatisticsRows(params).first(params, sequence, b, head);
+    for (int row = threadIdx.x; row < sequence.visibility.n_q; row += kSinkThreads)
+      sum = fmaf(-exp2f(sink_log2 - rows[row].lse_log2), rows[row].delta, sum);
+  }
+  __shared__ float sums[kSinkThreads / 32];
+  sum = warp_sum<32, 1>(sum);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  sum = warp_sum<32, 1>(threadIdx.x < kSinkThreads / 32 ? sums[threadIdx.x] : 0.f);
+  if (threadIdx.x == 0) params.dsink[head] = sum;
+}
+
+}  // namespace cutlass_ext

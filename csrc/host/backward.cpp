@@ -1,0 +1,87 @@
+// The choice of the backward kernels, their grids and their launches. See backward.hpp.
+#include "backward.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "choice.hpp"
+#include "error.hpp"
+#include "row_statistics.hpp"
+
+namespace cutlass_ext {
+namespace {
+
+/// Whether the rows of dout begin at multiples of 16 bytes, as those of q, k and v have to where `UnalignedRows` is not
+/// taken.
+bool dout_is_aligned(BackwardParams const& p) {
+  Params as_q = p;
+  as_q.q = p.dout;
+  as_q.q_stride = p.dout_stride;
+  return rows_are_aligned(as_q);
+}
+
+/// Whether rows of dk, dv or dq may lie where no kernel writes: in no sequence, or past its keys.
+bool leaves_gaps(Features features) {
+  return features & (feature::Packed | feature::KeyLengths | feature::LeftPadding);
+}
+
+GradientLaunch launch_of(Call const& call, Axis axis) {
+  Params const& p = call.params;
+  bool const of_keys = axis == Axis::Keys;
+  GradientLaunch launch;
+  launch.kernel = cheapest(
+      {of_keys ? Kind::KeyGradients : Kind::QueryGradients}, call.request.dtype,
+      [&](Kernel const& k) { return call.runs(k); },
+      [](Kernel const& k) { return std::tuple(std::strcmp(k.family, "sm90") != 0, cost_of(k)); });
+  if (!launch.kernel) return launch;
+  int const block = of_keys ? launch.kernel->block_c : launch.kernel->block_r;
+  int const heads = of_keys ? p.heads_kv : p.heads_q, length = of_keys ? p.n_kv : p.n_q;
+  // What every tile of a head reads: the rows of its query heads and their gradients, or its keys and values.
+  int64_t const rows_a_head = of_keys ? int64_t(p.n_q) * (p.heads_q / p.heads_kv) : p.n_kv;
+  int64_t const bytes_a_head = rows_a_head * (p.head_dim + p.head_dim_v) * p.element_bytes;
+  int64_t const fits = call.device.l2_bytes / 2 / std::max<int64_t>(bytes_a_head, 1);
+  launch.scheduler = Scheduler(p.batch, heads, length, block, 1, std::max<int64_t>(fits, 1), axis);
+  if (launch.scheduler.size() > INT32_MAX)
+    fail("ValueError", of_keys ? "k" : "q", ": has ", launch.scheduler.size(),
+         " tiles of rows; a launch has room for fewer than 2^31");
+  return launch;
+}
+
+void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_t stream) {
+  params.scheduler = gradients.scheduler;
+  if (params.scheduler.size() == 0) return;
+  occupancy_of(*gradients.kernel, current_device());  // raises the kernel's limit of shared memory
+  gradients.kernel->launch(params, {dim3(static_cast<unsigned>(params.scheduler.size()))}, stream);
+}
+
+}  // namespace
+
+BackwardPlan plan_backward(BackwardParams* params, Request const& request) {
+  params->heads_per_kv = cutlass::FastDivmod(params->heads_q / params->heads_kv);
+  Features const features = features_of(*params) | (dout_is_aligned(*params) ? 0 : feature::UnalignedRows);
+  Call const call{*params, request, current_device(), features};
+  BackwardPlan plan{launch_of(call, Axis::Keys), launch_of(call, Axis::Rows), ""};
+  if (!plan) plan.refusal = refusal_of(call, {plan.of_keys.kernel ? Kind::QueryGradients : Kind::KeyGradients});
+  return plan;
+}
+
+void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t stream,
+                  std::function<void*(size_t)> const& allocate) {
+  if (leaves_gaps(features_of(params))) {
+    auto const clear = [&](void* data, int64_t rows, int heads, int cols) {
+      size_t const bytes = size_t(rows) * heads * cols * params.element_bytes;
+      if (bytes > 0) check_cuda(cudaMemsetAsync(data, 0, bytes, stream), "clearing gradients");
+    };
+    int64_t const batch = params.stored_batch(), keys = batch * params.stored_keys();
+    clear(params.dk, keys, params.heads_kv, params.head_dim);
+    clear(params.dv, keys, params.heads_kv, params.head_dim_v);
+    if (params.packed()) clear(params.dq, batch * params.stored_rows(), params.heads_q, params.head_dim);
+  }
+  size_t const statistics = StatisticsRows(params).size(params) * sizeof(RowStatistics);
+  if (statistics > 0) params.row_statistics = static_cast<RowStatistics*>(allocate(statistics));
+  compute_row_statistics(plan.of_keys.kernel->dtype, params, stream);
+  launch(plan.of_keys, params, stream);
+  launch(plan.of_queries, params, stream);
+}
+
+}  // namespace cutlass_ext

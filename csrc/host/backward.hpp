@@ -1,0 +1,34 @@
+// From a backward call to its launches: chooses the two kernels of the table, completes the parameters, launches.
+// Called by torch/operators.cpp; knows no torch.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <string>
+
+#include "../fmha/backward/params.hpp"
+#include "plan.hpp"
+
+namespace cutlass_ext {
+
+/// One of the two launches: gradients of keys (dK, dV) or of queries (dQ), with the order of its tiles.
+struct GradientLaunch {
+  Kernel const* kernel = nullptr;
+  Scheduler scheduler;
+};
+
+struct BackwardPlan {
+  GradientLaunch of_keys, of_queries;
+  std::string refusal;  // where a kernel is missing, the argument that none takes, and what would do
+
+  explicit operator bool() const { return of_keys.kernel && of_queries.kernel; }
+};
+
+/// Chooses by host-known shapes alone.
+BackwardPlan plan_backward(BackwardParams* params, Request const& request);
+
+/// Launches; `allocate` gives so many bytes of device memory that live until the work is done in stream order.
+void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t stream,
+                  std::function<void*(size_t)> const& allocate);
+
+}  // namespace cutlass_ext

@@ -1,0 +1,80 @@
+// How a kernel is chosen of the table: which ones run a call, the cheapest of them, and what is said where there is none.
+// Used by plan.cpp and backward.cpp.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <sstream>
+#include <string>
+#include <tuple>
+
+#include "plan.hpp"
+
+namespace cutlass_ext {
+
+/// A call on its way to a plan.
+struct Call {
+  Params& params;
+  Request const& request;
+  Device const& device;
+  Features features;
+
+  bool may_use(Kernel const& kernel) const {
+    return (request.backend == "auto" || request.backend == kernel.family) && runs_on(kernel, device);
+  }
+  bool runs(Kernel const& kernel) const {
+    return may_use(kernel) && kernel.takes_sizes(params) && kernel.takes_features(features);
+  }
+
+  int ctas_a_multiprocessor(Kernel const& kernel) const { return occupancy_of(kernel, device).ctas_a_multiprocessor; }
+};
+
+inline int count_bits(Features features) {
+  int bits = 0;
+  for (; features; features &= features - 1) ++bits;
+  return bits;
+}
+
+/// Smaller tiles of head_dim come first, then kernels without what the call does not need.
+inline std::tuple<int, int> cost_of(Kernel const& kernel) {
+  return {kernel.head_dim + kernel.head_dim_v, count_bits(kernel.takes)};
+}
+
+/// Of the kernels of `kinds` that `accepts`, the one of the least `cost`.
+template <class Accepts, class Cost>
+Kernel const* cheapest(std::initializer_list<Kind> kinds, DType dtype, Accepts const& accepts, Cost const& cost) {
+  Kernel const* best = nullptr;
+  for (Kind const kind : kinds) {
+    for (Kernel const* kernel : kernels_of(kind, dtype)) {
+      if (accepts(*kernel) && (!best || cost(*kernel) < cost(*best))) best = kernel;
+    }
+  }
+  return best;
+}
+
+/// What keeps every kernel from the call: the head dims, or the argument that the nearest one does not take.
+inline std::string refusal_of(Call const& call, std::initializer_list<Kind> kinds) {
+  auto const missing = [&](Kernel const& k) { return call.features & ~k.takes; };
+  auto const holds = [&](Kernel const& k) {
+    return call.may_use(k) && call.params.head_dim <= k.head_dim && call.params.head_dim_v <= k.head_dim_v;
+  };
+  auto const cost = [&](Kernel const& k) { return std::tuple(!k.takes_sizes(call.params), count_bits(missing(k))); };
+  Kernel const* const nearest = cheapest(kinds, call.request.dtype, holds, cost);
+  std::string const where = call.request.backend == "auto" ? "" : " of backend \"" + call.request.backend + "\"";
+  std::ostringstream text;
+  if (!nearest) {
+    text << "q: no kernel" << where << " for this GPU takes " << name_of(call.request.dtype) << " with head_dim "
+         << std::max(call.params.head_dim, call.params.head_dim_v);
+  } else if (missing(*nearest) & feature::UnalignedRows) {
+    text << "q, k, v: no kernel" << where << " takes rows that do not begin at multiples of 16 bytes; copy them with "
+         << ".contiguous()";
+  } else if (missing(*nearest) == 0) {
+    text << "backend: no kernel" << where << " is for a call of these sizes";
+  } else {
+    text << argument_of(missing(*nearest)) << ": no kernel" << where << " takes it together with what else is asked";
+  }
+  text << "; use backend=\"" << (call.request.backend == "auto" ? "torch\"" : "auto\" or \"torch\"");
+  return text.str();
+}
+
+}  // namespace cutlass_ext

@@ -1,0 +1,12 @@
+// The launches before the backward kernels. Called by backward.cpp.
+#pragma once
+
+#include "../fmha/backward/params.hpp"
+#include "kernel_table.hpp"
+
+namespace cutlass_ext {
+
+/// `params.row_statistics` of every query row, and the sink's gradient where it is asked for.
+void compute_row_statistics(DType dtype, BackwardParams const& params, cudaStream_t stream);
+
+}  // namespace cutlass_ext

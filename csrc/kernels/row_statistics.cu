@@ -1,0 +1,28 @@
+// What the backward kernels have to know of each query row, for each dtype.
+#include "../fmha/backward/statistics.hpp"
+#include "../host/row_statistics.hpp"
+
+#include <cutlass/numeric_types.h>
+
+#include "../host/error.hpp"
+
+namespace cutlass_ext {
+
+void compute_row_statistics(DType dtype, BackwardParams const& params, cudaStream_t stream) {
+  if (params.batch > 65535 || params.heads_q > 65535)
+    fail("ValueError", "q: has ", params.batch, " sequences of ", params.heads_q,
+         " heads; the backward pass takes 65,535 of each at most");
+  dim3 const ctas(Scheduler::tiles_of(params.n_q, StatisticsRows::kTile), params.heads_q, params.batch);
+  auto const kernel = dtype == DType::Float32   ? row_statistics_kernel<float>
+                      : dtype == DType::Float16 ? row_statistics_kernel<cutlass::half_t>
+                                                : row_statistics_kernel<cutlass::bfloat16_t>;
+  if (ctas.x > 0 && ctas.z > 0) {
+    kernel<<<ctas, kStatisticsThreads, 0, stream>>>(params);
+    check_cuda(cudaGetLastError(), "launching the statistics of rows");
+  }
+  if (!params.dsink) return;
+  sink_gradient_kernel<<<params.heads_q, kSinkThreads, 0, stream>>>(params);
+  check_cuda(cudaGetLastError(), "launching the sink's gradient");
+}
+
+}  // namespace cutlass_ext
