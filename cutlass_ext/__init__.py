@@ -1,9 +1,11 @@
 """Exact attention for NVIDIA GPUs, on CuTe/CUTLASS, called from PyTorch.
 
 `fmha` is the one function with all features; `flash_attn_*` and `scaled_dot_product_attention` are the same under the
-names of flash-attn and PyTorch; `explain` says what would run. CPU tensors run through PyTorch's own operators.
+names of flash-attn and PyTorch; all are differentiable. `fmha_backward` and `merge_attention` are for those who cut the
+keys into parts themselves; `explain` says what would run. CPU tensors run through PyTorch's own operators.
 """
 
+from .backward import fmha_backward
 from .flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -14,6 +16,7 @@ from .flash_attn import (
 )
 from .interface import Explanation, explain, fmha
 from .kvcache import flash_attn_with_kvcache
+from .merge import merge_attention
 from .sdpa import scaled_dot_product_attention
 
 __version__ = "0.1.0"
@@ -29,5 +32,7 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "fmha",
+    "fmha_backward",
+    "merge_attention",
     "scaled_dot_product_attention",
 ]

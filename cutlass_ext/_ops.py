@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .torch_backend import Results, empty_results
+from .torch_backend import empty_results
 
 try:
     import cutlass_ext._C as _C  # importing it registers the operators; `from . import` would hide why it fails
@@ -62,15 +62,37 @@ _library = torch.library.Library("cutlass_ext", "FRAGMENT")
 _names: dict = {}  # of an operator's arguments: torch.compile does not read schemas
 
 
-def register(name: str, compute: Callable[[SimpleNamespace], Results]) -> tuple:
+Tensors = tuple[Tensor, ...]
+
+
+def attention_shapes(o: SimpleNamespace) -> Tensors:
+    """The results of operators that compute attention, `out` and `lse`, uninitialised."""
+    return empty_results(o.q, getattr(o, "v_cache", o.v), o.return_lse)
+
+
+def lse_if_asked(compute: Callable[[SimpleNamespace], Tensors]) -> Callable[[SimpleNamespace], Tensors]:
+    """`compute`, which gives `out` and `lse`, with an empty tensor for an lse that nobody asked for."""
+
+    def call(o: SimpleNamespace) -> Tensors:
+        out, lse = compute(o)
+        return out, lse if o.return_lse else lse.new_empty(0)
+
+    return call
+
+
+def register(
+    name: str,
+    compute: Callable[[SimpleNamespace], Tensors],
+    shapes: Callable[[SimpleNamespace], Tensors] = attention_shapes,
+) -> tuple:
     """The compiled operator `name`, with an implementation for CPU tensors and shapes for tracing, and `NAME_torch`.
 
     The second runs `compute` on any device, for backend="torch". It is an operator of its own: for CUDA tensors the
     first is the compiled one, and torch.compile should see one opaque operator here too, not a loop over blocks whose
-    number depends on the shapes. `compute` takes the operator's arguments by name, as attributes.
+    number depends on the shapes. `compute` and `shapes` take the operator's arguments by name, as attributes.
     """
     operator = getattr(torch.ops.cutlass_ext, name).default
-    check = getattr(torch.ops.cutlass_ext, f"{name.removesuffix('_append')}_check").default
+    check = getattr(torch.ops.cutlass_ext, re.sub("_append$|_with_grad$", "", name) + "_check").default
     schema = operator._schema
 
     def named(arguments: tuple) -> SimpleNamespace:
@@ -78,50 +100,54 @@ def register(name: str, compute: Callable[[SimpleNamespace], Results]) -> tuple:
         return SimpleNamespace(**values | dict(zip(values, arguments, strict=False)))
 
     @torch.no_grad()
-    def on_any_device(*arguments) -> Results:
+    def on_any_device(*arguments) -> Tensors:
         check(*arguments)
-        options = named(arguments)
-        out, lse = compute(options)
-        return out, lse if options.return_lse else lse.new_empty(0)
+        return compute(named(arguments))
 
-    def shapes(*arguments) -> Results:
-        options = named(arguments)
-        return empty_results(options.q, getattr(options, "v_cache", options.v), options.return_lse)
+    def traced(*arguments) -> Tensors:
+        return shapes(named(arguments))
 
     _library.define(f"{name}_torch" + str(schema).removeprefix(schema.name))
     _library.impl(name, on_any_device, "CPU")
     for device in ("CPU", "CUDA"):
         _library.impl(f"{name}_torch", on_any_device, device)
     for registered in (name, f"{name}_torch"):
-        torch.library.register_fake(f"cutlass_ext::{registered}", shapes, lib=_library)
+        torch.library.register_fake(f"cutlass_ext::{registered}", traced, lib=_library)
     both = operator, getattr(torch.ops.cutlass_ext, f"{name}_torch").default
     _names.update(dict.fromkeys(both, tuple(argument.name for argument in schema.arguments)))
     return both
 
 
-def run(operator, arguments: tuple, names: dict[str, str]) -> Results:
+def run(operator, arguments: tuple, names: dict[str, str]) -> Tensors:
     """Calls an operator; `names` are what the caller calls arguments that have other names there."""
     try:
-        results = operator(*arguments)
+        return operator(*arguments)
     except RuntimeError as error:
         refused = _refusal(error, operator, arguments)
         if refused is None:
             raise
         raise _renamed(refused, names) from None
-    if results[0].requires_grad:  # autograd has looked at all arguments: doing so here costs 0.2 to 0.6 us
-        refuse_grad(operator, arguments)
-    return results
 
 
-def refuse_grad(operator, arguments: tuple) -> None:
-    """Raises if an argument requires grad: without a backward pass the result would be detached silently."""
+def refuse_grad(operator, arguments: tuple, of: str) -> None:
+    """Raises if an argument requires grad: without a backward pass `of` this the result would be detached silently."""
     if torch.is_grad_enabled():
-        for i, value in enumerate(arguments):
+        for name, value in zip(_names[operator], arguments, strict=False):
             if value is not None and getattr(value, "requires_grad", False):
                 raise NotImplementedError(
-                    f"{_names[operator][i]}: requires grad, and there is no backward pass yet; "
+                    f"{name}: requires grad, and there is no backward pass of {of}; "
                     "call under torch.no_grad() or torch.inference_mode(), or pass detached tensors"
                 )
+
+
+def register_autograd(operator, backward: Callable, setup_context: Callable | None = None) -> None:
+    """The gradients of an operator that `register` gave, as `torch.library.register_autograd` takes them."""
+    torch.library.register_autograd(operator, backward, setup_context=setup_context, lib=_library)
+
+
+def position(operator, name: str) -> int:
+    """Where the argument `name` of an operator stands."""
+    return _names[operator].index(name)
 
 
 _FAILED_CHECK = re.compile(r"cutlass_ext\.(ValueError|TypeError|NotImplementedError|RuntimeError): ([^\n]*)")

@@ -1,7 +1,7 @@
 """The names, arguments, defaults and alignment of flash-attn 2.8, so that an import line is all that changes.
 
 Called by users. Three things differ from flash-attn, all on purpose: a row that sees no key has `softmax_lse = -inf`
-(there `+inf`), `softmax_lse` is not shifted under causal ALiBi, and there is no backward pass and no dropout yet.
+(there `+inf`), `softmax_lse` is not shifted under causal ALiBi and has a gradient, and there is no dropout yet.
 
 Serving engines call the same names with more keywords, those of vLLM's fork and of FlashAttention-3. They are taken by
 name, here and in `kvcache.py`, and refused by name where they would change a result.
@@ -56,6 +56,10 @@ def engine_results(results: Tensor | tuple[Tensor, Tensor], out: Tensor | None) 
     """`results` of `fmha`, the first of them in `out` where that is given."""
     if out is None:
         return results
+    if (results if isinstance(results, Tensor) else results[0]).requires_grad:
+        raise NotImplementedError(
+            "out: does not go with gradients, and an input requires grad; leave it out, or call under torch.no_grad()"
+        )
     return out.copy_(results) if isinstance(results, Tensor) else (out.copy_(results[0]), results[1])
 
 
@@ -94,7 +98,8 @@ def flash_attn_func(
         window_size: `(left, right)` in tokens, -1 unbounded.
         softcap: bound of the scores, 0 for none.
         alibi_slopes: float32 `[H_q]` or `[B, H_q]`; `-slope * |i + N_kv - N_q - j|` is added to the scores.
-        deterministic: taken for flash-attn's sake; results are always the same bits.
+        deterministic: the same gradients, bit for bit, run after run; without it `dq` may differ in its last bits.
+            Results always have the same bits.
         return_attn_probs: return `(out, softmax_lse, None)`. The probabilities themselves are never written out, so
             the third is None, as it is in flash-attn without dropout.
         num_splits: as in `fmha`; 0: the library chooses.
@@ -106,10 +111,11 @@ def flash_attn_func(
             `cp_tot_seqused_k` must be None, `cp_world_size` 1, `cp_rank` and `attention_chunk` 0.
 
     Returns:
-        `out` `[B, N_q, H_q, d_v]`, dtype of q. `softmax_lse` is float32 `[B, H_q, N_q]`, natural logarithm.
+        `out` `[B, N_q, H_q, d_v]`, dtype of q. `softmax_lse` is float32 `[B, H_q, N_q]`, natural logarithm. Both are
+        differentiable.
 
     Raises:
-        NotImplementedError: dropout, what `engine` must not be, or an input that requires grad under grad mode.
+        NotImplementedError: dropout, what `engine` must not be, or `out` where an input requires grad.
         TypeError, ValueError: as `fmha`.
 
     Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
@@ -119,6 +125,7 @@ def flash_attn_func(
     results = fmha(
         q, k, v, causal=causal, start_pos="end", window=window_size, softmax_scale=softmax_scale, softcap=softcap,
         alibi_slopes=alibi_slopes, sink=sink, return_lse=return_attn_probs or return_softmax_lse, num_splits=num_splits,
+        deterministic=deterministic,
     )  # fmt: skip
     results = engine_results(results, out)
     return (*results, None) if return_attn_probs else results
@@ -176,10 +183,11 @@ def flash_attn_varlen_func(
         num_splits, return_softmax_lse, out, s_aux, engine: as `flash_attn_func`.
 
     Returns:
-        `out` `[total_q, H_q, d_v]`, dtype of q. `softmax_lse` is float32 `[H_q, total_q]`, natural logarithm.
+        `out` `[total_q, H_q, d_v]`, dtype of q. `softmax_lse` is float32 `[H_q, total_q]`, natural logarithm. Both are
+        differentiable.
 
     Raises:
-        NotImplementedError: dropout, what `engine` must not be, or an input that requires grad under grad mode.
+        NotImplementedError: dropout, what `engine` must not be, or `out` or `block_table` where an input requires grad.
         TypeError, ValueError: as `fmha`.
 
     Source: FlashAttention-2 (arXiv:2307.08691), PagedAttention (arXiv:2309.06180, section 4.1); the interface of
@@ -195,6 +203,7 @@ def flash_attn_varlen_func(
         softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, seqused_k=seqused_k,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         block_table=block_table, return_lse=return_attn_probs or return_softmax_lse, num_splits=num_splits,
+        deterministic=deterministic,
     )  # fmt: skip
     results = engine_results(results, out)
     return (*results, None) if return_attn_probs else results

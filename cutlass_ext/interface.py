@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from . import torch_backend
-from ._ops import register, run
+from . import autograd
+from ._ops import run
 
 Backend = Literal["auto", "simt", "sm80", "sm90", "torch"]
 StartPos = int | Tensor | Literal["end"]
 
-_NAMES = {"window_left": "window", "window_right": "window"}  # what arguments of the operator are called here
-_fmha, _fmha_torch = register("fmha", torch_backend.fmha)
+NAMES = {"window_left": "window", "window_right": "window"}  # what arguments of the operator are called here
 
 
 def fmha(
@@ -44,6 +43,7 @@ def fmha(
     return_lse: bool = False,
     num_splits: int = 0,
     backend: Backend = "auto",
+    deterministic: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Exact multi-head attention, `softmax(softmax_scale * q k^T + ...) v`, without writing out the scores.
 
@@ -77,9 +77,10 @@ def fmha(
     (16-bit).
 
     Args:
-        q: `[B, N_q, H_q, d]` or packed `[total_q, H_q, d]`, float32, float16 or bfloat16. Like k and v it may have any
-            strides as long as its last dimension is contiguous, so slices of a packed or a permuted buffer need no
-            copy.
+        q: `[B, N_q, H_q, d]` or packed `[total_q, H_q, d]`, float32, float16 or bfloat16, or float64 where PyTorch's
+            operators compute, on a CPU or with `backend="torch"`; slopes, sink and lse are float64 then. Like k and v
+            it may have any strides as long as its last dimension is contiguous, so slices of a packed or a permuted
+            buffer need no copy.
         k: `[B, N_kv, H_kv, d]` or `[total_k, H_kv, d]`, or pages `[pages, page size, H_kv, d]`, dtype and device of q.
             `H_q` is a multiple of `H_kv`: query head `h` reads key head `h // (H_q / H_kv)` (multi-query and
             grouped-query attention).
@@ -113,42 +114,58 @@ def fmha(
         num_splits: parts in which the keys of a query tile are computed, to be merged by `lse`; 0: the library chooses.
             More splits fill a GPU when there are few query tiles. `"torch"` does not split. With a fixed number a
             sequence has the same bits whatever else is in the batch; a packed one, those of a packed call of its own.
-        backend: what computes: `"simt"` (CUDA cores), `"sm80"`, `"sm90"` (tensor cores), `"torch"` (PyTorch's own
-            operators, on any device), or `"auto"`. `explain` says what `"auto"` chooses.
+        backend: what computes, the gradients too: `"simt"` (CUDA cores), `"sm80"`, `"sm90"` (tensor cores), `"torch"`
+            (PyTorch's own operators, on any device), or `"auto"`. `explain` says what `"auto"` chooses.
+        deterministic: the same gradients, bit for bit, run after run; without it `dq` may differ in its last bits.
+            `torch.use_deterministic_algorithms(True)` does the same. `out` and `lse` always have the same bits.
 
     Returns:
         `out` `[B, N_q, H_q, d_v]` or `[total_q, H_q, d_v]`, contiguous, dtype of q; with `return_lse` also `lse`
-        `[B, H_q, N_q]` or `[H_q, total_q]`, float32, the natural logarithm of each row's sum. The same
-        inputs give the same bits. In a captured CUDA graph the call may be replayed as often as wanted, but two
-        instances of one graph must not run at the same time: they share what the call computes in.
+        `[B, H_q, N_q]` or `[H_q, total_q]`, float32, the natural logarithm of each row's sum. Both are differentiable
+        in q, k, v and sink, once. Rows that see no key, padding and rows in no sequence have gradients of 0, whatever
+        bits stand there. The same inputs give the same bits. In a captured CUDA graph the call may be replayed as often
+        as wanted, but two instances of one graph must not run at the same time: they share what the call computes in.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: a shape, stride, device or value that does not fit; the text names the argument.
-        NotImplementedError: what is not built yet, among it the backward pass: an input that requires grad under grad
-            mode is refused instead of being detached silently.
+        NotImplementedError: what is not built yet, among it gradients of slopes, of keys in pages, and of gradients.
 
     Source: FlashAttention (arXiv:2205.14135, section 3.1) and FlashAttention-2 (arXiv:2307.08691, section 3.1), with
     the online softmax of arXiv:1805.02867 (section 3). Features: GQA (arXiv:2305.13245, section 2.2), ALiBi
     (arXiv:2108.12409, section 3), attention sinks (arXiv:2309.17453, section 3), softcap (Gemma 2, arXiv:2408.00118,
     section 2).
     """
-    if causal is not True and causal is not False:
+    if (causal is not True and causal is not False) or deterministic is not False:
         check_bool("causal", causal)
+        check_bool("deterministic", deterministic)
     left, right = (-1, -1) if window == (-1, -1) else window_sides("window", window)
     start, start_positions = (start_pos, None) if type(start_pos) is int else split_start(start_pos)
-    arguments = q, k, v, causal, start, return_lse
+    needs_grad = torch.is_grad_enabled() and (
+        getattr(q, "requires_grad", False)
+        or getattr(k, "requires_grad", False)
+        or getattr(v, "requires_grad", False)
+        or (sink is not None and getattr(sink, "requires_grad", False))
+        or (alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False))
+    )
+    if needs_grad:
+        _check_gradients(alibi_slopes, block_table)
+    arguments = q, k, v, causal, start, return_lse or needs_grad
     # Those at the end that a plain call leaves out would cost it 1.6 us, of the 4.5 that 21 arguments take.
     absent = (
         cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is softmax_scale is alibi_slopes is sink
         is seqused_k is leftpad_k is start_positions is block_table is None
     )  # fmt: skip
-    if not absent or (left, right, softcap, num_splits, backend) != (-1, -1, 0.0, 0, "auto"):
+    if not absent or (left, right, softcap, num_splits, backend, deterministic) != (-1, -1, 0.0, 0, "auto", False):
         arguments += (
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, left, right, softmax_scale, softcap,
-            alibi_slopes, sink, seqused_k, leftpad_k, start_positions, num_splits, backend,
+            alibi_slopes, sink, seqused_k, leftpad_k, start_positions, num_splits, backend, deterministic,
         )  # fmt: skip
-    out, lse = run(_fmha_torch if backend == "torch" else _fmha, arguments, _NAMES)
+    if needs_grad:
+        operator = autograd.differentiable(autograd.with_grad_torch if backend == "torch" else autograd.with_grad)
+    else:
+        operator = autograd.forward_torch if backend == "torch" else autograd.forward
+    out, lse = run(operator, arguments, NAMES)
     return (out, lse) if return_lse else out
 
 
@@ -198,11 +215,25 @@ class _Explaining(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "namespace", None) == "cutlass_ext":
-            name = "fmha_kvcache" if "kvcache" in function.__name__ else "fmha"
+            kinds = "kvcache", "backward"
+            name = "_".join(["fmha", *(kind for kind in kinds if kind in function.__name__)])
             function = getattr(torch.ops.cutlass_ext, f"{name}_explain")
             backend, kernel, B_r, B_c, splits, ctas, reason = function(*args)
             raise _Explained(Explanation(backend, kernel, (B_r, B_c), splits, ctas, reason))
         return function(*args, **kwargs or {})
+
+
+def _check_gradients(alibi_slopes: Tensor | None, block_table: Tensor | None) -> None:
+    """Raises where a call needs gradients that there are not."""
+    name, reason = None, ""
+    if getattr(alibi_slopes, "requires_grad", False):
+        name, reason = "alibi_slopes", "requires grad, and slopes have no gradient"
+    elif block_table is not None:
+        name, reason = "block_table", "there is no backward pass of keys in pages, and an input requires grad"
+    if name:
+        raise NotImplementedError(
+            f"{name}: {reason}; call under torch.no_grad() or torch.inference_mode(), or pass detached tensors"
+        )
 
 
 def check_bool(name: str, value: bool) -> None:

@@ -32,10 +32,11 @@ def scaled_dot_product_attention(
 
     Returns:
         `[..., H_q, N_q, d_v]`, dtype of query: a transposed view of a `[..., N_q, H_q, d_v]` buffer. Nothing is copied
-        on the way in either, but for leading dimensions of which there are several and which no view can merge.
+        on the way in either, but for leading dimensions of which there are several and which no view can merge. It is
+        differentiable; `torch.use_deterministic_algorithms(True)` fixes the bits of its gradients.
 
     Raises:
-        NotImplementedError: attn_mask, dropout, or an input that requires grad under grad mode.
+        NotImplementedError: attn_mask, or dropout.
         TypeError, ValueError: as `fmha`; ValueError too where head counts differ without enable_gqa.
 
     Source: FlashAttention-2 (arXiv:2307.08691); PyTorch's documentation for the semantics.

@@ -22,6 +22,7 @@ _MAX_ROWS = 128  # of a block: more of them compute more hidden scores under cau
 _MIN_ROWS = 32  # of a block: fewer of them read K and V more often than their arithmetic pays for
 
 Results = tuple[Tensor, Tensor]  # out, lse
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, dsink
 
 
 def fmha(o: SimpleNamespace) -> Results:
@@ -30,6 +31,13 @@ def fmha(o: SimpleNamespace) -> Results:
         return _packed_attention(o)
     k, v = (o.k, o.v) if o.block_table is None else (gathered(pages, o.block_table) for pages in (o.k, o.v))
     return attention(o.q, k, v, lengths_of(o, o.q.shape[1], k.shape[1], o.seqused_k, o.leftpad_k), o)
+
+
+def fmha_backward(o: SimpleNamespace) -> Gradients:
+    """`cutlass_ext.fmha_backward`; the attributes of `o` are the operator's arguments, checked already."""
+    if o.cu_seqlens_q is not None:
+        return _packed_backward(o)
+    return attention_backward(o, lengths_of(o, o.q.shape[1], o.k.shape[1], o.seqused_k, o.leftpad_k))
 
 
 def gathered(pages: Tensor, table: Tensor) -> Tensor:
@@ -65,96 +73,237 @@ def lengths_of(
     return Lengths(start, used, leftpad)
 
 
+def dtype_of_scores(q: Tensor) -> torch.dtype:
+    """What scores, softmax and products are computed in, and the dtype of lse."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
 def empty_results(q: Tensor, v: Tensor, return_lse: bool = True) -> Results:
     """`out` and `lse` for q `[B, N_q, H_q, d]` or `[total_q, H_q, d]`; `lse` is empty where nobody asked for it."""
     *batch, rows, H_q, _d = q.shape
     lse = (*batch, H_q, rows) if return_lse else (0,)
-    return q.new_empty(*batch, rows, H_q, v.shape[-1]), q.new_empty(lse, dtype=torch.float32)
+    return q.new_empty(*batch, rows, H_q, v.shape[-1]), q.new_empty(lse, dtype=dtype_of_scores(q))
+
+
+def empty_gradients(o: SimpleNamespace) -> Gradients:
+    """Of the shapes of q, k, v and sink, contiguous; `dsink` is empty where there is no sink."""
+    dsink = o.q.new_empty(0 if o.sink is None else o.sink.shape, dtype=dtype_of_scores(o.q))
+    return o.q.new_empty(o.q.shape), o.k.new_empty(o.k.shape), o.v.new_empty(o.v.shape), dsink
+
+
+class _Block(NamedTuple):
+    """Query rows `i` of the sequences `b` and of the query heads of the key heads `h`, and the keys `j` that they may
+    see. `masked` says whether some of the rows may not see some of the keys."""
+
+    b: slice
+    h: slice
+    i: slice
+    j: slice
+    Q: Tensor  # [b, h, G, i, d], times softmax_scale
+    K: Tensor  # [b, h, j, d]
+    V: Tensor  # [b, h, j, d_v]
+    by_position: bool
+    masked: bool
+
+    @property
+    def rows(self) -> tuple[slice, slice, slice, slice]:
+        """Where the rows are in a tensor `[B, H_kv, G, N_q, ...]`."""
+        return self.b, self.h, slice(None), self.i
+
+
+class _Blocks:
+    """The scores of a padded call, in blocks of O(N_kv) memory a row. Nothing here waits for the device."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: SimpleNamespace):
+        (B, N_q, H_q, d), (_, N_kv, H_kv, d_v) = q.shape, v.shape
+        self.q, self.k, self.v, self.G, self.softcap = q, k, v, H_q // H_kv, o.softcap
+        self.dtype = dtype_of_scores(q)
+        self.softmax_scale = d**-0.5 if o.softmax_scale is None else o.softmax_scale
+        self.left, self.right = o.window_left, 0 if o.causal else o.window_right
+        self.start = lengths.start.view(B, 1, 1, 1, 1) if isinstance(lengths.start, Tensor) else lengths.start
+        slopes = o.alibi_slopes
+        self.slopes = None if slopes is None else slopes.reshape(-1, H_kv, self.G, 1, 1).expand(B, -1, -1, -1, -1)
+        self.keys = torch.arange(N_kv, device=q.device)
+        self.outside = _outside(self.keys, lengths)
+        self.rows, self.heads = _block_shape(q.is_cuda, N_q, N_kv, self.G, d + d_v)
+
+    def __iter__(self) -> Iterator[_Block]:
+        (B, N_q), (N_kv, H_kv) = self.q.shape[:2], self.k.shape[1:3]
+        q_heads = self.by_heads(self.q)
+        for b, h in _head_blocks(B, H_kv, self.heads):
+            K, V = (x[b, :, h].transpose(1, 2).to(self.dtype) for x in (self.k, self.v))
+            if self.outside is not None:
+                # 0 * NaN is NaN: what lies outside a sequence must not even meet a zero probability.
+                K, V = (x.masked_fill(self.outside[b, None, :, None], 0.0) for x in (K, V))
+            if b.stop - b.start > 1:
+                K, V = K.contiguous(), V.contiguous()  # once here, or matmul does it for every block of rows
+            start = self.start[b] if isinstance(self.start, Tensor) else self.start
+            for first_row in range(0, N_q, self.rows):
+                i = slice(first_row, min(first_row + self.rows, N_q))
+                j, hidden = _visible_keys(start, i, N_kv, self.left, self.right)
+                Q = q_heads[b, h, :, i].to(self.dtype) * self.softmax_scale
+                masked = hidden or self.outside is not None
+                yield _Block(b, h, i, j, Q, K[:, :, j], V[:, :, j], hidden, masked)
+
+    def scores(self, block: _Block, keep_tanh: bool = False) -> tuple[Tensor, Tensor | None]:
+        """`S` `[b, h, G, i, j]`, -inf where a key is hidden; and if it is to be kept, the softcap's tanh."""
+        b, h, i, j = block[:4]
+        S = self.product(block.Q, block.K.mT)
+        tanh = None
+        if self.softcap > 0:
+            S.div_(self.softcap).tanh_()
+            tanh = S.clone() if keep_tanh else None
+            S.mul_(self.softcap)
+        ahead = None  # j - p: how far a key stands ahead of the row
+        if self.slopes is not None or block.by_position:
+            start = self.start[b] if isinstance(self.start, Tensor) else self.start
+            ahead = self.keys[j] - (torch.arange(i.start, i.stop, device=S.device).unsqueeze(-1) + start)
+        if self.slopes is not None:
+            S.addcmul_(self.slopes[b, h], ahead.abs().to(self.dtype), value=-1.0)
+        if ahead is not None and self.right >= 0:
+            S.masked_fill_(ahead > self.right, -torch.inf)
+        if ahead is not None and self.left >= 0:
+            S.masked_fill_(ahead < -self.left, -torch.inf)
+        if self.outside is not None:
+            S.masked_fill_(self.outside[b, None, None, None, j], -torch.inf)
+        return S, tanh
+
+    def product(self, rows: Tensor, of_keys: Tensor) -> Tensor:
+        """Of rows `[b, h, G, i, x]` with a matrix of their key head, `[b, h, x, y]`: `[b, h, G, i, y]`."""
+        return torch.matmul(rows.flatten(2, 3), of_keys).unflatten(2, (self.G, -1))
+
+    def by_heads(self, x: Tensor) -> Tensor:
+        """`[B, N_q, H_q, d]` as a view `[B, H_kv, G, N_q, d]`: query heads meet their key head by broadcasting, and K
+        and V are never repeated."""
+        return x.unflatten(2, (-1, self.G)).permute(0, 2, 3, 1, 4)
+
+    def rows_by_heads(self, x: Tensor) -> Tensor:
+        """`[B, H_q, N_q]` as a view `[B, H_kv, G, N_q, 1]`."""
+        return x.unflatten(1, (-1, self.G)).unsqueeze(-1)
+
+    def of_heads(self, x: Tensor) -> Tensor:
+        """`[H_q]` as a view `[1, H_kv, G, 1, 1]`."""
+        return x.view(1, -1, self.G, 1, 1)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: SimpleNamespace) -> Results:
     """Padded sequences: `out` `[B, N_q, H_q, d_v]` in q's dtype and `lse` `[B, H_q, N_q]` float32.
 
-    Scores, softmax and both products are computed in float32, whatever the inputs' dtype. Nothing here waits for the
-    device.
+    Scores, softmax and both products are computed in float32, whatever the inputs' dtype, or in float64 where they are.
     """
-    B, N_q, H_q, d = q.shape
-    _, N_kv, H_kv, d_v = v.shape
     out, lse = empty_results(q, v)
     if lse.numel() == 0:
         return out, lse
-
-    softmax_scale = d**-0.5 if o.softmax_scale is None else o.softmax_scale
-    window_left, window_right = o.window_left, 0 if o.causal else o.window_right
-    start = lengths.start.view(B, 1, 1, 1, 1) if isinstance(lengths.start, Tensor) else lengths.start
-
-    # Query heads as [H_kv, G]: they meet their key head by broadcasting, and K and V are never repeated.
-    G = H_q // H_kv
-    q_heads = q.unflatten(2, (H_kv, G)).permute(0, 2, 3, 1, 4)
-    out_heads = out.unflatten(2, (H_kv, G)).permute(0, 2, 3, 1, 4)
-    lse_heads = lse.unflatten(1, (H_kv, G)).unsqueeze(-1)
-    slopes = None if o.alibi_slopes is None else o.alibi_slopes.reshape(-1, H_kv, G, 1, 1).expand(B, -1, -1, -1, -1)
-    sinks = None if o.sink is None else o.sink.reshape(1, H_kv, G, 1, 1)
-    keys = torch.arange(N_kv, device=q.device)
-    outside = _outside(keys, lengths)
-
-    rows, heads = _block_shape(q.is_cuda, N_q, N_kv, G, d + d_v)
+    blocks = _Blocks(q, k, v, lengths, o)
+    out_heads, lse_heads = blocks.by_heads(out), blocks.rows_by_heads(lse)
+    sinks = None if o.sink is None else blocks.of_heads(o.sink)
     with _float32_products(q.device.type):
-        for b, h in _head_blocks(B, H_kv, heads):
-            K = k[b, :, h].transpose(1, 2).to(torch.float32)
-            V = v[b, :, h].transpose(1, 2).to(torch.float32)
-            if outside is not None:
-                # 0 * NaN is NaN: what lies outside a sequence must not even meet a zero probability.
-                V = V.masked_fill(outside[b, None, :, None], 0.0)
-            if b.stop - b.start > 1:
-                K, V = K.contiguous(), V.contiguous()  # once here, or matmul does it for every block of rows
-
-            block_start = start[b] if isinstance(start, Tensor) else start
-            for first_row in range(0, N_q, rows):
-                i = slice(first_row, min(first_row + rows, N_q))
-                j, hidden = _visible_keys(start, i, N_kv, window_left, window_right)
-                sink_block = None if sinks is None else sinks[:, h]
-                if j.start == j.stop:
-                    out_heads[b, h, :, i] = 0.0
-                    lse_heads[b, h, :, i] = -torch.inf if sinks is None else sink_block
-                    continue
-
-                Q = q_heads[b, h, :, i].to(torch.float32) * softmax_scale
-                S = torch.matmul(Q.flatten(2, 3), K[:, :, j].mT).unflatten(2, (G, -1))
-                if o.softcap > 0:
-                    S.div_(o.softcap).tanh_().mul_(o.softcap)
-                ahead = None  # j - p: how far a key stands ahead of the row
-                if slopes is not None or hidden:
-                    p = torch.arange(i.start, i.stop, device=q.device).unsqueeze(-1) + block_start
-                    ahead = keys[j] - p
-                if slopes is not None:
-                    S.addcmul_(slopes[b, h], ahead.abs().to(torch.float32), value=-1.0)
-                if ahead is not None and window_right >= 0:
-                    S.masked_fill_(ahead > window_right, -torch.inf)
-                if ahead is not None and window_left >= 0:
-                    S.masked_fill_(ahead < -window_left, -torch.inf)
-                if outside is not None:
-                    S.masked_fill_(outside[b, None, None, None, j], -torch.inf)
-
-                m = S.amax(-1, keepdim=True)
-                if sinks is not None:
-                    m = torch.maximum(m, sink_block)
-                m.masked_fill_(m == -torch.inf, 0.0)  # a row without keys: exp(-inf - 0) is 0, exp(-inf + inf) NaN
-                P = S.sub_(m).exp_()
-                l = P.sum(-1, keepdim=True)
-                if sinks is not None:
-                    l += torch.exp(sink_block - m)
-                O = torch.matmul(P.flatten(2, 3), V[:, :, j]).unflatten(2, (G, -1))
-                out_heads[b, h, :, i] = O.div_(l).masked_fill_(l == 0, 0.0)
-                lse_heads[b, h, :, i] = l.log_().add_(m)
+        for block in blocks:
+            sink = None if sinks is None else sinks[:, block.h]
+            if block.j.start == block.j.stop:
+                out_heads[block.rows] = 0.0
+                lse_heads[block.rows] = -torch.inf if sink is None else sink
+                continue
+            S, _ = blocks.scores(block)
+            m = S.amax(-1, keepdim=True)
+            if sink is not None:
+                m = torch.maximum(m, sink)
+            m.masked_fill_(m == -torch.inf, 0.0)  # a row without keys: exp(-inf - 0) is 0, exp(-inf + inf) NaN
+            P = S.sub_(m).exp_()
+            l = P.sum(-1, keepdim=True)
+            if sink is not None:
+                l += torch.exp(sink - m)
+            O = blocks.product(P, block.V)
+            out_heads[block.rows] = O.div_(l).masked_fill_(l == 0, 0.0)
+            lse_heads[block.rows] = l.log_().add_(m)
     return out, lse
 
 
-def _packed_attention(o: SimpleNamespace) -> Results:
-    """Packed queries, over packed keys or over pages: `out` `[total_q, H_q, d_v]` and `lse` `[H_q, total_q]`.
+def attention_backward(o: SimpleNamespace, lengths: Lengths) -> Gradients:
+    """Padded sequences: the gradients of `attention`, from its results (FlashAttention-2, arXiv:2307.08691, section
+    3.1), computed in what the scores are.
 
-    On a CPU, where lengths can be read, the sequences go through `attention` one by one. On a GPU nothing waits for the
-    device: they are padded to the longest, or to the room of the pages, as many at a time as a block of elements holds.
+        P = exp(S - lse),  dV = P^T dO,  dS = P (dO V^T - delta),  dQ = dS K,  dK = dS^T Q
+        dsink = -sum exp(sink - lse) delta
+
+    with delta = rowsum(dO O) - dlse. Rows that see no key, and keys outside their sequence, have gradients of 0: what
+    stands there is replaced before it meets a zero.
+    """
+    dq, dk, dv, dsink = empty_gradients(o)
+    dsink.zero_()
+    if o.q.numel() == 0:
+        return dq, dk.zero_(), dv.zero_(), dsink
+    blocks = _Blocks(o.q, o.k, o.v, lengths, o)
+    dq_heads, dO_heads = blocks.by_heads(dq), blocks.by_heads(o.dout)
+    O_heads = None if o.out is None else blocks.by_heads(o.out)
+    # P of a row without keys, exp(-inf - lse), is 0 and not NaN
+    lse_heads = blocks.rows_by_heads(o.lse.masked_fill(o.lse == -torch.inf, torch.inf))
+    delta_heads, dlse_heads = (None if x is None else blocks.rows_by_heads(x) for x in (o.delta, o.dlse))
+    dK, dV = (x.new_zeros(x.transpose(1, 2).shape, dtype=blocks.dtype) for x in (o.k, o.v))
+    with _float32_products(o.q.device.type):
+        for block in blocks:
+            sees_keys = block.j.start < block.j.stop
+            lse, dO, Q = lse_heads[block.rows], dO_heads[block.rows].to(blocks.dtype), block.Q
+            if sees_keys:
+                S, tanh = blocks.scores(block, keep_tanh=True)
+                P = S.sub_(lse).exp_()
+            empty = None  # rows that see no key
+            if not sees_keys:
+                empty = torch.ones_like(lse, dtype=torch.bool)
+            elif block.masked:
+                empty = P.amax(-1, keepdim=True) == 0
+                dO, Q = dO.masked_fill(empty, 0.0), Q.masked_fill(empty, 0.0)
+            if delta_heads is not None:
+                delta = delta_heads[block.rows]
+            else:
+                delta = (dO * O_heads[block.rows]).sum(-1, keepdim=True)
+                if empty is not None:
+                    delta.masked_fill_(empty, 0.0)
+                if dlse_heads is not None:
+                    delta -= dlse_heads[block.rows]
+            if o.sink is not None:
+                of_sink = (torch.exp(blocks.of_heads(o.sink)[:, block.h] - lse) * delta).sum((0, 3, 4))
+                dsink.view(-1, blocks.G)[block.h] -= of_sink
+            if not sees_keys:
+                dq_heads[block.rows] = 0.0
+                continue
+            dV[block.b, block.h, block.j] += P.flatten(2, 3).mT @ dO.flatten(2, 3)
+            dS = blocks.product(dO, block.V.mT).sub_(delta).mul_(P)
+            if tanh is not None:
+                dS.mul_(tanh.square_().neg_().add_(1.0))
+            if empty is not None:
+                dS.masked_fill_(empty, 0.0)  # delta may be anything there
+            dq_heads[block.rows] = blocks.product(dS, block.K).mul_(blocks.softmax_scale)
+            dK[block.b, block.h, block.j] += dS.flatten(2, 3).mT @ Q.flatten(2, 3)
+    return dq, dk.copy_(dK.transpose(1, 2)), dv.copy_(dV.transpose(1, 2)), dsink
+
+
+class _Sequences(NamedTuple):
+    """Some packed sequences, padded to one length."""
+
+    rows: Tensor  # [b, n_q], int64: which rows of q are theirs; padding has a row that there is
+    is_row: Tensor  # [b, n_q]: which are not padding
+    keys: Tensor  # [b, n_k], the same for keys, unless they lie in pages
+    is_key: Tensor
+    k: Tensor  # [b, n_k, H_kv, d]
+    v: Tensor  # [b, n_k, H_kv, d_v]
+    lengths: Lengths
+    options: SimpleNamespace
+
+    def q_places(self, nowhere: int) -> Tensor:
+        """Where results of rows go: those of padding to row `nowhere`."""
+        return self.rows.where(self.is_row, nowhere)
+
+    def k_places(self, nowhere: int) -> Tensor:
+        """The same for keys."""
+        return self.keys.where(self.is_key, nowhere)
+
+
+def _sequences(o: SimpleNamespace) -> Iterator[_Sequences]:
+    """The sequences of a call of packed queries, over packed keys or over pages.
+
+    On a CPU, where lengths can be read, they come one by one. On a GPU nothing waits for the device: they are padded to
+    the longest, or to the room of the pages, as many at a time as a block of elements holds.
     """
     (total_q, H_q, d), (H_kv, d_v) = o.q.shape, o.v.shape[-2:]
     on_cpu, table, used = o.q.device.type == "cpu", o.block_table, o.seqused_k
@@ -163,7 +312,7 @@ def _packed_attention(o: SimpleNamespace) -> Results:
     q_begin, q_length = _rows_of_sequences(o.cu_seqlens_q, total_q)
     if table is not None:
         n_k = table.shape[1] * o.k.shape[1] if len(o.k) else 0
-        k_length = torch.full_like(q_length, n_k)
+        k_begin, k_length = torch.zeros_like(q_length), torch.full_like(q_length, n_k)
     else:
         if on_cpu:
             _check_ends("k", o.cu_seqlens_k, len(o.k), o.max_seqlen_k)
@@ -171,9 +320,6 @@ def _packed_attention(o: SimpleNamespace) -> Results:
         n_k = min(o.max_seqlen_k, len(o.k))
         used = k_length if used is None and not on_cpu else used  # on a CPU there are no keys but these
     batch = lengths_of(o, q_length, k_length, used, o.leftpad_k)
-
-    out = o.q.new_zeros(total_q + 1, H_q, d_v)  # the last row takes what padding computes
-    lse = o.q.new_full((total_q + 1, H_q), -torch.inf, dtype=torch.float32)
     n_q = min(o.max_seqlen_q, total_q)
     padded = n_q * H_q * (d + d_v) + n_k * H_kv * (d + d_v)
     step = 1 if on_cpu else max(_GPU_BLOCK // max(padded, 1), 1)
@@ -187,18 +333,47 @@ def _packed_attention(o: SimpleNamespace) -> Results:
         if o.alibi_slopes is not None and o.alibi_slopes.dim() == 2:
             options.alibi_slopes = o.alibi_slopes[b]
         rows, is_row = _padded_rows(q_begin[b], q_length[b], n_q)
+        keys, is_key = _padded_rows(k_begin[b], k_length[b], n_k)
         if table is not None:
             table_b = table[b, : -(-n_k // o.k.shape[1])]
             k, v = (gathered(pages, table_b)[:, :n_k] for pages in (o.k, o.v))
         else:
-            keys, is_key = _padded_rows(k_begin[b], k_length[b], n_k)
-            keys = keys.where(is_key, 0)
-            k, v = o.k[keys], o.v[keys]
-        block_out, block_lse = attention(o.q[rows.where(is_row, 0)], k, v, some, options)
-        rows = rows.where(is_row, total_q)
-        out[rows] = block_out
-        lse[rows] = block_lse.transpose(1, 2)
+            k, v = (x[keys.where(is_key, 0)] for x in (o.k, o.v))
+        yield _Sequences(rows.where(is_row, 0), is_row, keys, is_key, k, v, some, options)
+
+
+def _packed_attention(o: SimpleNamespace) -> Results:
+    """Packed queries: `out` `[total_q, H_q, d_v]` and `lse` `[H_q, total_q]`."""
+    total_q, H_q, _ = o.q.shape
+    out = o.q.new_zeros(total_q + 1, H_q, o.v.shape[-1])  # the last row takes what padding computes
+    lse = o.q.new_full((total_q + 1, H_q), -torch.inf, dtype=dtype_of_scores(o.q))
+    for some in _sequences(o):
+        block_out, block_lse = attention(o.q[some.rows], some.k, some.v, some.lengths, some.options)
+        places = some.q_places(total_q)
+        out[places] = block_out
+        lse[places] = block_lse.transpose(1, 2)
     return out[:total_q], lse[:total_q].T.contiguous()
+
+
+def _packed_backward(o: SimpleNamespace) -> Gradients:
+    """Packed sequences: the gradients of `_packed_attention`; those of rows in no sequence are 0."""
+    total_q, total_k = len(o.q), len(o.k)
+    dq, dk, dv = (x.new_zeros(len(x) + 1, *x.shape[1:]) for x in (o.q, o.k, o.v))  # the last row is padding's
+    dsink = empty_gradients(o)[3].zero_()
+    for some in _sequences(o):
+        options = some.options
+        options.q, options.k, options.v, options.dout = o.q[some.rows], some.k, some.v, o.dout[some.rows]
+        options.out = None if o.out is None else o.out[some.rows]
+        for name, of_padding in (("lse", -torch.inf), ("delta", 0.0), ("dlse", 0.0)):
+            if (x := getattr(o, name)) is not None:
+                x = x.T[some.rows].masked_fill(~some.is_row.unsqueeze(-1), of_padding)
+                setattr(options, name, x.transpose(1, 2))
+        block_dq, block_dk, block_dv, block_dsink = attention_backward(options, some.lengths)
+        dq[some.q_places(total_q)] = block_dq
+        places = some.k_places(total_k)
+        dk[places], dv[places] = block_dk, block_dv
+        dsink += block_dsink
+    return dq[:total_q], dk[:total_k], dv[:total_k], dsink
 
 
 def _check_ends(of: str, cu_seqlens: Tensor, total: int, longest: int) -> None:

@@ -16,7 +16,7 @@ from source_tree import ROOT
 MOST = 8
 SUFFIXES = ".cpp", ".cu", ".hpp", ".def", ".py"
 TOGETHER = dict.fromkeys(("params.hpp", "arguments.hpp", "arguments.cpp"), "params")
-TOGETHER |= dict.fromkeys(("interface.py", "flash_attn.py", "kvcache.py", "sdpa.py"), "signatures")
+TOGETHER |= dict.fromkeys(("interface.py", "backward.py", "flash_attn.py", "kvcache.py", "sdpa.py"), "signatures")
 # What was there before this rule, and acts in more places than a new option may: it may not spread.
 OLDER = {
     "start_pos": 16, "num_splits": 13, "window_left": 12, "window_right": 12, "sink": 9, "block_table": 9,

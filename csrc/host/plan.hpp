@@ -17,7 +17,8 @@ struct Request {
   DType dtype = DType::Float32;
   std::string backend = "auto";
   int num_splits = 0;
-  bool is_cache = false;  // of the cache operator
+  bool is_cache = false;       // of the cache operator
+  bool deterministic = false;  // of the backward pass: the same bits, run after run; the forward has no others
 };
 
 struct Step;

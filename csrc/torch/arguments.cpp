@@ -85,9 +85,16 @@ void set_cache(Arguments const& a, Params* p) {
 }  // namespace
 
 Arguments::Arguments(Operator of, StableIValue const* stack) : of(of) {
+  if (is_backward()) read(*stack++, &dout);
   read(*stack++, &q);
   read(*stack++, &k);
   read(*stack++, &v);
+  if (is_backward()) {
+    read_optional(*stack++, &out);
+    read(*stack++, &lse);
+    read_optional(*stack++, &delta);
+    read_optional(*stack++, &dlse);
+  }
   if (is_cache()) {
     read_optional(*stack++, &k_new);
     read_optional(*stack++, &v_new);
@@ -98,7 +105,7 @@ Arguments::Arguments(Operator of, StableIValue const* stack) : of(of) {
 #define CACHE_OPTION(schema, type, name, default_value) \
   if (is_cache()) read(schema, *stack++, &name);
 #include "../options.def"
-  for (Tensor* const t : {&q, &k, &v, &k_new, &v_new}) t->look();
+  for (Tensor* const t : {&q, &k, &v, &k_new, &v_new, &dout, &out, &lse, &delta, &dlse}) t->look();
 #define SHARED_OPTION(schema, type, name, default_value) look(&name);
 #define PREFILL_OPTION(schema, type, name, default_value) look(&name);
 #define CACHE_OPTION(schema, type, name, default_value) look(&name);
@@ -107,10 +114,13 @@ Arguments::Arguments(Operator of, StableIValue const* stack) : of(of) {
 
 std::string schema_of(Operator of, std::string const& name, bool appends, char const* returns) {
   bool const is_cache = of == Operator::KVCache;
-  std::string text = name + (!is_cache ? "(Tensor q, Tensor k, Tensor v"
-                             : appends ? "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache"
-                                       : "(Tensor q, Tensor k_cache, Tensor v_cache");
+  bool const is_backward = of == Operator::Backward;
+  std::string text = name + (is_backward ? "(Tensor dout, Tensor q, Tensor k, Tensor v"
+                             : !is_cache ? "(Tensor q, Tensor k, Tensor v"
+                             : appends   ? "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache"
+                                         : "(Tensor q, Tensor k_cache, Tensor v_cache");
   if (is_cache) text += ", Tensor? k=None, Tensor? v=None";
+  if (is_backward) text += ", Tensor? out, Tensor lse, Tensor? delta=None, Tensor? dlse=None";
   auto const add = [&](char const* schema, char const* option, char const* default_value) {
     text = text + ", " + schema + " " + option + "=" + default_value;
   };
@@ -168,11 +178,25 @@ Params params_of(Arguments const& a) {
   return p;
 }
 
+BackwardParams backward_params_of(Arguments const& a) {
+  BackwardParams p;
+  static_cast<Params&>(p) = params_of(a);
+  // The forward's results, which this pass reads alone.
+  p.o = const_cast<void*>(a.out.data);
+  if (a.out) p.o_stride = strides_of(a.out);
+  p.lse = const_cast<float*>(a.lse.as<float>());
+  p.dout = a.dout.data;
+  p.dout_stride = strides_of(a.dout);
+  p.delta = a.delta.as<float>();
+  p.dlse = a.dlse.as<float>();
+  return p;
+}
+
 Request request_of(Arguments const& a) {
   return {a.q.dtype == kFloat32   ? DType::Float32
           : a.q.dtype == kFloat16 ? DType::Float16
                                   : DType::BFloat16,
-          a.backend, static_cast<int>(a.num_splits), a.is_cache()};
+          a.backend, static_cast<int>(a.num_splits), a.is_cache(), a.deterministic};
 }
 
 }  // namespace cutlass_ext

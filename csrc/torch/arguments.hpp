@@ -6,18 +6,20 @@
 #include <optional>
 #include <string>
 
-#include "../host/plan.hpp"
+#include "../host/backward.hpp"
 #include "tensor.hpp"
 
 namespace cutlass_ext {
 
-/// `fmha` has q, k, v; `fmha_kvcache` q, k_cache, v_cache and perhaps new k and v.
-enum class Operator { Fmha, KVCache };
+/// `fmha` has q, k, v; `fmha_backward` these, the forward's results and their gradients; `fmha_kvcache` q, k_cache,
+/// v_cache and perhaps new k and v.
+enum class Operator { Fmha, Backward, KVCache };
 
 struct Arguments {
   Operator of;
-  Tensor q, k, v;       // k and v are the caches of fmha_kvcache
-  Tensor k_new, v_new;  // of fmha_kvcache
+  Tensor q, k, v;                      // k and v are the caches of fmha_kvcache
+  Tensor k_new, v_new;                 // of fmha_kvcache
+  Tensor dout, out, lse, delta, dlse;  // of fmha_backward
 #define SHARED_OPTION(schema, type, name, default_value) type name{};
 #define PREFILL_OPTION(schema, type, name, default_value) type name{};
 #define CACHE_OPTION(schema, type, name, default_value) type name{};
@@ -27,9 +29,15 @@ struct Arguments {
   Arguments(Operator of, StableIValue const* stack);
 
   bool is_cache() const { return of == Operator::KVCache; }
+  bool is_backward() const { return of == Operator::Backward; }
   bool packed() const { return bool(cu_seqlens_q); }
   bool on_cuda() const { return q.device_type == kCuda; }
+  /// Whether PyTorch's operators carry the call out.
+  bool by_torch() const { return !on_cuda() || backend == "torch"; }
+  /// What lse, slopes and sinks have, in which scores are computed.
+  int32_t dtype_of_scores() const { return q.dtype == kFloat64 ? kFloat64 : kFloat32; }
   int64_t batch() const { return packed() ? cu_seqlens_q.size(0) - 1 : q.size(0); }
+  int64_t sinks() const { return sink ? q.size(-2) : 0; }
   int64_t new_keys() const { return k_new ? k_new.size(1) : 0; }
   int64_t page_rows() const { return k.size(1); }
   /// Keys that a sequence of a cache or of pages has room for.
@@ -44,8 +52,9 @@ std::string schema_of(Operator of, std::string const& name, bool appends, char c
 /// Throws what is wrong with the arguments, naming the argument, what came and what would do.
 void check(Arguments const& arguments);
 
-/// What checked arguments come to, results and work aside.
+/// What checked arguments come to, what is written and work aside.
 Params params_of(Arguments const& arguments);
+BackwardParams backward_params_of(Arguments const& arguments);
 Request request_of(Arguments const& arguments);
 
 }  // namespace cutlass_ext

@@ -39,17 +39,21 @@ void check_vector(char const* name, Tensor const& t, Tensor const& q, int32_t dt
 }
 
 /// A tensor of heads next to q: `layout` are its `dims` dimensions, the last of them rows, heads and the head dim.
-void check_heads(char const* name, Tensor const& t, Tensor const& q, int dims, char const* layout) {
+void check_heads(char const* name, Tensor const& t, Arguments const& a, int dims, char const* layout) {
+  Tensor const& q = a.q;
   if (t.dim() != dims)
     fail("ValueError", name, ": has shape ", t.shape_text(), "; expected ", dims, " dimensions ", layout);
-  if (t.dtype != kFloat32 && t.dtype != kFloat16 && t.dtype != kBFloat16)
-    fail("TypeError", name, ": has dtype ", dtype_name(t.dtype), "; expected float32, float16 or bfloat16");
+  bool const takes_float64 = a.by_torch() && !a.is_cache();
+  if (t.dtype != kFloat32 && t.dtype != kFloat16 && t.dtype != kBFloat16 && !(takes_float64 && t.dtype == kFloat64)) {
+    fail("TypeError", name, ": has dtype ", dtype_name(t.dtype), "; expected float32, float16 or bfloat16",
+         t.dtype == kFloat64 && !a.is_cache() ? ", or backend=\"torch\", which takes float64" : "");
+  }
   if (t.dtype != q.dtype) {
     fail("TypeError", name, ": has dtype ", dtype_name(t.dtype), " and q ", dtype_name(q.dtype),
          "; give q, k and v one dtype");
   }
   check_same_device(name, t, q);
-  int64_t const step = t.dtype == kFloat32 ? 4 : 8, d = t.size(-1);
+  int64_t const step = t.dtype == kFloat16 || t.dtype == kBFloat16 ? 8 : 4, d = t.size(-1);
   if (d < step || d > 256 || d % step != 0) {
     fail("ValueError", name, ": has head_dim ", d, "; expected a multiple of ", step, " from ", step,
          " to 256: pad the last dimension with zeros");
@@ -69,10 +73,10 @@ void check_operands(Arguments const& a) {
                                          : "[batch, seq, heads, head_dim], or cu_seqlens_q for packed sequences";
   char const* const layout = a.block_table ? "[pages, page size, heads, head_dim]" : plain;
   int const dims = a.packed() ? 3 : 4;
-  check_heads("q", a.q, a.q, dims, plain);
+  check_heads("q", a.q, a, dims, plain);
   int const key_dims = a.block_table ? 4 : dims;
-  check_heads(k_name, a.k, a.q, key_dims, layout);
-  check_heads(v_name, a.v, a.q, key_dims, layout);
+  check_heads(k_name, a.k, a, key_dims, layout);
+  check_heads(v_name, a.v, a, key_dims, layout);
   if (!a.is_cache() && !a.packed() && !a.block_table) {
     for (auto [name, t] : {std::pair("k", &a.k), std::pair("v", &a.v)}) {
       if (t->size(0) != a.q.size(0))
@@ -179,7 +183,7 @@ void check_new(Arguments const& a) {
     fail("ValueError", a.k_new ? "v" : "k", ": is None and ", a.k_new ? "k" : "v", " is not; give both or neither");
   if (a.k_new) {
     for (auto const& [name, t, cache] : {std::tuple("k", &a.k_new, &a.k), std::tuple("v", &a.v_new, &a.v)}) {
-      check_heads(name, *t, a.q, 4, "[batch, new tokens, heads, head_dim]");
+      check_heads(name, *t, a, 4, "[batch, new tokens, heads, head_dim]");
       if (t->size(0) != batch || t->size(1) != fresh || t->size(2) != a.k.size(2) || t->size(3) != cache->size(3)) {
         fail("ValueError", name, ": has shape ", t->shape_text(), "; expected [batch, new tokens, heads of ", name,
              "_cache, its head_dim] = [", batch, ", ", fresh, ", ", a.k.size(2), ", ", cache->size(3), "]");
@@ -235,10 +239,11 @@ bool is_normal_float(double x) { return x >= FLT_MIN && x <= FLT_MAX / 2; }
 
 void check_scores(Arguments const& a) {
   int64_t const heads_q = a.q.size(-2);
-  check_vector("sink", a.sink, a.q, kFloat32, heads_q, "[heads_q]");
+  int32_t const dtype = a.dtype_of_scores();
+  check_vector("sink", a.sink, a.q, dtype, heads_q, "[heads_q]");
   Tensor const& slopes = a.alibi_slopes;
   if (slopes && slopes.dim() == 2) {
-    check_dtype("alibi_slopes", slopes, kFloat32);
+    check_dtype("alibi_slopes", slopes, dtype);
     if (slopes.size(0) != a.batch() || slopes.size(1) != heads_q) {
       fail("ValueError", "alibi_slopes: has shape ", slopes.shape_text(), "; expected [heads_q] = [", heads_q,
            "] or [batch, heads_q] = [", a.batch(), ", ", heads_q, "]");
@@ -246,7 +251,7 @@ void check_scores(Arguments const& a) {
     check_contiguous_rows("alibi_slopes", slopes);
     check_same_device("alibi_slopes", slopes, a.q);
   } else {
-    check_vector("alibi_slopes", slopes, a.q, kFloat32, heads_q, "[heads_q] or [batch, heads_q], here [heads_q]");
+    check_vector("alibi_slopes", slopes, a.q, dtype, heads_q, "[heads_q] or [batch, heads_q], here [heads_q]");
   }
   if (a.softmax_scale && !is_normal_float(*a.softmax_scale)) {
     fail("ValueError", "softmax_scale: is ", *a.softmax_scale,
@@ -289,9 +294,54 @@ void check_execution(Arguments const& a) {
   }
 }
 
+/// Whether `t` has the dimensions of `like`, but for the last, which are `cols`.
+bool has_rows_of(Tensor const& like, int64_t cols, Tensor const& t) {
+  if (t.dim() != like.dim() || t.size(-1) != cols) return false;
+  for (int i = 0; i + 1 < t.dim(); ++i) {
+    if (t.size(i) != like.size(i)) return false;
+  }
+  return true;
+}
+
+/// The forward's results and their gradients.
+void check_gradients(Arguments const& a) {
+  if (bool(a.out) == bool(a.delta)) {
+    fail("ValueError", "delta: is ", a.delta ? "given beside out" : "None and so is out",
+         "; give out, or delta = rowsum(dout * out) - dlse");
+  }
+  if (a.delta && a.dlse) fail("ValueError", "dlse: does not go with delta, which holds it already");
+  int64_t const cols = a.v.size(-1);
+  for (auto const& [name, t] : {std::pair("dout", &a.dout), std::pair("out", &a.out)}) {
+    if (!*t) continue;
+    if (!has_rows_of(a.q, cols, *t)) {
+      fail("ValueError", name, ": has shape ", t->shape_text(), "; expected that of the result, rows and heads of q ",
+           a.q.shape_text(), " with head_dim ", cols);
+    }
+    check_heads(name, *t, a, a.q.dim(), "those of q");
+  }
+  bool const packed = a.packed();
+  int64_t const heads = a.q.size(-2), rows = a.q.size(-3), batch = packed ? 1 : a.q.size(0);
+  for (auto const& [name, t] : {std::pair("lse", &a.lse), std::pair("delta", &a.delta), std::pair("dlse", &a.dlse)}) {
+    if (!*t) continue;
+    check_dtype(name, *t, a.dtype_of_scores());
+    if (t->dim() != (packed ? 2 : 3) || t->size(-1) != rows || t->size(-2) != heads ||
+        (!packed && t->size(0) != batch)) {
+      fail("ValueError", name, ": has shape ", t->shape_text(), "; expected ",
+           packed ? "[heads_q, total_q] = [" : "[batch, heads_q, rows of q] = [", packed ? "" : std::to_string(batch),
+           packed ? "" : ", ", heads, ", ", rows, "]");
+    }
+    bool const contiguous = (rows <= 1 || t->stride(-1) == 1) && (heads <= 1 || t->stride(-2) == rows) &&
+                            (batch <= 1 || t->stride(0) == heads * rows);
+    if (!contiguous && !t->empty()) fail("ValueError", name, ": is not contiguous; call .contiguous() on it");
+    check_same_device(name, *t, a.q);
+  }
+}
+
 }  // namespace
 
 void check(Arguments const& a) {
+  if (a.is_backward() && a.block_table)
+    fail("NotImplementedError", "block_table: there is no backward pass of keys in pages; expected None");
   if (!a.is_cache()) check_packing(a);
   check_operands(a);
   if (a.is_cache() || a.block_table) check_places(a, a.batch());
@@ -305,6 +355,7 @@ void check(Arguments const& a) {
   check_positions(a);
   check_scores(a);
   check_execution(a);
+  if (a.is_backward()) check_gradients(a);
 }
 
 }  // namespace cutlass_ext

@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -59,6 +60,47 @@ void forward(Arguments const& a, StableIValue* results) {
   results[1] = torch::stable::detail::from(a.return_lse ? lse.release() : no_lse(device));
 }
 
+/// What the backward pass takes, or why it does not take it.
+BackwardPlan backward_plan_of(Arguments const& a, BackwardParams* params) {
+  *params = backward_params_of(a);
+  BackwardPlan planned = plan_backward(params, request_of(a));
+  if (!planned) fail("NotImplementedError", planned.refusal);
+  return planned;
+}
+
+/// dq, dk, dv, and dsink: empty where there is no sink.
+void backward(Arguments const& a, StableIValue* results) {
+  check(a);
+  int const device = a.q.device_index;
+  DeviceGuard const guard(device);
+  BackwardParams params;
+  BackwardPlan const planned = backward_plan_of(a, &params);
+
+  auto const allocate = [&](int64_t batch, int64_t rows, int64_t heads, int64_t cols, Strides* strides) {
+    *strides = {rows * heads * cols, heads * cols, cols};
+    return a.packed() ? Allocation({rows, heads, cols}, a.q.dtype, device)
+                      : Allocation({batch, rows, heads, cols}, a.q.dtype, device);
+  };
+  int64_t const batch = params.stored_batch(), keys = params.stored_keys();
+  Allocation dq = allocate(batch, params.stored_rows(), params.heads_q, params.head_dim, &params.dq_stride);
+  Allocation dk = allocate(batch, keys, params.heads_kv, params.head_dim, &params.dk_stride);
+  Allocation dv = allocate(batch, keys, params.heads_kv, params.head_dim_v, &params.dv_stride);
+  Allocation dsink({a.sinks()}, kFloat32, device);
+  params.dq = dq.data;
+  params.dk = dk.data;
+  params.dv = dv.data;
+  if (a.sinks() > 0) params.dsink = static_cast<float*>(dsink.data);
+  std::vector<Allocation> workspace;
+  run_backward(planned, params, current_stream(device), [&](size_t bytes) {
+    workspace.push_back(Allocation({int64_t(bytes + 3) / 4}, kFloat32, device));
+    return workspace.back().data;
+  });
+  results[0] = torch::stable::detail::from(dq.release());
+  results[1] = torch::stable::detail::from(dk.release());
+  results[2] = torch::stable::detail::from(dv.release());
+  results[3] = torch::stable::detail::from(dsink.release());
+}
+
 StableIValue string_value(std::string const& text) { return torch::stable::detail::from(text); }
 
 /// backend, kernel, B_r, B_c, splits, CTAs, reason.
@@ -72,8 +114,20 @@ void explain(Arguments const& a, StableIValue* results) {
     for (int i = 0; i < 7; ++i) results[i] = values[i];
   };
   if (!a.on_cuda()) return answer("torch", "torch", 0, 0, 1, 0, "the tensors are not on a CUDA device");
-  if (a.backend == "torch") return answer("torch", "torch", 0, 0, 1, 0, "asked for by backend=\"torch\"");
+  if (a.by_torch()) return answer("torch", "torch", 0, 0, 1, 0, "the call asks for PyTorch's operators");
   DeviceGuard const guard(a.q.device_index);
+  if (a.is_backward()) {
+    BackwardParams params;
+    BackwardPlan const planned = backward_plan_of(a, &params);
+    Kernel const &keys = *planned.of_keys.kernel, &queries = *planned.of_queries.kernel;
+    auto const tile = [](Kernel const& k) {
+      return std::string(k.family) + "'s, of " + std::to_string(k.block_r) + " rows and " + std::to_string(k.block_c) +
+             " keys";
+    };
+    return answer(keys.family, name_of(keys.kind), keys.block_r, keys.block_c, 1,
+                  planned.of_keys.scheduler.size() + planned.of_queries.scheduler.size(),
+                  "dK and dV by tiles that are " + tile(keys) + "; dQ by tiles that are " + tile(queries));
+  }
   Params params = params_of(a);
   Request const request = request_of(a);
   Plan const planned = plan(&params, request);
@@ -112,29 +166,37 @@ template <class Library>
 void add_checks(Library& library) {
   library.impl("fmha_check", &boxed<Operator::Fmha, check_alone>);
   library.impl("fmha_explain", &boxed<Operator::Fmha, explain>);
+  library.impl("fmha_backward_check", &boxed<Operator::Backward, check_alone>);
+  library.impl("fmha_backward_explain", &boxed<Operator::Backward, explain>);
   library.impl("fmha_kvcache_check", &boxed<Operator::KVCache, check_alone>);
   library.impl("fmha_kvcache_explain", &boxed<Operator::KVCache, explain>);
 }
 
 constexpr char kExplanation[] =
     "(str backend, str kernel, int tile_rows, int tile_keys, int splits, int ctas, str reason)";
-constexpr char kResults[] = "(Tensor out, Tensor lse)";
+constexpr char const* kResults = "(Tensor out, Tensor lse)";
+constexpr char const* kGradients = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink)";
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(cutlass_ext, library) {
-  for (auto const& [of, name] : {std::pair(Operator::Fmha, "fmha"), std::pair(Operator::KVCache, "fmha_kvcache")}) {
+  for (auto const& [of, name, results] :
+       {std::tuple(Operator::Fmha, "fmha", kResults), std::tuple(Operator::Backward, "fmha_backward", kGradients),
+        std::tuple(Operator::KVCache, "fmha_kvcache", kResults)}) {
     std::string const prefix = name;
-    library.def(schema_of(of, prefix, false, kResults).c_str());
+    library.def(schema_of(of, prefix, false, results).c_str());
     library.def(schema_of(of, prefix + "_check", false, "()").c_str());
     library.def(schema_of(of, prefix + "_explain", false, kExplanation).c_str());
   }
+  library.def(schema_of(Operator::Fmha, "fmha_with_grad", false, kResults).c_str());  // fmha, which autograd knows
   library.def(schema_of(Operator::KVCache, "fmha_kvcache_append", true, kResults).c_str());
   library.def("kernels_taking(int features) -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(cutlass_ext, CUDA, library) {
   library.impl("fmha", &boxed<Operator::Fmha, forward>);
+  library.impl("fmha_with_grad", &boxed<Operator::Fmha, forward>);
+  library.impl("fmha_backward", &boxed<Operator::Backward, backward>);
   library.impl("fmha_kvcache", &boxed<Operator::KVCache, forward>);
   library.impl("fmha_kvcache_append", &boxed<Operator::KVCache, forward>);
   add_checks(library);

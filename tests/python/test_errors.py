@@ -64,7 +64,7 @@ WRONG = [
     *[("softcap", T, {"softcap": x}) for x in (None, "soft")],
     *[("num_splits", V, {"num_splits": x}) for x in (-1, 100_000)],
     *[("num_splits", T, {"num_splits": x}) for x in (None, 1.5)],
-    *[("causal", T, {"causal": x}) for x in ("yes", None, 1, 0, 1.0, [True])],
+    *[(name, T, {name: x}) for name in ("causal", "deterministic") for x in ("yes", None, 1, 0, 1.0, [True])],
     *[("window", V, {"window": x}) for x in ((-2, 0), (0, -5), (1, 2, 3), (), (-(2**70), 0))],
     *[("window", T, {"window": x}) for x in (None, 5, (1.5, 0), (0, 1.5), ("a", "b"), "ab", (None, None), (3, None))],
     *[("start_pos", V, {"start_pos": x}) for x in ("start", "", 1 << 40, -(1 << 31))],
@@ -240,23 +240,38 @@ def test_cu_seqlens_on_the_cpu(name):
     assert_refused(cutlass_ext.fmha, name, ValueError, valid_packed("cuda") | {name: ENDS})
 
 
-# ------------------------------------------------------------------------------------------------ no backward yet
+# ------------------------------------------------------------------------------------------------ gradients
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("name", ["q", "k", "v", "sink", "alibi_slopes"])
-def test_requires_grad(device, name, backend):
+@pytest.mark.parametrize("others", [{}, {"q": True, "sink": True}], ids=["alone", "with others"])
+def test_slopes_have_no_gradient(device, backend, others):
     arguments = valid(device) | {vector: torch.ones(HEADS, device=device) for vector in ("sink", "alibi_slopes")}
-    arguments[name].requires_grad_()
-    assert_refused(cutlass_ext.fmha, name, NotImplementedError, arguments | {"backend": backend})
+    for name in ("alibi_slopes", *others):
+        arguments[name].requires_grad_()
+    assert_refused(cutlass_ext.fmha, "alibi_slopes", NotImplementedError, arguments | {"backend": backend})
     for allowed in (torch.no_grad(), torch.inference_mode()):
         with allowed:
             assert not cutlass_ext.fmha(**arguments, backend=backend).requires_grad
 
 
-@pytest.mark.parametrize("call", ["flash_attn_func", "scaled_dot_product_attention"])
-def test_requires_grad_under_other_names(device, call):
-    q, k, v = (t.repeat_interleave(HEADS // t.shape[2], 2).requires_grad_() for t in valid(device).values())
-    with pytest.raises(NotImplementedError, match="requires grad"):
-        getattr(cutlass_ext, call)(q, k, v)
+@pytest.mark.parametrize("name", ["q", "k", "v", "sink"])
+def test_keys_in_pages_have_no_gradients(device, name):
+    arguments = valid(device) | {"sink": torch.ones(HEADS, device=device)}
+    arguments["k"], arguments["v"] = (torch.randn(3, 16, HEADS_KV, D, device=device) for _ in "kv")
+    arguments["block_table"] = torch.tensor([[0, 1], [2, 0]], dtype=INT32, device=device)
+    arguments[name].requires_grad_()
+    assert_refused(cutlass_ext.fmha, "block_table", NotImplementedError, arguments)
+    with torch.no_grad():
+        assert not cutlass_ext.fmha(**arguments).requires_grad
+
+
+@pytest.mark.parametrize("spoilt", ["q", "s_aux"])
+def test_out_does_not_go_with_gradients(device, spoilt):
+    arguments = valid(device) | {"s_aux": torch.ones(HEADS, device=device)}
+    arguments["out"] = torch.empty(B, N, HEADS, D, device=device)
+    arguments[spoilt].requires_grad_()
+    assert_refused(cutlass_ext.flash_attn_func, "out", NotImplementedError, arguments)
+    with torch.no_grad():
+        assert cutlass_ext.flash_attn_func(**arguments) is arguments["out"]
 
 
 # ------------------------------------------------------------------------------------------------ flash-attn's names
@@ -313,8 +328,6 @@ def test_wrong_argument_of_flash_attn(device, function, name, error, value):
         ("flash_attn_qkvpacked_func", "qkv", V, torch.ones(B, N, 2, HEADS, D)),
         ("flash_attn_qkvpacked_func", "qkv", V, torch.ones(B, N, HEADS, D)),
         ("flash_attn_qkvpacked_func", "qkv", T, [1.0]),
-        ("flash_attn_kvpacked_func", "kv", NI, torch.ones(B, N, 2, HEADS_KV, D, requires_grad=True)),
-        ("flash_attn_qkvpacked_func", "qkv", NI, torch.ones(B, N, 3, HEADS, D, requires_grad=True)),
     ],
 )
 def test_wrong_tensor_of_flash_attn(device, function, name, error, value):
@@ -353,7 +366,6 @@ VARLEN, VARLEN_KV, VARLEN_QKV = (f"flash_attn_varlen_{kind}func" for kind in (""
         (VARLEN_KV, "kv", V, torch.ones(1, TOTAL, 2, HEADS_KV, D)),
         (VARLEN_KV, "cu_seqlens_q", T, ENDS.long()),
         (VARLEN_QKV, "qkv", V, torch.ones(TOTAL, 2, HEADS, D)),
-        (VARLEN_QKV, "qkv", NI, torch.ones(TOTAL, 3, HEADS, D, requires_grad=True)),
         (VARLEN_QKV, "cu_seqlens", T, ENDS.long()),
         (VARLEN_QKV, "cu_seqlens", V, None),
         (VARLEN_QKV, "max_seqlen", V, -3),
@@ -387,7 +399,6 @@ def test_wrong_argument_of_flash_attn_varlen(device, function, name, error, valu
         ("key", V, {"key": torch.ones(B, 3, N, D), "value": torch.ones(B, 3, N, D), "enable_gqa": True}),
         ("value", V, {"value": torch.ones(B, HEADS, N + 1, D)}),
         ("value", T, {"value": torch.ones(B, HEADS, N, D, dtype=INT64)}),
-        ("value", NI, {"value": torch.ones(B, HEADS, N, D, requires_grad=True)}),
         ("return_lse", T, {"return_lse": True}),
     ],
 )

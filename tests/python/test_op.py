@@ -25,10 +25,10 @@ def test_opcheck(target, features):
     torch.library.opcheck(torch.ops.cutlass_ext.fmha.default, tensors, options)
 
 
-ENGINE = "out", "s_aux", "engine"  # arguments of functions that the operators know under other names or not at all
-PREFILL, CACHE = cutlass_ext.fmha, cutlass_ext.flash_attn_with_kvcache
+PREFILL, BACKWARD, CACHE = cutlass_ext.fmha, cutlass_ext.fmha_backward, cutlass_ext.flash_attn_with_kvcache
 OPERATORS = [
-    *[(PREFILL, name) for name in ("fmha", "fmha_torch", "fmha_check", "fmha_explain")],
+    *[(PREFILL, f"fmha{of}") for of in ("", "_torch", "_with_grad", "_with_grad_torch", "_check", "_explain")],
+    *[(BACKWARD, f"fmha_backward{of}") for of in ("", "_torch", "_check", "_explain")],
     *[(CACHE, f"fmha_kvcache{of}") for of in ("", "_torch", "_append", "_append_torch", "_check", "_explain")],
 ]
 
@@ -39,18 +39,23 @@ def test_the_operators_have_the_defaults_of_the_functions(function, name):
     schema = getattr(torch.ops.cutlass_ext, name).default._schema
     got = {a.name: a.default_value for a in schema.arguments if a.has_default_value() and a.name != "start_pos"}
     parameters = inspect.signature(function).parameters
-    want = {n: p.default for n, p in parameters.items() if n not in ("start_pos", *ENGINE)}
+    want = {n: p.default for n, p in parameters.items() if n not in ("start_pos", *engine_names(function))}
     want["window_left"], want["window_right"] = want.pop("window", None) or want.pop("window_size")
     want |= {"start_positions": None, "return_lse": want.pop("return_softmax_lse", False)}
-    want |= {"cache_len": None} if function is CACHE else {}
+    want |= {CACHE: {"cache_len": None}, BACKWARD: {"num_splits": 0}}.get(function, {})
     assert got == {n: x for n, x in want.items() if x is not inspect.Parameter.empty}
+
+
+def engine_names(function):
+    """Arguments of the function that the operators know under other names or not at all."""
+    return ("out", "s_aux", "engine") if function is CACHE else ()
 
 
 class Recorded(Exception):
     """Says with what an operator was called."""
 
 
-@pytest.mark.parametrize("function", [PREFILL, CACHE])
+@pytest.mark.parametrize("function", [PREFILL, BACKWARD, CACHE])
 def test_every_argument_arrives_under_its_name(function, monkeypatch):
     """One by one, each with a value of its own, at the place that the schema gives it."""
 
@@ -61,9 +66,9 @@ def test_every_argument_arrives_under_its_name(function, monkeypatch):
     monkeypatch.setattr(sys.modules[function.__module__], "run", record)
     sides = "window_left", "window_right"
     places = {"window": sides, "window_size": sides, "return_softmax_lse": ("return_lse",)}
-    given = {"causal": True, "return_lse": True, "return_softmax_lse": True, "rotary_interleaved": False,
-             "start_pos": 3, "window": (5, 6), "window_size": (5, 6), "backend": "simt"}  # fmt: skip
-    parameters = {n: p for n, p in inspect.signature(function).parameters.items() if n not in ENGINE}
+    given = dict.fromkeys(("causal", "return_lse", "return_softmax_lse", "deterministic"), True)
+    given |= {"rotary_interleaved": False, "start_pos": 3, "window": (5, 6), "window_size": (5, 6), "backend": "simt"}
+    parameters = {n: p for n, p in inspect.signature(function).parameters.items() if n not in engine_names(function)}
     required = {n: torch.ones(1) for n, p in parameters.items() if p.default is inspect.Parameter.empty}
     for name in parameters:
         value = required.get(name, given.get(name, torch.ones(1)))

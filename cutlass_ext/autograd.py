@@ -1,0 +1,104 @@
+"""The operators that compute attention and its gradients, and how autograd gets from the one to the other.
+
+`fmha` calls the first pair where nothing requires grad, and the second, which autograd knows, where something does: the
+plain one then costs what it would cost if there were no gradients.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import torch_backend
+from ._ops import Tensors, lse_if_asked, position, register, register_autograd, run
+
+forward, forward_torch = register("fmha", lse_if_asked(torch_backend.fmha))
+with_grad, with_grad_torch = register("fmha_with_grad", lse_if_asked(torch_backend.fmha))
+
+
+backward, backward_torch = register("fmha_backward", torch_backend.fmha_backward, torch_backend.empty_gradients)
+
+_DETERMINISTIC = position(with_grad, "deterministic")
+# Where the arguments stand whose gradients are the results dq, dk, ... of the backward operator.
+_DIFFERENTIATED = [position(with_grad, gradient.name[1:]) for gradient in backward._schema.returns]
+
+
+def _function_of(operator, backward: Callable, setup_context: Callable | None) -> Callable:
+    """The same gradients for torch.func, which does not take those that `torch.library` registers."""
+
+    defaults = [argument.default_value for argument in operator._schema.arguments]
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(*arguments):
+            return operator(*arguments)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            if setup_context:
+                setup_context(ctx, inputs, output)
+
+    def call(*arguments):
+        return Function.apply(*arguments, *defaults[len(arguments) :])
+
+    Function.backward = staticmethod(backward)
+    call._schema = operator._schema  # for the errors of `run`
+    return call
+
+
+def _save(ctx, inputs: tuple, output: Tensors) -> None:
+    """Keeps the inputs and results, which are all that the gradients are computed from."""
+    tensors = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+    ctx.save_for_backward(*output, *(inputs[i] for i in tensors))
+    ctx.tensors = tensors
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(operator, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    out, lse, *tensors = ctx.saved_tensors
+    inputs = list(ctx.others)
+    for i, tensor in zip(ctx.tensors, tensors, strict=True):
+        inputs[i] = tensor
+    inputs[_DETERMINISTIC] |= torch.are_deterministic_algorithms_enabled()
+    dout = torch.zeros_like(out) if dout is None else _readable(dout)
+    dlse = None if dlse is None else dlse.contiguous()
+    q, k, v, *options = inputs  # the gradients take the same options, in the same order
+    results = run(differentiable(operator), (dout, q, k, v, out, lse, None, dlse, *options), {})
+    gradients: list[Tensor | None] = [None] * len(inputs)
+    for i, gradient in zip(_DIFFERENTIATED, results, strict=True):
+        gradients[i] = None if inputs[i] is None else gradient
+    return tuple(gradients)
+
+
+def _readable(dout: Tensor) -> Tensor:
+    """`dout` as the kernels read it: a copy where it is expanded, or its rows are not contiguous or aligned."""
+    if dout.is_contiguous():
+        return dout
+    steps = [dout.stride(i) * dout.element_size() for i in range(dout.dim() - 1) if dout.shape[i] > 1]
+    if dout.stride(-1) == 1 and not any(step == 0 or step % 16 for step in steps):
+        return dout
+    return dout.contiguous()
+
+
+def _no_second_gradient(ctx, *_) -> None:
+    raise NotImplementedError("fmha: there is no double backward; the gradients have no gradients of their own")
+
+
+_functions = {}  # of each operator, for torch.func
+for _operator, _backward, _setup in (
+    (with_grad, functools.partial(_gradients, backward), _save),
+    (with_grad_torch, functools.partial(_gradients, backward_torch), _save),
+    (backward, _no_second_gradient, None),
+    (backward_torch, _no_second_gradient, None),
+):
+    register_autograd(_operator, _backward, _setup)
+    _functions[_operator] = _function_of(_operator, _backward, _setup)
+
+
+def differentiable(operator) -> Callable:
+    """The operator as the gradients that are being taken know it."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return operator
+    return _functions[operator]

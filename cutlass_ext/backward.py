@@ -1,0 +1,90 @@
+"""`fmha_backward`: the gradients of `fmha`, for those who run the passes themselves. Called by users.
+
+Autograd needs no such call (autograd.py). Sequence parallelism does: each rank has a part of the keys, and the `lse`
+and `delta` that it needs are those of all.
+"""
+
+import torch
+from torch import Tensor
+
+from . import autograd
+from ._ops import run
+from .interface import NAMES, Backend, StartPos, check_bool, split_start, window_sides
+
+
+def fmha_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    *,
+    delta: Tensor | None = None,
+    dlse: Tensor | None = None,
+    causal: bool = False,
+    start_pos: StartPos = 0,
+    window: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    block_table: Tensor | None = None,
+    backend: Backend = "auto",
+    deterministic: bool = False,
+) -> tuple[Tensor, ...]:
+    r"""The gradients of `out, lse = fmha(..., return_lse=True)` in q, k, v and sink, from those of out and lse.
+
+    With the scores `s_ij` of `fmha`, and `s'_ij` their derivative in `softmax_scale * <q_i, k_j>` (1 without softcap),
+
+        p_ij = exp(s_ij - lse_i)                            delta_i = <dout_i, out_i> - dlse_i
+        dv_j = sum_i p_ij dout_i                            ds_ij = p_ij (<dout_i, v_j> - delta_i) s'_ij
+        dq_i = softmax_scale sum_j ds_ij k_j                dk_j = softmax_scale sum_i ds_ij q_i
+        dsink_h = -sum_i exp(sink_h - lse_i) delta_i
+
+    Nothing in them asks that `lse` and `delta` be of these keys alone. With those of all keys, of which k and v are a
+    part (`merge_attention` gives that lse), dk and dv are right as they are, and dq is the part's share of a sum.
+
+    Args:
+        dout: the gradient of out, its shape, dtype and device. Any strides, its last dimension contiguous.
+        q, k, v: as in `fmha`, packed or padded.
+        out: what `fmha` gave, any strides, its last dimension contiguous; None with `delta`.
+        lse: what `fmha` gave, float32 `[B, H_q, N_q]` or packed `[H_q, total_q]`, contiguous (float64 where q is).
+        delta: as lse: the rows' sums of `dout * out`, less dlse, which is not given then. By default computed of out.
+        dlse: as lse: the gradient of lse, 0 by default.
+        causal, start_pos, window, softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k, cu_seqlens_q,
+            cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in the call of `fmha`.
+        block_table: must be None: keys in pages have no gradients.
+        backend: as in `fmha`.
+        deterministic: the same bits, run after run; without it those of dq may differ. Also on where
+            `torch.use_deterministic_algorithms(True)` is.
+
+    Returns:
+        `(dq, dk, dv)`, contiguous, shapes and dtype of q, k and v; with a sink `(dq, dk, dv, dsink)`, float32 `[H_q]`.
+        Rows that see no key, keys outside `leftpad_k` and `seqused_k`, and rows in no sequence have gradients of 0,
+        whatever bits q, k, v, dout and out hold there.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the text names it.
+        NotImplementedError: `block_table`, or what no kernel of the backend takes.
+
+    Source: FlashAttention-2 (arXiv:2307.08691, section 3.1).
+    """
+    check_bool("causal", causal)
+    check_bool("deterministic", deterministic)
+    left, right = window_sides("window", window)
+    start, start_positions = split_start(start_pos)
+    arguments = (
+        dout, q, k, v, out, lse, delta, dlse, causal, start, False, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, block_table, left, right, softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k,
+        start_positions, 0, backend, deterministic or torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    operator = autograd.backward_torch if backend == "torch" else autograd.backward
+    dq, dk, dv, dsink = run(autograd.differentiable(operator), arguments, NAMES)
+    return (dq, dk, dv) if sink is None else (dq, dk, dv, dsink)
