@@ -99,6 +99,11 @@ for _operator, _backward, _setup in (
 
 def differentiable(operator) -> Callable:
     """The operator as the gradients that are being taken know it."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return operator
-    return _functions[operator]
+    return _functions[operator] if torch._C._are_functorch_transforms_active() else operator
+
+
+def refuse_compiled_func() -> None:
+    """Raises where torch.compile traces torch.func: tensors do not say there that they require grad, and the graph
+    would have gradients of 0. Without fullgraph=True the function then runs as it does without torch.compile."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError("fmha: torch.compile does not trace it inside torch.func; compile what is around it")

@@ -147,6 +147,7 @@ def fmha(
         or getattr(v, "requires_grad", False)
         or (sink is not None and getattr(sink, "requires_grad", False))
         or (alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False))
+        or (torch.compiler.is_compiling() and autograd.refuse_compiled_func())
     )
     if needs_grad:
         _check_gradients(alibi_slopes, block_table)
