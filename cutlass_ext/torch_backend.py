@@ -244,15 +244,15 @@ def attention_backward(o: SimpleNamespace, lengths: Lengths) -> Gradients:
         for block in blocks:
             sees_keys = block.j.start < block.j.stop
             lse, dO, Q = lse_heads[block.rows], dO_heads[block.rows].to(blocks.dtype), block.Q
-            if sees_keys:
-                S, tanh = blocks.scores(block, keep_tanh=True)
-                P = S.sub_(lse).exp_()
             empty = None  # rows that see no key
             if not sees_keys:
                 empty = torch.ones_like(lse, dtype=torch.bool)
-            elif block.masked:
-                empty = P.amax(-1, keepdim=True) == 0
-                dO, Q = dO.masked_fill(empty, 0.0), Q.masked_fill(empty, 0.0)
+            else:
+                S, tanh = blocks.scores(block, keep_tanh=True)
+                if block.masked:
+                    empty = (S.amax(-1, keepdim=True) == -torch.inf) | (lse == torch.inf)
+                    dO, Q = dO.masked_fill(empty, 0.0), Q.masked_fill(empty, 0.0)
+                P = S.sub_(lse).exp_()
             if delta_heads is not None:
                 delta = delta_heads[block.rows]
             else:
