@@ -30,6 +30,10 @@ inline TensorMapEncoder tensor_map_encoder() {
   return encoder;
 }
 
+template <class Element>
+constexpr CUtensorMapDataType map_dtype =
+    std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+
 /// A dimension of a tensor beside its columns, and how much of it a copy takes.
 struct MapDimension {
   int64_t size, stride;  // in elements
@@ -65,8 +69,7 @@ CUtensorMap tensor_map(CUtensorMapDataType dtype, void const* data, int64_t cols
 template <class Traits>
 struct Argument<sm90::TensorMaps, Traits> {
   static sm90::TensorMaps of(Params const& p) {
-    auto const dtype = std::is_same_v<typename Traits::Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    constexpr auto dtype = map_dtype<typename Traits::Element>;
     int const heads = p.heads_a_tile.divisor;
     Strides const& q = p.q_stride;
     auto const of_keys = [&](void const* data, Strides const& stride, int cols) {
@@ -81,6 +84,28 @@ struct Argument<sm90::TensorMaps, Traits> {
                         {p.heads_q / heads, heads * q.head},
                         {p.stored_batch(), q.batch}}),
             of_keys(p.k, p.k_stride, p.head_dim), of_keys(p.v, p.v_stride, p.head_dim_v)};
+  }
+};
+
+/// The maps of one side's launch of the backward pass: tiles of B_c keys in hand and of B_r rows streamed, or the other
+/// way round.
+template <class Traits>
+struct Argument<sm90::GradientMaps, Traits> {
+  static sm90::GradientMaps of(Params const& params) {
+    auto const& p = static_cast<BackwardParams const&>(params);
+    auto const map = [&](void const* data, Strides const& stride, int cols, int rows, int heads, int box) {
+      return tensor_map(map_dtype<typename Traits::Element>, data, cols,
+                        {{rows, stride.row, box}, {heads, stride.head}, {p.stored_batch(), stride.batch}});
+    };
+    auto const of_rows = [&](void const* data, Strides const& stride, int cols) {
+      return map(data, stride, cols, p.stored_rows(), p.heads_q, Traits::B_r);
+    };
+    auto const of_keys = [&](void const* data, Strides const& stride, int cols) {
+      return map(data, stride, cols, p.stored_keys(), p.heads_kv, Traits::B_c);
+    };
+    CUtensorMap const q = of_rows(p.q, p.q_stride, p.head_dim), dout = of_rows(p.dout, p.dout_stride, p.head_dim_v);
+    CUtensorMap const k = of_keys(p.k, p.k_stride, p.head_dim), v = of_keys(p.v, p.v_stride, p.head_dim_v);
+    return Traits::OfKeys ? sm90::GradientMaps{k, v, q, dout} : sm90::GradientMaps{q, dout, k, v};
   }
 };
 

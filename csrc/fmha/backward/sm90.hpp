@@ -1,0 +1,419 @@
+// The backward pass on Hopper, one loop from two sides. A CTA holds a tile of one side of the scores and goes through
+// the tiles of the other that see it: with a tile of keys in hand it sums up dK and dV over the query rows (of all
+// heads that share the key head), with one of query rows dQ over the keys (FlashAttention-2, arXiv:2307.08691, section
+// 3.1, algorithm 2, with the sums of dQ in a launch of their own). Every sum has one owner, so that its order, and its
+// bits, are fixed. P and dS pass from accumulators to operands in registers; nothing goes through memory between the
+// products. One warp copies each of the two streams by TMA. Instantiated by csrc/kernels/sm90_backward_*.cu.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/tensor.hpp>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "../features.hpp"
+#include "../score.hpp"
+#include "../sm90/tensor_maps.hpp"
+#include "../sm90/warpgroup.hpp"
+#include "../softmax.hpp"
+#include "params.hpp"
+
+namespace cutlass_ext::sm90 {
+
+/// What a consumer warpgroup sums up.
+enum class Sums {
+  KeysAndValues,  ///< dK and dV of 64 keys
+  Values,         ///< dV of 64 keys, of which another warpgroup has dK: two accumulators of wide heads are too many
+  Keys,
+  Queries,  ///< dQ of 64 rows
+};
+
+template <Axis Of_, int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, bool ScoreMods_>
+struct BackwardTraits {
+  static constexpr Axis Of = Of_;
+  static constexpr bool OfKeys = Of == Axis::Keys;
+  static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDimV_, Stages = Stages_;
+  static constexpr bool ScoreMods = ScoreMods_;
+  using Element = Element_;
+  static constexpr int Held = OfKeys ? B_c : B_r, Step = OfKeys ? B_r : B_c;  // rows in hand, and of a streamed tile
+  /// Whether each of two warpgroups sums up one of dK and dV, for the same keys; S^T is computed by both.
+  static constexpr bool Apart = OfKeys && Held == kAtomRows;
+  static constexpr int Consumers = Apart ? 2 : Held / kAtomRows;
+  static constexpr int Threads = (Consumers + 1) * kWarpgroup;
+  static constexpr int ProducerRegisters = 24, ConsumerRegisters = 240;  // 504 are there, as in traits.hpp
+
+  template <int Columns>
+  static constexpr int Padded = (Columns + kPanel - 1) / kPanel * kPanel;  // in shared memory: whole panels
+  static constexpr int ColumnsQK = Padded<HeadDim>, ColumnsV = Padded<HeadDimV>;
+
+  template <int Columns>
+  using LayoutHeld = LayoutAlongColumns<Element, Held, Columns>;
+  template <int Columns>
+  using LayoutStreamed = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
+                                                Shape<Int<Step>, Int<Columns>, Int<Stages>>{}));
+  // The same bytes, transposed, as the second products want them.
+  template <int Columns>
+  using LayoutAcross = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
+                                              Shape<Int<Columns>, Int<Step>, Int<Stages>>{}, cute::Step<_2, _1, _3>{}));
+
+  template <int Columns>
+  using MmaScores = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<Step>, Int<Columns>>>()));
+  template <int Columns>
+  using MmaGradient = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<Columns>, Int<Step>>, GMMA::Major::K,
+                           GMMA::Major::MN>()));
+
+  struct SharedStorage {
+    alignas(1024) Element held[Held * ColumnsQK];
+    alignas(1024) Element held_v[Held * ColumnsV];
+    alignas(1024) Element streamed[Stages * Step * ColumnsQK];
+    alignas(1024) Element streamed_v[Stages * Step * ColumnsV];
+    alignas(128) Element staging[Consumers * kAtomRows * kPanel];  // 16 rows of a panel for each consumer warp
+    alignas(16) RowStatistics statistics[Stages][OfKeys ? Step : 1];
+    Barrier held_full, held_v_full;
+    Barrier full[Stages], empty[Stages], full_v[Stages], empty_v[Stages];
+    Barrier tail, tail_v;  // the copy of a tile whose rows past the last are to be zeroed before anyone sees it
+  };
+
+  static_assert(StatisticsRows::kTile % B_r == 0 || !OfKeys, "statistics are copied by whole tiles of rows");
+  static_assert(Held % kAtomRows == 0 && Step % 16 == 0, "WGMMA's rows, and its steps");
+};
+
+/// What `store_rows` has to know of sums with `Columns` columns.
+template <class Traits, int Columns>
+struct Stored {
+  using Element = typename Traits::Element;
+  static constexpr int HeadDimV = Columns, PanelsV = Traits::template Padded<Columns> / kPanel, StagedPanels = 1;
+};
+
+/// What a CTA works on: a tile of one side, and the tiles of the other that it goes through, once for each head.
+template <class Traits>
+struct GradientTile {
+  WorkItem work;  // row0: first row in hand
+  Sequence sequence;
+  Visibility view;  // from the side in hand: what is held are its rows, what is streamed its keys
+  Range tiles, unmasked;
+  int heads;  // query heads that are gone through
+  int head_q, head_kv;
+  int held_row0, streamed_row0;  // rows of the tensors that hold the side's first
+
+  CUTE_DEVICE explicit GradientTile(BackwardParams const& params)
+      : work(params.scheduler(blockIdx.x)), sequence(sequence_of(params, work.batch)) {
+    Visibility const& visibility = sequence.visibility;
+    if constexpr (Traits::OfKeys) {
+      view = visibility.transposed();
+      tiles = visibility.row_tiles_of(work.row0, Traits::B_c, Traits::B_r);
+      unmasked = visibility.unmasked_row_tiles_of(work.row0, Traits::B_c, Traits::B_r);
+      heads = params.heads_per_kv.divisor;
+      head_q = work.head * heads, head_kv = work.head;
+      held_row0 = sequence.k_row0, streamed_row0 = sequence.q_row0;
+    } else {
+      view = visibility;
+      tiles = visibility.tiles_of(work.row0, Traits::B_r, Traits::B_c);
+      unmasked = visibility.unmasked_tiles_of(work.row0, Traits::B_r, Traits::B_c);
+      heads = 1;
+      head_q = work.head, head_kv = params.heads_per_kv.div(work.head);
+      held_row0 = sequence.q_row0, streamed_row0 = sequence.k_row0;
+    }
+  }
+
+  CUTE_DEVICE int rows() const { return view.n_q - work.row0; }  // in hand that exist
+  CUTE_DEVICE int turns() const { return heads * tiles.size(); }
+};
+
+/// A warp that copies one tile in hand, and the tiles of one stream: of q and k with the statistics of rows, or of v
+/// and dout.
+template <class Traits, bool OfValues>
+CUTE_DEVICE void copy_stream(BackwardParams const& params, GradientMaps const& maps,
+                             typename Traits::SharedStorage& shared, GradientTile<Traits> const& tile) {
+  using Element = typename Traits::Element;
+  constexpr int Held = Traits::Held, Step = Traits::Step, Columns = OfValues ? Traits::ColumnsV : Traits::ColumnsQK;
+  constexpr bool WithStatistics = Traits::OfKeys && !OfValues;
+  constexpr int StatisticsBytes = WithStatistics ? Step * sizeof(RowStatistics) : 0;
+  CUtensorMap const& map_held = OfValues ? maps.held_v : maps.held;
+  CUtensorMap const& map_streamed = OfValues ? maps.streamed_v : maps.streamed;
+  Element* const held = OfValues ? shared.held_v : shared.held;
+  Element* const streamed = OfValues ? shared.streamed_v : shared.streamed;
+  Barrier& held_full = OfValues ? shared.held_v_full : shared.held_full;
+  auto& full = OfValues ? shared.full_v : shared.full;
+  auto& empty = OfValues ? shared.empty_v : shared.empty;
+  TailCopy tail{OfValues ? shared.tail_v : shared.tail};
+  bool const leader = threadIdx.x % 32 == 0;
+  int const batch = tile.sequence.batch;
+  int const held_stored = Traits::OfKeys ? params.stored_keys() : params.stored_rows(),
+            streamed_stored = Traits::OfKeys ? params.stored_rows() : params.stored_keys();
+
+  int const row = tile.held_row0 + tile.work.row0, rows = tile.rows();
+  // What lies past a tensor's end arrives as zeros; what lies behind a sequence is to be zeroed: 0 times NaN is NaN.
+  tail.template tile<Held, Columns>(held_full, held, rows < Held && row + rows < held_stored, rows,
+                                    [&](Barrier& barrier) {
+                                      if (leader)
+                                        copy_panels<Held, Columns>(map_held, barrier, held, row, tile.work.head, batch,
+                                                                   TMA::CacheHintSm90::EVICT_FIRST);
+                                    });
+  RingPosition<Traits::Stages> ring;
+  int const last = tile.view.len_kv;  // rows of the stream that exist
+  for (int g = 0; g < tile.heads; ++g) {
+    int const head = Traits::OfKeys ? tile.head_q + g : tile.head_kv;
+    int64_t const statistics =
+        WithStatistics ? StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) : 0;
+    for (int t = tile.tiles.begin; t < tile.tiles.end; ++t, ring.advance()) {
+      int const first = t * Step, here = last - first, at = tile.streamed_row0 + first;
+      auto* const to = streamed + ring.stage * Step * Columns;
+      empty[ring.stage].wait_for(ring.phase ^ 1);
+      tail.template tile<Step, Columns>(
+          full[ring.stage], to, here < Step && at + here < streamed_stored, here, [&](Barrier& barrier) {
+            if (!leader) return;
+            barrier.arrive_and_expect_tx(Step * Columns * sizeof(Element) + StatisticsBytes);
+            copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
+            if constexpr (WithStatistics) {
+              SM90_BULK_COPY_G2S::copy(params.row_statistics + statistics + first,
+                                       reinterpret_cast<uint64_t*>(&barrier), shared.statistics[ring.stage],
+                                       StatisticsBytes);
+            }
+          });
+    }
+  }
+}
+
+/// From scores, in `S`, to what the gradients take of them: P as an operand to `words` where it is wanted, and in `S` P
+/// times the derivative of the score. `lse(i, j)` is that of the element's row, `derivative(score, i, j)` its own.
+template <class Traits, bool PutsP, class ScoreTensor, class Words, class Lse, class Derivative>
+CUTE_DEVICE void weights(ScoreTensor& S, Words& words, float scale, Lse const& lse, Derivative const& derivative) {
+  CUTE_UNROLL
+  for (int j = 0; j < size<1>(S); j += 2) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      float p[2];
+      CUTE_UNROLL
+      for (int c = 0; c < 2; ++c) {
+        float const score = S(i, j + c);
+        p[c] = exp2_approx(fmaf(score, scale, -lse(i, j + c)));
+        S(i, j + c) = p[c] * derivative(score, i, j + c);
+      }
+      if constexpr (PutsP) put_operand<typename Traits::Element>(words, i, j, p[0], p[1]);
+    }
+  }
+}
+
+/// A consumer warpgroup: goes through the tiles of the stream and sums up its gradients.
+template <class Traits, Sums What>
+CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::SharedStorage& shared,
+                            GradientTile<Traits> const& tile, int row_block) {
+  using Element = typename Traits::Element;
+  constexpr int Step = Traits::Step, ColumnsQK = Traits::ColumnsQK, ColumnsV = Traits::ColumnsV;
+  constexpr bool SumsP = What == Sums::KeysAndValues || What == Sums::Values;  // A2 += P Y2
+  constexpr bool SumsS = What != Sums::Values;                                 // A1 += dS Y1
+  using MmaS = typename Traits::template MmaScores<Traits::HeadDim>;
+  using MmaP = typename Traits::template MmaScores<Traits::HeadDimV>;
+  using MmaG = typename Traits::template MmaGradient<Traits::HeadDim>;
+  using MmaV = typename Traits::template MmaGradient<Traits::HeadDimV>;
+
+  auto const operand_held = [&](auto mma, Element* data, auto columns) {
+    using Layout = typename Traits::template LayoutHeld<decltype(columns)::value>;
+    Tensor rows = local_tile(make_tensor(make_smem_ptr(data), Layout{}), Shape<Int<kAtomRows>, decltype(columns)>{},
+                             make_coord(row_block, _0{}));
+    return mma.get_slice(0).partition_fragment_A(rows);
+  };
+  auto const operand_b = [&](auto mma, Element* data, auto layout) {
+    return mma.get_slice(0).partition_fragment_B(make_tensor(make_smem_ptr(data), layout));
+  };
+  Tensor fX = operand_held(MmaS{}, shared.held, Int<ColumnsQK>{});
+  Tensor fXv = operand_held(MmaP{}, shared.held_v, Int<ColumnsV>{});
+  Tensor fY = operand_b(MmaS{}, shared.streamed, typename Traits::template LayoutStreamed<ColumnsQK>{});
+  Tensor fYv = operand_b(MmaP{}, shared.streamed_v, typename Traits::template LayoutStreamed<ColumnsV>{});
+  Tensor fYt = operand_b(typename Traits::template MmaGradient<ColumnsQK>{}, shared.streamed,
+                         typename Traits::template LayoutAcross<ColumnsQK>{});
+  Tensor fYvt = operand_b(typename Traits::template MmaGradient<ColumnsV>{}, shared.streamed_v,
+                          typename Traits::template LayoutAcross<ColumnsV>{});
+  Tensor cS = partition_fragment_C(MmaS{}, Shape<Int<kAtomRows>, Int<Step>>{});
+  Tensor cdP = partition_fragment_C(MmaP{}, Shape<Int<kAtomRows>, Int<Step>>{});
+  Tensor cA = partition_fragment_C(MmaG{}, Shape<Int<kAtomRows>, Int<Traits::HeadDim>>{});
+  Tensor cV = partition_fragment_C(MmaV{}, Shape<Int<kAtomRows>, Int<Traits::HeadDimV>>{});
+  Tensor fP = make_tensor<Element>(partition_shape_A(MmaV{}, Shape<Int<kAtomRows>, Int<Step>>{}));
+  Tensor fdS = make_tensor<Element>(partition_shape_A(MmaG{}, Shape<Int<kAtomRows>, Int<Step>>{}));
+  Tensor S = rows_and_columns(cS);
+  Tensor dP = rows_and_columns(cdP);
+  Tensor A = rows_and_columns(cA);
+  Tensor V = rows_and_columns(cV);
+  Tensor words_p = recast<uint32_t>(fP);
+  Tensor words_ds = recast<uint32_t>(fdS);
+  clear(cA);
+  clear(cV);
+  warpgroup_fence_operand(cA);  // zeros that the compiler moved behind the first product would end the pipeline
+  warpgroup_fence_operand(cV);
+
+  int const lane = threadIdx.x % 32, warp_row = row_block * kAtomRows + threadIdx.x % kWarpgroup / 32 * 16;
+  int const first_row = tile.work.row0 + warp_row + lane / 4;  // in hand; the thread's second lies 8 further
+  float const query_scale = ScoreMod::query_scale(params), scale = Traits::ScoreMods ? 1.f : query_scale;
+  RowStatistics mine[2];  // of the rows in hand, where those are query rows
+  if constexpr (!Traits::OfKeys) {
+    auto const* const rows = params.row_statistics +
+                             StatisticsRows(params).first(params, tile.sequence, tile.work.batch, tile.head_q) +
+                             first_row;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) mine[i] = first_row + row_of(i) < tile.view.n_q ? rows[row_of(i)] : RowStatistics{INFINITY, 0.f};
+  }
+
+  RingPosition<Traits::Stages> ring, ring_v, used;  // used: the stage that the last dS Y1 reads
+  auto issue_s = [&] { gemm_async<Traits::HeadDim / 16>(MmaS{}, fX, fY(_, _, _, ring.stage), cS, true); };
+  auto issue_dp = [&] { gemm_async<Traits::HeadDimV / 16>(MmaP{}, fXv, fYv(_, _, _, ring_v.stage), cdP, true); };
+  auto mods_of = [&](int head) {
+    if constexpr (Traits::ScoreMods) return ScoreMod(params, tile.work.batch, head);
+    return ScoreMod(cutlass_ext::Scores{}, 0, 0);
+  };
+  auto release = [&](Barrier& barrier) {
+    if (lane == 0) barrier.arrive();
+  };
+
+  int const turns = tile.turns();
+  if (turns > 0) {
+    shared.held_full.wait_for(0);
+    shared.full[0].wait_for(0);
+    if constexpr (SumsS) shared.held_v_full.wait_for(0);
+  }
+  issue_s();  // of whatever lies there, if there is no tile: WGMMAs in flight forbid a branch
+  warpgroup_wait<0>();
+  int t = tile.tiles.begin, head = tile.head_q;
+  CUTE_NO_UNROLL
+  for (int turn = 0; turn < turns; ++turn) {
+    shared.full_v[ring_v.stage].wait_for(ring_v.phase);
+    if constexpr (SumsS) {
+      issue_dp();
+    }
+    warpgroup_fence_operand(cS);
+
+    // p - j of an element of scores that are changed: rows in hand are query rows, or keys.
+    int const first_column = t * Step + lane % 4 * 2, position = tile.sequence.visibility.start_pos;
+    int const offset = Traits::OfKeys ? position + first_column - first_row : position + first_row - first_column;
+    auto const offset_of = [](int i, int j) { return Traits::OfKeys ? key_of(j) - row_of(i) : row_of(i) - key_of(j); };
+    [[maybe_unused]] ScoreMod const score_mod = mods_of(head);
+    if constexpr (Traits::ScoreMods) {
+      CUTE_UNROLL
+      for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
+      score_mod.template apply<true>(S, offset, offset_of);
+    }
+    if (!tile.unmasked.contains(t)) {
+      int const rows[2] = {first_row, first_row + row_of(1)};
+      TileMask<Step / 4> const mask(tile.view.counted_from(t * Step), rows, lane);
+      mask.apply(S);
+    }
+    RowStatistics const* const streamed = shared.statistics[ring.stage] + lane % 4 * 2;
+    weights<Traits, SumsP>(
+        S, words_p, scale,
+        [&](int i, int j) { return Traits::OfKeys ? streamed[key_of(j)].lse_log2 : mine[i].lse_log2; },
+        [&](float score, int i, int j) {
+          if constexpr (!Traits::ScoreMods || !SumsS) return 1.f;
+          return score == -INFINITY ? 0.f : score_mod.derivative(score, offset + offset_of(i, j));
+        });
+    if constexpr (SumsS) warpgroup_wait<0>();
+    if constexpr (SumsP) gemm_async<Step / 16>(MmaV{}, fP, fYvt(_, _, _, ring_v.stage), cV, false);
+    if constexpr (SumsS) {
+      warpgroup_fence_operand(cdP);
+      CUTE_UNROLL
+      for (int j = 0; j < Step / 4; j += 2) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          auto const gradient = [&](int j) {
+            return S(i, j) * (dP(i, j) - (Traits::OfKeys ? streamed[key_of(j)].delta : mine[i].delta));
+          };
+          put_operand<Element>(words_ds, i, j, gradient(j), gradient(j + 1));
+        }
+      }
+      gemm_async<Step / 16>(MmaG{}, fdS, fYt(_, _, _, ring.stage), cA, false);
+    }
+    // The next tile's first product runs behind these; after the last tile, of whatever lies there.
+    ring.advance();
+    if (turn + 1 < turns) shared.full[ring.stage].wait_for(ring.phase);
+    issue_s();
+    if constexpr (SumsP) {
+      warpgroup_wait<SumsS ? 2 : 1>();
+      warpgroup_fence_operand(cV);
+    }
+    release(shared.empty_v[ring_v.stage]);
+    warpgroup_wait<0>();
+    release(shared.empty[used.stage]);
+    used.advance();
+    ring_v.advance();
+    if (++t == tile.tiles.end) t = tile.tiles.begin, ++head;
+  }
+  warpgroup_wait<0>();
+  warpgroup_fence_operand(cS);
+  warpgroup_fence_operand(cA);
+  warpgroup_fence_operand(cV);
+
+  auto* const staging = shared.staging + threadIdx.x / 32 % (4 * Traits::Consumers) * 16 * kPanel;
+  auto const store = [&](void* data, Strides const& stride, auto const& sums, int cols, auto head_dim) {
+    int64_t const row = tile.held_row0 + tile.work.row0 + warp_row + lane / 8;
+    auto* const to = static_cast<Element*>(data) + tile.sequence.batch * stride.batch +
+                     (Traits::OfKeys ? tile.head_kv : tile.head_q) * stride.head + row * stride.row;
+    store_rows<Stored<Traits, decltype(head_dim)::value>>(
+        to, [&](int pass) { return pass * 4 * stride.row; }, tile.rows() - warp_row, cols, sums, staging, lane);
+  };
+  if constexpr (SumsP) store(params.dv, params.dv_stride, V, params.head_dim_v, Int<Traits::HeadDimV>{});
+  if constexpr (SumsS) {
+    CUTE_UNROLL
+    for (int e = 0; e < size(A); ++e) A(e) *= params.softmax_scale;
+    Strides const& stride = Traits::OfKeys ? params.dk_stride : params.dq_stride;
+    store(Traits::OfKeys ? params.dk : params.dq, stride, A, params.head_dim, Int<Traits::HeadDim>{});
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::Threads, 1)
+    backward_kernel(__grid_constant__ BackwardParams const params, __grid_constant__ GradientMaps const maps) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
+  int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+  int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  GradientTile<Traits> const tile(params);
+  if (tile.rows() <= 0) return;  // packed: the launch counts the tiles of the longest sequence for each
+  if (warp == 0) {
+    for (CUtensorMap const* map : {&maps.held, &maps.held_v, &maps.streamed, &maps.streamed_v})
+      cute::prefetch_tma_descriptor(map);
+    if (threadIdx.x == 0) {
+      constexpr int kReaders = 4 * Traits::Consumers;  // every consumer warp says when it is done with a tile
+      for (auto* barrier : {&shared.held_full, &shared.held_v_full, &shared.tail, &shared.tail_v}) barrier->init(1);
+      CUTE_UNROLL
+      for (int i = 0; i < Traits::Stages; ++i) {
+        shared.full[i].init(1), shared.full_v[i].init(1);
+        shared.empty[i].init(kReaders), shared.empty_v[i].init(kReaders);
+      }
+      cutlass::arch::fence_barrier_init();
+    }
+  }
+  __syncthreads();
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::ProducerRegisters>();
+    if (tile.turns() == 0) return;
+    if (warp == 0) copy_stream<Traits, false>(params, maps, shared, tile);
+    if (warp == 1) copy_stream<Traits, true>(params, maps, shared, tile);
+    return;
+  }
+  cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
+  if constexpr (Traits::Apart) {
+    if (warpgroup == 1) {
+      accumulate<Traits, Sums::Values>(params, shared, tile, 0);
+    } else {
+      accumulate<Traits, Sums::Keys>(params, shared, tile, 0);
+    }
+  } else {
+    accumulate<Traits, Traits::OfKeys ? Sums::KeysAndValues : Sums::Queries>(params, shared, tile, warpgroup - 1);
+  }
+}
+
+/// One side's kernel at one tile shape, a CTA for each tile of that side.
+template <Axis Of, int B_r, int B_c, int HeadDim, int HeadDimV, class Element, int Stages, bool ScoreMods>
+struct Backward {
+  using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, HeadDimV, Element, Stages, ScoreMods>;
+  static constexpr char const* kFamily = "sm90";
+  static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
+  static constexpr auto kernel = &backward_kernel<Traits>;
+  static constexpr Kind kKind = Traits::OfKeys ? Kind::KeyGradients : Kind::QueryGradients;
+  static constexpr Features kTakes =
+      (ScoreMods ? feature::kScoreMods : 0) | feature::Sink | feature::Packed | feature::kUnlike;
+  static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
+};
+
+}  // namespace cutlass_ext::sm90
