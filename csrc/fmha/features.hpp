@@ -21,6 +21,7 @@ enum class Kind {
   KeyGradients,    ///< of the backward pass: dK and dV, a CTA for each tile of keys
   QueryGradients,  ///< and dQ, a CTA for each tile of query rows
 };
+constexpr int kKinds = static_cast<int>(Kind::QueryGradients) + 1;
 
 // A bit, the argument that asks for it, when a call `p` does, and what makes it a call that does not. A new line here
 // is taken by no kernel until one says so.
