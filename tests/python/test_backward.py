@@ -557,6 +557,25 @@ def test_compile(target, packing):
 
 
 @COMPILE_TIMEOUT
+def test_totals_and_maxima_do_not_recompile(target_fp32):
+    """Packed batches of other lengths go through the graphs, forward and backward, that the first made."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def call(q, k, v, packing):
+        return target_fp32.fmha(q, k, v, causal=True, **packing)
+
+    fast, compilations = torch.compile(call, backend=counter, fullgraph=True, dynamic=True), []
+    for lengths in ([5, 9], [70, 3], [130, 64], [33, 30]):
+        batch = packed(target_fp32, lengths)
+        leaves, of_results = [t.requires_grad_() for t in batch], of_out(target_fp32, batch.q, batch.v)
+        got, want = (torch.autograd.grad(f(*leaves, batch.packing), leaves, of_results) for f in (fast, call))
+        assert_same_bits(got, want)
+        compilations.append(counter.frame_count)
+    assert compilations[0] == compilations[-1]
+
+
+@COMPILE_TIMEOUT
 def test_compile_of_a_layer(target):
     """q, k and v are made in the graph, of what requires grad."""
     x, weight = target.randn(2, 40, 32), (target.randn(32, 3 * 2 * 16) / 6).requires_grad_()
