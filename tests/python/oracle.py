@@ -36,7 +36,7 @@ def attention(
     """Section 2, one sequence at a time. Same arguments as `cutlass_ext.fmha`; `rows` picks query rows.
 
     Returns out [B, rows, H_q, d_v] and lse [B, H_q, rows], both in `compute`, and the largest |s| that a row saw. P, O
-    and, where autograd goes through, dS are rounded to `round_to`.
+    and, where autograd goes through, dS are rounded to `round_to`, and rowsum(dO O) in dS is that of the rounded O.
     """
     batch, n_q, heads_q, head_dim = q.shape
     n_kv, heads_kv, device = k.shape[1], k.shape[2], q.device
@@ -82,13 +82,17 @@ def attention(
             row_max = row_max.masked_fill(row_max == float("-inf"), 0.0)
             p = torch.exp(s - row_max)
             row_sum = p.sum(-1, keepdim=True)
-            lse[b, :, r : r + chunk] = (row_max + row_sum.log()).squeeze(-1)
+            row_lse = row_max + row_sum.log()
+            lse[b, :, r : r + chunk] = row_lse.squeeze(-1)
             p = (p / row_sum.masked_fill(row_sum == 0, 1.0))[..., : len(keys)]
             if round_to is not None:
                 p = rounded(p, round_to)
-            out[b, r : r + chunk] = (p @ v_b).transpose(0, 1)
-    if round_to is not None:
-        out = rounded(out, round_to)
+            o = p @ v_b
+            if round_to is not None:
+                change = (o.to(round_to).to(compute) - o).detach()
+                zero = row_lse.masked_fill(row_sum == 0, 0.0)
+                o = o + change - change * (zero - zero.detach())  # of the gradient dO it takes P rowsum(dO change)
+            out[b, r : r + chunk] = o.transpose(0, 1)
     return out, lse, largest
 
 
@@ -226,6 +230,7 @@ class ExpectedGradients:
             )  # fmt: skip
 
 
+@torch.enable_grad()
 def gradients(q, k, v, dout, dlse=None, *, sink=None, compute=torch.float64, round_to=None, **options):
     """Of `attention`, by autograd through it, in `compute`, and the largest |s|. `dlse` counts where lse is finite."""
     leaves = {"dq": q, "dk": k, "dv": v} | ({} if sink is None else {"dsink": sink})
@@ -252,7 +257,11 @@ def expect_gradients(q, k, v, dout, dlse=None, **options) -> ExpectedGradients:
     oracle, largest = gradients(q, k, v, dout, dlse, **options)
     round_to = None if q.dtype == torch.float32 else q.dtype
     ref, _ = gradients(q, k, v, dout, dlse, compute=torch.float32, round_to=round_to, **options)
-    longest = lambda t: t.double().norm(dim=-1).max().item() if t.numel() else 0.0  # noqa: E731
+
+    def longest(t):
+        norms = t.double().norm(dim=-1)  # poison is no number
+        return max(norms[norms.isfinite()].tolist(), default=0.0)
+
     scale = options.get("softmax_scale") or q.shape[-1] ** -0.5
     noise = torch.finfo(torch.float32).eps * longest(dout) * longest(v) * max(1.0, scale * max(longest(q), longest(k)))
     return ExpectedGradients(oracle, ref, q.dtype, noise, largest)
