@@ -215,7 +215,7 @@ class ExpectedGradients:
     dtype: torch.dtype
     noise: dict[str, float]  # what rounding makes of a gradient that is 0, as a difference of large numbers
     largest_score: float
-    head_dim: int
+    terms: int  # of the longest sum: of a score, or of dK and dV
 
     def check(self, got, *, small=False, what=""):
         """Section 3 on each of them. `small` allows what rounding in float32 makes of few rows and keys, as `Expected`
@@ -226,7 +226,7 @@ class ExpectedGradients:
         for (name, oracle), t in zip(self.oracle.items(), got, strict=True):
             dtype = torch.float32 if name == "dsink" else self.dtype
             assert t.dtype == dtype, f"{what}: {name} is {t.dtype}, should be {dtype}"
-            chain = max(1.0, self.head_dim**0.5 / 4)
+            chain = max(1.0, self.terms**0.5 / 4)
             slack = chain * (1 + self.largest_score) * torch.finfo(torch.float32).eps if small else 0.0
             noise = self.noise[name] if small or name == "dsink" else 0.0
             assert_section3(
@@ -237,8 +237,8 @@ class ExpectedGradients:
 
 @torch.enable_grad()
 def gradients(q, k, v, dout, dlse=None, *, sink=None, compute=torch.float64, round_to=None, **options):
-    """Of `attention`, by autograd through it, in `compute`; the largest |s|, and the largest norms of dO O, of a row and
-    of a head. `dlse` counts where lse is finite."""
+    """Of `attention`, by autograd through it, in `compute`; the largest |s|, and the largest norms of dO O, of a row
+    and of a head. `dlse` counts where lse is finite."""
     leaves = {"dq": q, "dk": k, "dv": v} | ({} if sink is None else {"dsink": sink})
     leaves = {name: t.detach().to(compute).requires_grad_() for name, t in leaves.items()}
     out, lse, largest = attention(
@@ -279,7 +279,7 @@ def expect_gradients(q, k, v, dout, dlse=None, **options) -> ExpectedGradients:
         "dq": of_ds * scale * longest(k), "dk": of_ds * scale * longest(q) * rows**0.5, "dv": 0.0,
         "dsink": eps * of_head,
     }  # fmt: skip
-    return ExpectedGradients(oracle, ref, q.dtype, noise, largest, q.shape[-1])
+    return ExpectedGradients(oracle, ref, q.dtype, noise, largest, max(q.shape[-1], rows))
 
 
 def expect_gradients_packed(
@@ -314,6 +314,7 @@ def expect_gradients_packed(
             name: (math.hypot if name == "dsink" else max)(joined.noise[name], alone.noise[name]) for name in names
         }
         joined.largest_score = max(joined.largest_score, alone.largest_score)
+        joined.terms = max(joined.terms, alone.terms)
     return joined
 
 
