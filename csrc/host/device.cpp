@@ -70,7 +70,7 @@ class Known {
 std::vector<Kernel> const& kernels() { return table(); }
 
 std::vector<Kernel const*> const& kernels_of(Kind kind, DType dtype) {
-  using Lists = std::array<std::array<std::vector<Kernel const*>, 3>, 6>;
+  using Lists = std::array<std::array<std::vector<Kernel const*>, 3>, kKinds>;
   static Lists const lists = [] {  // of the whole table: the objects that fill it are built before any call
     Lists sorted;
     for (Kernel const& kernel : table()) sorted[int(kernel.kind)][int(kernel.dtype)].push_back(&kernel);
