@@ -15,10 +15,9 @@ from ._ops import Tensors, lse_if_asked, position, register, register_autograd, 
 
 forward, forward_torch = register("fmha", lse_if_asked(torch_backend.fmha))
 with_grad, with_grad_torch = register("fmha_with_grad", lse_if_asked(torch_backend.fmha))
-
-
 backward, backward_torch = register("fmha_backward", torch_backend.fmha_backward, torch_backend.empty_gradients)
 
+func_is_active = torch._C._are_functorch_transforms_active  # whether torch.func is at work
 _DETERMINISTIC = position(with_grad, "deterministic")
 # Where the arguments stand whose gradients are the results dq, dk, ... of the backward operator.
 _DIFFERENTIATED = [position(with_grad, gradient.name[1:]) for gradient in backward._schema.returns]
@@ -99,6 +98,4 @@ for _operator, _backward, _setup in (
 
 def differentiable(operator) -> Callable:
     """The operator as the gradients that are being taken know it."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return operator
-    return _functions[operator]
+    return _functions[operator] if func_is_active() else operator

@@ -9,11 +9,12 @@ from numbers import Integral
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.overrides import TorchFunctionMode
 
 from . import autograd
 from ._ops import run
+from .autograd import func_is_active
 
 Backend = Literal["auto", "simt", "sm80", "sm90", "torch"]
 StartPos = int | Tensor | Literal["end"]
@@ -136,20 +137,26 @@ def fmha(
     (arXiv:2108.12409, section 3), attention sinks (arXiv:2309.17453, section 3), softcap (Gemma 2, arXiv:2408.00118,
     section 2).
     """
-    if (causal is not True and causal is not False) or deterministic is not False:
+    if causal is not True and causal is not False:
         check_bool("causal", causal)
+    if deterministic is not False:
         check_bool("deterministic", deterministic)
     left, right = (-1, -1) if window == (-1, -1) else window_sides("window", window)
     start, start_positions = (start_pos, None) if type(start_pos) is int else split_start(start_pos)
-    needs_grad = torch.is_grad_enabled() and (
-        getattr(q, "requires_grad", False)
-        or getattr(k, "requires_grad", False)
-        or getattr(v, "requires_grad", False)
-        or (sink is not None and getattr(sink, "requires_grad", False))
-        or (alibi_slopes is not None and getattr(alibi_slopes, "requires_grad", False))
-    )
-    if needs_grad:
-        _check_gradients(alibi_slopes, block_table)
+    needs_grad = False
+    if is_grad_enabled():
+        try:
+            needs_grad = (
+                q.requires_grad
+                or k.requires_grad
+                or v.requires_grad
+                or (sink is not None and sink.requires_grad)
+                or (alibi_slopes is not None and alibi_slopes.requires_grad)
+            )
+        except AttributeError:  # no tensor, which the operator refuses
+            needs_grad = False
+        if needs_grad or func_is_active():
+            _check_gradients(needs_grad, alibi_slopes, block_table)
     arguments = q, k, v, causal, start, return_lse or needs_grad
     # Those at the end that a plain call leaves out would cost it 1.6 us, of the 4.5 that 21 arguments take.
     absent = (
@@ -223,12 +230,18 @@ class _Explaining(TorchFunctionMode):
         return function(*args, **kwargs or {})
 
 
-def _check_gradients(alibi_slopes: Tensor | None, block_table: Tensor | None) -> None:
-    """Raises where a call needs gradients that there are not."""
+def _check_gradients(needs_grad: bool, alibi_slopes: Tensor | None, block_table: Tensor | None) -> None:
+    """Raises where a call needs gradients that there are not.
+
+    Where torch.compile traces torch.func, tensors do not say that they require grad, and the graph would have gradients
+    of 0. Without fullgraph=True the function then runs as it does without torch.compile.
+    """
+    if torch.compiler.is_compiling() and func_is_active():
+        raise NotImplementedError("fmha: torch.compile does not trace it inside torch.func; compile what is around it")
     name, reason = None, ""
     if getattr(alibi_slopes, "requires_grad", False):
         name, reason = "alibi_slopes", "requires grad, and slopes have no gradient"
-    elif block_table is not None:
+    elif needs_grad and block_table is not None:
         name, reason = "block_table", "there is no backward pass of keys in pages, and an input requires grad"
     if name:
         raise NotImplementedError(

@@ -244,15 +244,15 @@ def attention_backward(o: SimpleNamespace, lengths: Lengths) -> Gradients:
         for block in blocks:
             sees_keys = block.j.start < block.j.stop
             lse, dO, Q = lse_heads[block.rows], dO_heads[block.rows].to(blocks.dtype), block.Q
-            if sees_keys:
-                S, tanh = blocks.scores(block, keep_tanh=True)
-                P = S.sub_(lse).exp_()
             empty = None  # rows that see no key
             if not sees_keys:
                 empty = torch.ones_like(lse, dtype=torch.bool)
-            elif block.masked:
-                empty = P.amax(-1, keepdim=True) == 0
-                dO, Q = dO.masked_fill(empty, 0.0), Q.masked_fill(empty, 0.0)
+            else:
+                S, tanh = blocks.scores(block, keep_tanh=True)
+                if block.masked:
+                    empty = (S.amax(-1, keepdim=True) == -torch.inf) | (lse == torch.inf)
+                    dO, Q = dO.masked_fill(empty, 0.0), Q.masked_fill(empty, 0.0)
+                P = S.sub_(lse).exp_()
             if delta_heads is not None:
                 delta = delta_heads[block.rows]
             else:
@@ -362,12 +362,14 @@ def _packed_backward(o: SimpleNamespace) -> Gradients:
     dsink = empty_gradients(o)[3].zero_()
     for some in _sequences(o):
         options = some.options
-        options.q, options.k, options.v, options.dout = o.q[some.rows], some.k, some.v, o.dout[some.rows]
+        is_padding = ~some.is_row.unsqueeze(-1)
+        # Padding is a row that sees no key: scores that are no NaN, and an lse of -inf.
+        options.q = o.q[some.rows].masked_fill(is_padding.unsqueeze(-1), 0.0)
+        options.k, options.v, options.dout = some.k, some.v, o.dout[some.rows]
         options.out = None if o.out is None else o.out[some.rows]
         for name, of_padding in (("lse", -torch.inf), ("delta", 0.0), ("dlse", 0.0)):
             if (x := getattr(o, name)) is not None:
-                x = x.T[some.rows].masked_fill(~some.is_row.unsqueeze(-1), of_padding)
-                setattr(options, name, x.transpose(1, 2))
+                setattr(options, name, x.T[some.rows].masked_fill(is_padding, of_padding).transpose(1, 2))
         block_dq, block_dk, block_dv, block_dsink = attention_backward(options, some.lengths)
         dq[some.q_places(total_q)] = block_dq
         places = some.k_places(total_k)

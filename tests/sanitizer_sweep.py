@@ -80,6 +80,44 @@ PACKED_FEATURES = (
 )
 
 
+def gradient_cases():
+    """(dtype, N_q, N_kv or their lengths, d, d_v, features) of backward calls."""
+    for dtype in TOLERANCES:
+        for features in FEATURES:
+            features = {name: x for name, x in features.items() if name != "num_splits"}
+            for n_q, n_kv in ((33, 130), (130, 31)):
+                yield dtype, n_q, n_kv, 64, 64, features
+        for d, d_v in ((128, 128), (192, 128), (256, 256), (40, 8)):
+            yield dtype, 65, 129, d, d_v, FEATURES[1]
+        for n_q, n_kv in ((0, 5), (5, 0)):
+            yield dtype, n_q, n_kv, 64, 64, FEATURES[0]
+        for lengths, d in itertools.product(LENGTHS, (64, 128)):
+            yield dtype, *lengths, d, d, PACKED_FEATURES[1]
+
+
+def compare_gradients(dtype: torch.dtype, n_q, n_kv, d: int, d_v: int, features: dict) -> None:
+    """`fmha_backward` on the GPU and the CPU, where the results of `fmha` are from."""
+    options, rows, keys = dict(features), (2, n_q), (2, n_kv)
+    if isinstance(n_q, list):
+        rows, keys = (sum(n_q),), (sum(n_kv),)
+        for name, lengths in (("q", n_q), ("k", n_kv)):
+            options[f"cu_seqlens_{name}"] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+            options[f"max_seqlen_{name}"] = max(lengths)
+    shapes = (*rows, 4, d_v), (*rows, 4, d), (*keys, 2, d), (*keys, 2, d_v)
+    dout, q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
+    out, lse = cutlass_ext.fmha(q, k, v, **options, return_lse=True)
+    options["dlse"] = torch.randn(lse.shape)
+    tensors = dout, q, k, v, out, lse
+    expected = cutlass_ext.fmha_backward(*tensors, **options)
+    on_gpu = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    got = cutlass_ext.fmha_backward(*(t.cuda() for t in tensors), **on_gpu)
+    what = (dtype, n_q, n_kv, d, d_v, features)
+    for a, b in zip(got, expected, strict=True):
+        largest = b.abs().max().item() if b.numel() else 0.0  # sums of many terms, each rounded
+        tolerance = {name: x * (1 + largest) for name, x in TOLERANCES[dtype].items()}
+        torch.testing.assert_close(a.cpu(), b, **tolerance, msg=lambda text: f"{what}: {text}")
+
+
 def packed_cases(many):
     """(dtype, lengths of the queries, of the keys, d, d_v, features), with calls of `many` work items or without."""
     for dtype in TOLERANCES:
@@ -218,6 +256,9 @@ if __name__ == "__main__":
         count += 1
     for case in paged_cases(many):
         compare_paged(*case)
+        count += 1
+    for case in gradient_cases():
+        compare_gradients(*case)
         count += 1
     for case in cache_cases():
         compare_cache(*case)

@@ -31,7 +31,15 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "tests" / "python"))
 
 import torch
-from oracle import Expected, expect, expect_packed, peer_tolerance, rotate
+from oracle import (
+    Expected,
+    expect,
+    expect_gradients,
+    expect_gradients_packed,
+    expect_packed,
+    peer_tolerance,
+    rotate,
+)
 
 import cutlass_ext as ce
 
@@ -316,7 +324,7 @@ def draw_padded(rng, call):
             call.layouts["q"] = drawn(rng, shapes[0], "q", call.dtype, expandable=True)
     else:
         lay_out_qkv(rng, call, *shapes)
-    ours = name == "fmha"
+    ours = name.startswith("fmha")
     call.options, vectors = draw_options(rng, s, positions=ours)
     call.layouts |= vectors
     if ours:
@@ -358,7 +366,7 @@ def draw_packed(rng, call):
     else:
         kv = totals[1], s.heads_kv
         lay_out_qkv(rng, call, (totals[0], s.heads_q, s.d), (*kv, s.d), (*kv, s.d_v))
-    ours = name == "fmha_packed"
+    ours = name.startswith("fmha")
     call.options, vectors = draw_options(rng, s, positions=ours)
     call.layouts |= vectors
     used = [rng.randint(0, n) for n in lengths_k] if rng.random() < 0.3 and (ours or not packs) else None
@@ -486,10 +494,13 @@ def draw_paged(rng, call):
 
 PADDED = {"causal", "window", "softmax_scale", "softcap", "alibi_slopes"}  # what flash-attn's functions take
 SDPA = {"causal", "softmax_scale", "enable_gqa"}
+GRADIENTS = PADDED | {"sink"}
 FUNCTIONS = {  # how their calls are drawn, how often, and which options they take where that is not all
     "fmha": (draw_padded, 6, None),
     "fmha_packed": (draw_packed, 5, None),
     "fmha_paged": (draw_paged, 7, None),
+    "fmha_backward": (draw_padded, 5, GRADIENTS),
+    "fmha_backward_packed": (draw_packed, 5, GRADIENTS),
     "flash_attn_with_kvcache": (draw_cache, 8, None),
     "flash_attn_func": (draw_padded, 1, PADDED),
     "flash_attn_kvpacked_func": (draw_padded, 1, PADDED),
@@ -514,6 +525,12 @@ def draw(seed, device) -> Call:
     if takes:
         for name in {"causal", "window", "softmax_scale", "softcap", "alibi_slopes", "sink", "num_splits"} - takes:
             call.options.pop(name, None), call.layouts.pop(name, None)
+    if function.startswith("fmha_backward"):
+        *batch, n_q, heads, _ = call.layouts["q"].shape
+        shape = (*batch, n_q, heads, call.layouts["v"].shape[-1])
+        call.layouts["dout"] = drawn(rng, shape, "dout", dtype, expandable=True)
+        if rng.random() < 0.5:
+            call.layouts["dlse"] = contiguous((*batch, heads, n_q), "dlse", "float32")
     call.options = {name: value for name, value in call.options.items() if value is not None}
     call.facts["poison"] = rng.choice((NAN, NAN, NAN, float("inf"), -float("inf")))
     call.facts["lse"] = rng.random() < 0.7
@@ -617,6 +634,56 @@ class Packed(Padded):
         names = "cu_seqlens_q", "cu_seqlens_k", "seqused_k"
         lengths = {name: self.arena[name] for name in names if name in self.call.layouts}
         return expect_packed(self.q, self.k, self.v, **lengths, **scores(self.call, self.arena))
+
+
+def gradient_arguments(problem):
+    """`fmha_backward`, its keywords, and among them what `fmha` gives, by whichever kernel."""
+    call, arena = problem.call, problem.arena
+    arguments = call.options | {name: arena[name] for name in call.layouts}
+    forward = {name: x for name, x in arguments.items() if name not in ("dout", "dlse")}
+    forward["backend"] = "torch" if call.options["backend"] == "torch" else "auto"
+    out, lse = ce.fmha(**forward, return_lse=True)
+    return ce.fmha_backward, arguments | {"out": out, "lse": lse}
+
+
+class PaddedGradients(Padded):
+    """dq, dk, dv, and dsink where there is a sink."""
+
+    arguments = gradient_arguments
+
+    def plant(self):
+        super().plant()
+        used, first = (self.call.values.get(name) for name in ("seqused_k", "leftpad_k"))
+        B, n = self.k.shape[:2]
+        empty = [u <= f for u, f in zip(used or [n] * B, first or [0] * B, strict=True)]
+        for name in ("q", "dout"):
+            poisoned(self.arena, name, torch.tensor(empty, dtype=torch.bool, device=self.q.device))
+
+    def results(self, got):
+        return list(got)
+
+    def expected(self):
+        used = {"seqused_k": self.arena["seqused_k"]} if "seqused_k" in self.call.layouts else {}
+        return expect_gradients(*self.tensors(), **scores(self.call, self.arena), **used)
+
+    def tensors(self):
+        dlse = self.arena["dlse"] if "dlse" in self.call.layouts else None
+        return self.q, self.k, self.v, self.arena["dout"], dlse
+
+    def check(self, results):
+        self.expected().check(results, small=True)
+
+
+class PackedGradients(PaddedGradients):
+    def plant(self):
+        Packed.plant(self)
+        cu_q = self.call.values["cu_seqlens_q"]
+        poisoned(self.arena, "dout", outside(len(self.q), [cu_q[0]], [cu_q[-1]], self.q.device)[0])
+
+    def expected(self):
+        names = "cu_seqlens_q", "cu_seqlens_k", "seqused_k"
+        lengths = {name: self.arena[name] for name in names if name in self.call.layouts}
+        return expect_gradients_packed(*self.tensors(), **lengths, **scores(self.call, self.arena))
 
 
 class Paged(Packed):
@@ -730,7 +797,8 @@ class Cached(Padded):
 
 
 def same_bits(got, want, what):
-    for a, b, name in zip(got, want, ("out", "lse")[: len(got)], strict=True):
+    names = ("out", "lse") if len(got) < 3 else ("dq", "dk", "dv", "dsink")
+    for a, b, name in zip(got, want, names[: len(got)], strict=True):
         different = bits(a.contiguous()) != bits(b.contiguous())
         assert not different.any(), (
             f"{what}: {different.sum().item()} of {a.numel()} elements of {name} have other bits"
@@ -744,6 +812,8 @@ def perform(call) -> str:
     kind = {draw_padded: Padded, draw_packed: Packed, draw_cache: Cached, draw_paged: Paged}[
         FUNCTIONS[call.function][0]
     ]
+    if call.function.startswith("fmha_backward"):
+        kind = PackedGradients if kind is Packed else PaddedGradients
     problem = kind(call, arena)
     problem.plant()
     arena.keep()

@@ -23,6 +23,7 @@ int current = cutlass_ext::fake::kH200;
 }  // namespace
 
 void cutlass_ext::fake::use(Gpu gpu) { current = gpu; }
+size_t cutlass_ext::fake::cleared_bytes = 0;
 
 extern "C" {
 
@@ -70,6 +71,11 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void const* kernel, cu
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel, launch->blockDim.x, launch->dynamicSmemBytes);
   *clusters = ctas * kAnswers[current].multiprocessors / launch->attrs[0].val.clusterDim.x;
   return cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void*, int value, size_t bytes, cudaStream_t) {
+  cutlass_ext::fake::cleared_bytes += bytes;
+  return value == 0 ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 cudaError_t cudaGetLastError() { return cudaSuccess; }

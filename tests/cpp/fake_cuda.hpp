@@ -1,6 +1,8 @@
 // A CUDA runtime without a GPU: what host/device.cpp asks of one, answered for the GPUs listed here. Linked into the
-// C++ tests in place of libcudart; used by plan_test.cpp.
+// C++ tests in place of libcudart; used by plan_test.cpp and backward_test.cpp.
 #pragma once
+
+#include <cstddef>
 
 namespace cutlass_ext::fake {
 
@@ -8,5 +10,8 @@ enum Gpu : int { kH200, kA100, kA40 };  // compute capability 9.0, 8.0, 8.6
 
 /// Makes `gpu` the current device.
 void use(Gpu gpu);
+
+/// Bytes that were set to 0 since the test last said so.
+extern size_t cleared_bytes;
 
 }  // namespace cutlass_ext::fake

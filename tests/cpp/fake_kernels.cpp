@@ -1,5 +1,6 @@
 // A table of kernels that cannot be launched: the tiles, the threads and the shared memory of those in csrc/kernels/,
-// as they were when this was written. plan_test.cpp says what the host makes of them.
+// as they were when this was written. plan_test.cpp says what the host makes of them, backward_test.cpp of those of the
+// backward pass.
 #include <cstdint>
 
 #include "fmha/decode/params.hpp"
@@ -66,6 +67,22 @@ Kernel cluster(DType dtype, int shared, Features more = 0) {
   return {"sm90", Kind::Cluster, dtype, d, d, 8, 16, takes, 256, shared, new_entry(), takes_shape, nullptr};
 }
 
+/// The two of the backward pass: a CTA of the one has `b_c` keys, of the other `b_r` rows.
+Kernel gradients(Kind kind, char const* family, DType dtype, int d, int b_r, int b_c, Features takes) {
+  return {family, kind, dtype, d, d, b_r, b_c, takes, 256, 98304, new_entry(), nullptr, nullptr};
+}
+Entered of_gradients(DType t) {
+  constexpr Features kPlain = Sink | Packed | kUnlike, kAll = kPlain | kScoreMods | UnalignedRows;
+  constexpr Kind kKeys = Kind::KeyGradients, kRows = Kind::QueryGradients;
+  return {
+      gradients(kKeys, "sm90", t, 64, 64, 128, kPlain),  gradients(kRows, "sm90", t, 64, 128, 64, kPlain),
+      gradients(kKeys, "sm90", t, 128, 64, 128, kPlain), gradients(kRows, "sm90", t, 128, 128, 64, kPlain),
+      gradients(kKeys, "sm80", t, 64, 64, 64, kAll),     gradients(kRows, "sm80", t, 64, 64, 64, kAll),
+      gradients(kKeys, "sm80", t, 128, 64, 32, kAll),    gradients(kRows, "sm80", t, 128, 64, 64, kAll),
+      gradients(kKeys, "sm80", t, 256, 32, 32, kAll),  // and there is no dQ of so large a head_dim
+  };
+}
+
 Entered of_16_bits(DType t) {
   return {
       sm80(t, 64, 128, 64, 49280),
@@ -121,6 +138,7 @@ Entered of_16_bits(DType t) {
 }
 
 Entered const kHalf = of_16_bits(DType::Float16), kBFloat = of_16_bits(DType::BFloat16);
+Entered const kGradients = of_gradients(DType::BFloat16);
 Entered const kFloat{
     simt(32, 128, 64, 128, 65536),
     simt(32, 64, 32, 128, 24576),

@@ -94,6 +94,17 @@ class Target:
             kwargs.setdefault("num_splits", 1)
         return cutlass_ext.fmha(q, k, v, **{"backend": self.backend, "return_lse": True} | kwargs)
 
+    def gradients(self, q, k, v, dout, dlse=None, *, sink=None, **kwargs):
+        """Of q, k, v, and of a sink where there is one, by autograd through `cutlass_ext.fmha`."""
+        leaves = [t.detach().requires_grad_() for t in (q, k, v, sink) if t is not None]
+        if sink is not None:
+            kwargs["sink"] = leaves[3]
+        results = self.fmha(*leaves[:3], **kwargs)
+        if self.cuda:
+            poison_like_gradients(*leaves)
+        n = 1 if dlse is None else 2
+        return torch.autograd.grad(results[:n], leaves, (dout, dlse)[:n])
+
 
 NOT_HOPPER = pytest.mark.skipif(GPU and not HOPPER, reason="sm90 runs on compute capability 9.0 and nowhere else")
 
@@ -160,6 +171,13 @@ def poison_like_results(q, v):
     rows = q.shape[:-1].numel()
     sizes = (rows * v.shape[-1], q.dtype), (rows, torch.float32), (1 << 18, torch.float32)
     held = [torch.full((n,), float("nan"), dtype=dtype, device=q.device) for n, dtype in sizes]
+    del held
+
+
+def poison_like_gradients(*inputs):
+    """The same where the gradients of these will be, and what is known of each row before them."""
+    sizes = [(t.numel(), t.dtype) for t in inputs] + [(2 * inputs[0].shape[:-1].numel(), torch.float32)]
+    held = [torch.full((n,), float("nan"), dtype=dtype, device=inputs[0].device) for n, dtype in sizes]
     del held
 
 

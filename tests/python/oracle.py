@@ -1,10 +1,11 @@
 """What the tests hold the library against: DESIGN section 2's formulas in float64 (the oracle), the same in fp32 with
-P and O rounded to the inputs' dtype (`ref` of section 3), and section 3's tolerance; packed sequences, rotary embedding
-and where a cache keeps its keys. Called by every test module and by tests/soak.py."""
+P and O rounded to the inputs' dtype (`ref` of section 3), and section 3's tolerance; their gradients; packed sequences,
+rotary embedding and where a cache keeps its keys. Called by every test module and by tests/soak.py."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
@@ -24,13 +25,19 @@ def visible(positions, keys, *, causal, window, leftpad, len_kv):
     return seen
 
 
+def rounded(x, dtype):
+    """`x` as `dtype` holds it, and its gradient untouched."""
+    return x + (x.to(dtype).to(x.dtype) - x).detach()
+
+
 def attention(
     q, k, v, *, causal=False, start_pos=0, window=(-1, -1), softmax_scale=None, softcap=0.0, alibi_slopes=None,
     sink=None, seqused_k=None, leftpad_k=None, rows=None, compute=torch.float64, round_to=None,
 ):  # fmt: skip
     """Section 2, one sequence at a time. Same arguments as `cutlass_ext.fmha`; `rows` picks query rows.
 
-    Returns out [B, rows, H_q, d_v] and lse [B, H_q, rows], both in `compute`, and the largest |s| that a row saw.
+    Returns out [B, rows, H_q, d_v] and lse [B, H_q, rows], both in `compute`, and the largest |s| that a row saw. P, O
+    and, where autograd goes through, dS are rounded to `round_to`, and rowsum(dO O) in dS is that of the rounded O.
     """
     batch, n_q, heads_q, head_dim = q.shape
     n_kv, heads_kv, device = k.shape[1], k.shape[2], q.device
@@ -61,6 +68,8 @@ def attention(
         for r in range(0, len(rows), chunk):
             position = starts[b] + rows[r : r + chunk]
             s = scale * (q[b, rows[r : r + chunk]].to(compute).transpose(0, 1) @ k_b.mT)
+            if round_to is not None and s.requires_grad:
+                s.register_hook(lambda ds: ds.to(round_to).to(compute))
             if softcap > 0:
                 s = softcap * torch.tanh(s / softcap)
             if slopes is not None:
@@ -74,13 +83,17 @@ def attention(
             row_max = row_max.masked_fill(row_max == float("-inf"), 0.0)
             p = torch.exp(s - row_max)
             row_sum = p.sum(-1, keepdim=True)
-            lse[b, :, r : r + chunk] = (row_max + row_sum.log()).squeeze(-1)
+            row_lse = row_max + row_sum.log()
+            lse[b, :, r : r + chunk] = row_lse.squeeze(-1)
             p = (p / row_sum.masked_fill(row_sum == 0, 1.0))[..., : len(keys)]
             if round_to is not None:
-                p = p.to(round_to).to(compute)
-            out[b, r : r + chunk] = (p @ v_b).transpose(0, 1)
-    if round_to is not None:
-        out = out.to(round_to).to(compute)
+                p = rounded(p, round_to)
+            o = p @ v_b
+            if round_to is not None:
+                change = (o.to(round_to).to(compute) - o).detach()
+                zero = row_lse.masked_fill(row_sum == 0, 0.0)
+                o = o + change - change * (zero - zero.detach())  # of the gradient dO it takes P rowsum(dO change)
+            out[b, r : r + chunk] = o.transpose(0, 1)
     return out, lse, largest
 
 
@@ -132,18 +145,20 @@ def _largest_errors(got, ref, oracle, eps, slack):
     return worst, allowed.item()
 
 
-def assert_section3(got, ref, oracle, *, eps, slack=0.0, one_row=False, what=""):
+def assert_section3(got, ref, oracle, *, eps, slack=0.0, absolute=0.0, one_row=False, what=""):
     """max|got - oracle| <= 2 max|ref - oracle| + 2 eps max|oracle|  and  ||got - oracle|| <= 1.5 ||ref - oracle||
 
     `one_row` allows the norm, on top, a row of the errors that the first inequality allows an element anyway: nothing
     beside many rows; of one row the norms of two rounding errors are more than 1.5 apart in some of a hundred draws.
+    `slack` is relative to the oracle's largest, `absolute` is not: for what may be 0 as a difference of large numbers.
     """
     assert got.shape == oracle.shape, f"{what}: shape {tuple(got.shape)}, should be {tuple(oracle.shape)}"
     assert got.isfinite().all(), f"{what}: {(~got.isfinite()).sum().item()} of {got.numel()} elements are not finite"
     worst, allowed = _largest_errors(got, ref, oracle, eps, slack)
+    allowed += absolute
     assert worst <= allowed, f"{what}: largest error {worst:.3e}, section 3 allows {allowed:.3e}"
     norm = (got.double() - oracle).norm().item()
-    allowed = (1.5 * (ref.double() - oracle).norm() + slack * oracle.norm()).item()
+    allowed = (1.5 * (ref.double() - oracle).norm() + slack * oracle.norm()).item() + absolute * oracle.numel() ** 0.5
     if one_row and oracle.numel():
         allowed += 2 * eps * oracle.shape[-1] ** 0.5 * oracle.abs().max().item()
     assert norm <= allowed, f"{what}: error norm {norm:.3e}, section 3 allows {allowed:.3e}"
@@ -188,6 +203,118 @@ def expect_packed(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max
         joined("out", 0, 0, H_q, d_v), joined("lse", 1, H_q, 0), joined("ref_out", 0, 0, H_q, d_v),
         joined("ref_lse", 1, H_q, 0), q.dtype, max((e.largest_score for e in alone), default=0.0), None, q.shape[-1],
     )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ gradients
+@dataclasses.dataclass
+class ExpectedGradients:
+    """The oracle's and the reference's gradients, by name: dq, dk, dv, and dsink where there is a sink."""
+
+    oracle: dict[str, torch.Tensor]
+    ref: dict[str, torch.Tensor]
+    dtype: torch.dtype
+    noise: dict[str, float]  # what rounding makes of a gradient that is 0, as a difference of large numbers
+    largest_score: float
+    head_dim: int
+
+    def check(self, got, *, small=False, what=""):
+        """Section 3 on each of them. `small` allows what rounding in float32 makes of few rows and keys, as `Expected`
+        has it, and of a dS that is 0 because one key takes everything. dsink, a number a head, is allowed what rounding
+        O makes of the sum of rowsum(dO O) over all rows: how that falls is luck."""
+        assert len(got) == len(self.oracle), f"{what}: {len(got)} gradients, should be {list(self.oracle)}"
+        eps = torch.finfo(self.dtype).eps
+        for (name, oracle), t in zip(self.oracle.items(), got, strict=True):
+            dtype = torch.float32 if name == "dsink" else self.dtype
+            assert t.dtype == dtype, f"{what}: {name} is {t.dtype}, should be {dtype}"
+            chain = max(1.0, self.head_dim**0.5 / 4)
+            slack = chain * (1 + self.largest_score) * torch.finfo(torch.float32).eps if small else 0.0
+            noise = self.noise[name] if small or name == "dsink" else 0.0
+            assert_section3(
+                t, self.ref[name], oracle, eps=eps, slack=slack, absolute=noise,
+                one_row=small or name == "dsink", what=f"{what} {name}",
+            )  # fmt: skip
+
+
+@torch.enable_grad()
+def gradients(q, k, v, dout, dlse=None, *, sink=None, compute=torch.float64, round_to=None, **options):
+    """Of `attention`, by autograd through it, in `compute`; the largest |s|, and the largest norms of dO O, of a row and
+    of a head. `dlse` counts where lse is finite."""
+    leaves = {"dq": q, "dk": k, "dv": v} | ({} if sink is None else {"dsink": sink})
+    leaves = {name: t.detach().to(compute).requires_grad_() for name, t in leaves.items()}
+    out, lse, largest = attention(
+        *list(leaves.values())[:3], sink=leaves.get("dsink"), compute=compute, round_to=round_to, **options
+    )
+    results = [(out, dout.to(compute))]
+    if dlse is not None:
+        results.append((lse, dlse.to(compute).masked_fill(lse.isinf(), 0.0)))
+    results = [(x, dx) for x, dx in results if x.requires_grad]
+    found = [None] * len(leaves)
+    if results:
+        outputs, grad_outputs = zip(*results, strict=True)
+        found = torch.autograd.grad(outputs, list(leaves.values()), grad_outputs, allow_unused=True)
+    found = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), found, strict=True)}
+    if round_to is not None:
+        found = {name: t if name == "dsink" else t.to(round_to).to(compute) for name, t in found.items()}
+    products = (dout.to(compute) * out.detach()).square().nansum(-1)
+    norms = [max(x.sqrt().flatten().tolist(), default=0.0) for x in (products, products.sum((0, 1)))]
+    return found, largest, norms
+
+
+def expect_gradients(q, k, v, dout, dlse=None, **options) -> ExpectedGradients:
+    """What the gradients of `cutlass_ext.fmha(q, k, v, **options)` should be, with section 3's reference."""
+    oracle, largest, (of_row, of_head) = gradients(q, k, v, dout, dlse, **options)
+    round_to = None if q.dtype == torch.float32 else q.dtype
+    ref, *_ = gradients(q, k, v, dout, dlse, compute=torch.float32, round_to=round_to, **options)
+
+    def longest(t):
+        norms = t.double().norm(dim=-1)  # poison is no number
+        return max(norms[norms.isfinite()].tolist(), default=0.0)
+
+    scale = options.get("softmax_scale") or q.shape[-1] ** -0.5
+    eps = torch.finfo(q.dtype).eps
+    # A difference of two sums of d_v products, of which one is of the rounded O.
+    of_ds = torch.finfo(torch.float32).eps * longest(dout) * longest(v) + eps / 2 * of_row
+    rows = q.shape[1] * (q.shape[2] // k.shape[2])
+    noise = {
+        "dq": of_ds * scale * longest(k), "dk": of_ds * scale * longest(q) * rows**0.5, "dv": 0.0,
+        "dsink": eps * of_head,
+    }  # fmt: skip
+    return ExpectedGradients(oracle, ref, q.dtype, noise, largest, q.shape[-1])
+
+
+def expect_gradients_packed(
+    q, k, v, dout, dlse=None, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, sink=None, **options
+) -> ExpectedGradients:
+    """`expect_gradients` for packed sequences, each of them alone; rows in none have gradients of 0."""
+    kind = lambda compute: {  # noqa: E731
+        f"d{name}": torch.zeros_like(t, dtype=compute)
+        for name, t in {"q": q, "k": k, "v": v, "sink": sink}.items()
+        if t is not None
+    }
+    names = "dq", "dk", "dv", "dsink"
+    joined = ExpectedGradients(
+        kind(torch.float64), kind(torch.float32), q.dtype, dict.fromkeys(names, 0.0), 0.0, q.shape[-1]
+    )
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for b in range(len(ends_q) - 1):
+        rows, keys = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
+        own = {
+            name: x[b : b + 1] if isinstance(x, torch.Tensor) and (name != "alibi_slopes" or x.dim() == 2) else x
+            for name, x in options.items()
+        }
+        dlse_b = None if dlse is None else dlse[None, :, rows]
+        alone = expect_gradients(
+            q[None, rows], k[None, keys], v[None, keys], dout[None, rows], dlse_b, sink=sink, **own
+        )
+        for to, found in ((joined.oracle, alone.oracle), (joined.ref, alone.ref)):
+            to["dq"][rows], to["dk"][keys], to["dv"][keys] = found["dq"][0], found["dk"][0], found["dv"][0]
+            if sink is not None:
+                to["dsink"] += found["dsink"]
+        joined.noise = {
+            name: (math.hypot if name == "dsink" else max)(joined.noise[name], alone.noise[name]) for name in names
+        }
+        joined.largest_score = max(joined.largest_score, alone.largest_score)
+    return joined
 
 
 def rotate(x, positions, cos, sin, interleaved):

@@ -1,0 +1,183 @@
+// What the host makes of backward calls, on GPUs that are not there: which two kernels, how many tiles, which
+// workspace, what is cleared; and what it refuses, by name.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fake_cuda.hpp"
+#include "host/backward.hpp"
+#include "host/row_statistics.hpp"
+
+namespace cutlass_ext {
+
+// The part that is compiled by nvcc: it notes what it is called with.
+static std::vector<std::string> done;
+static BackwardParams of_statistics;
+void compute_row_statistics(DType, BackwardParams const& params, cudaStream_t) {
+  done.emplace_back("statistics");
+  of_statistics = params;
+}
+
+namespace {
+
+template <class T>
+T* somewhere() {
+  return reinterpret_cast<T*>(uintptr_t(1) << 30);  // device memory, never read
+}
+
+/// A backward call of contiguous tensors, and what is asked besides.
+struct Call {
+  BackwardParams p;
+  Request request;
+  fake::Gpu gpu = fake::kH200;
+
+  Call(int batch, int n_q, int n_kv, int heads_q, int heads_kv, int head_dim) {
+    p.batch = batch, p.n_q = n_q, p.n_kv = n_kv;
+    p.heads_q = heads_q, p.heads_kv = heads_kv;
+    p.head_dim = p.head_dim_v = head_dim;
+    p.element_bytes = 2;
+    p.q = p.k = p.v = p.dout = p.o = p.dq = p.dk = p.dv = somewhere<void>();
+    p.lse = somewhere<float>();
+    request.dtype = DType::BFloat16;
+  }
+  Call& backend(char const* name) { return request.backend = name, *this; }
+  Call& on(fake::Gpu other) { return gpu = other, *this; }
+  Call& head_dim_v(int d_v) { return p.head_dim_v = d_v, *this; }
+  Call& causal() { return p.window_right = 0, *this; }
+  Call& softcap() { return p.softcap = 30.f, *this; }
+  Call& sink() { return p.sink = p.dsink = somewhere<float>(), *this; }
+  Call& lengths() { return p.seqused_k = somewhere<int>(), *this; }
+  Call& pages() { return p.block_table = somewhere<int>(), *this; }
+  Call& unaligned_dout() { return p.dout = somewhere<char>() + 4, *this; }
+  Call& packed(int total_q, int total_k) {
+    p.cu_seqlens_q = p.cu_seqlens_k = somewhere<int>();
+    p.total_q = total_q, p.total_k = total_k;
+    return *this;
+  }
+};
+
+BackwardPlan plan_of(Call const& call, BackwardParams* params) {
+  BackwardParams& p = *params = call.p;
+  auto const strides = [](int64_t rows, int64_t heads, int64_t d) { return Strides{rows * heads * d, heads * d, d}; };
+  p.q_stride = p.dq_stride = strides(p.stored_rows(), p.heads_q, p.head_dim);
+  p.k_stride = p.dk_stride = strides(p.stored_keys(), p.heads_kv, p.head_dim);
+  p.v_stride = p.dv_stride = strides(p.stored_keys(), p.heads_kv, p.head_dim_v);
+  p.o_stride = p.dout_stride = strides(p.stored_rows(), p.heads_q, p.head_dim_v);
+  fake::use(call.gpu);
+  return plan_backward(&p, call.request);
+}
+
+/// Each kernel's family, tile, head_dim and number of tiles, or the refusal.
+std::string line_of(Call const& call) {
+  try {
+    BackwardParams p;
+    BackwardPlan const plan = plan_of(call, &p);
+    if (!plan) return plan.refusal;
+    EXPECT_EQ(plan.of_keys.kernel->kind, Kind::KeyGradients);
+    EXPECT_EQ(plan.of_queries.kernel->kind, Kind::QueryGradients);
+    std::ostringstream line;
+    for (auto const* launch : {&plan.of_keys, &plan.of_queries}) {
+      Kernel const& k = *launch->kernel;
+      line << (launch == &plan.of_keys ? "keys " : ", rows ") << k.family << " " << k.block_r << "x" << k.block_c
+           << " d" << k.head_dim << ", " << launch->scheduler.size() << " tiles";
+    }
+    return line.str();
+  } catch (std::runtime_error const& error) {
+    return error.what();
+  }
+}
+
+TEST(BackwardPlan, ChoosesTheFirstFamilyThatTakesTheCall) {
+  // B * heads * ceil(N / tile): 2 * 4 * 8 of keys, 2 * 8 * 8 of rows.
+  EXPECT_EQ(line_of(Call(2, 1000, 1000, 8, 4, 128)),
+            "keys sm90 64x128 d128, 64 tiles, rows sm90 128x64 d128, 128 tiles");
+  EXPECT_EQ(line_of(Call(2, 1000, 1000, 8, 4, 128).causal().sink().lengths()),
+            "keys sm90 64x128 d128, 64 tiles, rows sm90 128x64 d128, 128 tiles");
+  EXPECT_EQ(line_of(Call(1, 128, 129, 4, 4, 40)), "keys sm90 64x128 d64, 8 tiles, rows sm90 128x64 d64, 4 tiles");
+  EXPECT_EQ(line_of(Call(1, 128, 128, 4, 4, 64).head_dim_v(72)),
+            "keys sm90 64x128 d128, 4 tiles, rows sm90 128x64 d128, 4 tiles");
+  for (Call const& call :
+       {Call(2, 1000, 1000, 8, 4, 128).softcap(), Call(2, 1000, 1000, 8, 4, 128).unaligned_dout(),
+        Call(2, 1000, 1000, 8, 4, 128).on(fake::kA100), Call(2, 1000, 1000, 8, 4, 128).backend("sm80")}) {
+    EXPECT_EQ(line_of(call), "keys sm80 64x32 d128, 256 tiles, rows sm80 64x64 d128, 256 tiles");
+  }
+}
+
+TEST(BackwardPlan, CountsTilesOfPackedSequencesByTheLongest) {
+  EXPECT_EQ(line_of(Call(5, 100, 300, 2, 1, 64).packed(333, 777)),
+            "keys sm90 64x128 d64, 15 tiles, rows sm90 128x64 d64, 10 tiles");
+}
+
+TEST(BackwardPlan, RefusesByName) {
+  auto const begins = [](Call const& call, std::string const& text) {
+    EXPECT_EQ(line_of(call).substr(0, text.size()), text) << line_of(call);
+  };
+  begins(Call(2, 100, 100, 4, 4, 128).pages(), "block_table: ");
+  begins(Call(2, 100, 100, 4, 4, 128).softcap().backend("sm90"), "softcap: ");
+  begins(Call(2, 100, 100, 4, 4, 128).unaligned_dout().backend("sm90"), "q, k, v: ");
+  begins(Call(2, 100, 100, 4, 4, 256), "q: no kernel for this GPU takes bfloat16 with head_dim 256");
+  begins(Call(2, 100, 100, 4, 4, 128).backend("simt"), "q: no kernel of backend \"simt\"");
+  Call half(2, 100, 100, 4, 4, 128);
+  half.request.dtype = DType::Float16;
+  begins(half, "q: no kernel for this GPU takes float16");
+}
+
+// ------------------------------------------------------------------------------------------------ the launches
+/// What is launched and cleared for a call, in order, and the bytes of workspace.
+std::string run_of(Call const& call, size_t* workspace) {
+  BackwardParams p;
+  BackwardPlan plan = plan_of(call, &p);
+  Kernel of_keys = *plan.of_keys.kernel, of_queries = *plan.of_queries.kernel;
+  of_keys.launch = [](Params const& params, Grid const& grid, cudaStream_t) {
+    EXPECT_EQ(static_cast<int64_t>(grid.ctas.x), params.scheduler.size());
+    done.emplace_back("keys");
+  };
+  of_queries.launch = [](Params const& params, Grid const& grid, cudaStream_t) {
+    EXPECT_EQ(static_cast<int64_t>(grid.ctas.x), params.scheduler.size());
+    done.emplace_back("rows");
+  };
+  plan.of_keys.kernel = &of_keys, plan.of_queries.kernel = &of_queries;
+  done.clear(), *workspace = 0, fake::cleared_bytes = 0;
+  run_backward(plan, p, nullptr, [&](size_t bytes) {
+    *workspace += bytes;
+    return somewhere<void>();
+  });
+  std::string text;
+  for (std::string const& x : done) text += (text.empty() ? "" : ", ") + x;
+  return text;
+}
+
+TEST(BackwardRun, ComputesTheStatisticsOfRowsFirst) {
+  size_t workspace;
+  EXPECT_EQ(run_of(Call(2, 1000, 1000, 8, 4, 128), &workspace), "statistics, keys, rows");
+  EXPECT_EQ(workspace, 2u * 8 * 1024 * sizeof(RowStatistics));
+  EXPECT_EQ(fake::cleared_bytes, 0u) << "every row and key is some tile's";
+  EXPECT_NE(of_statistics.row_statistics, nullptr);
+}
+
+TEST(BackwardRun, ClearsWhatMayLieOutsideEverySequence) {
+  size_t workspace;
+  EXPECT_EQ(run_of(Call(2, 1000, 500, 8, 4, 128).head_dim_v(64).lengths(), &workspace), "statistics, keys, rows");
+  EXPECT_EQ(fake::cleared_bytes, 2u * 500 * 4 * (128 + 64) * 2);
+  EXPECT_EQ(run_of(Call(3, 100, 200, 8, 4, 64).packed(250, 333), &workspace), "statistics, keys, rows");
+  EXPECT_EQ(fake::cleared_bytes, 333u * 4 * (64 + 64) * 2 + 250u * 8 * 64 * 2);
+  EXPECT_EQ(workspace, 8u * 640 * sizeof(RowStatistics));  // of 250 rows and a tile a sequence, in whole tiles
+}
+
+TEST(BackwardRun, LaunchesWhatThereIs) {
+  size_t workspace;
+  // Of keys without rows the gradients are 0, which the kernel writes; and the same of rows without keys.
+  EXPECT_EQ(run_of(Call(2, 0, 100, 8, 4, 128), &workspace), "statistics, keys");
+  EXPECT_EQ(workspace, 0u);
+  EXPECT_EQ(run_of(Call(2, 100, 0, 8, 4, 128), &workspace), "statistics, rows");
+  EXPECT_EQ(run_of(Call(0, 100, 100, 8, 4, 128), &workspace), "statistics");
+  EXPECT_EQ(workspace, 0u);
+}
+
+}  // namespace
+}  // namespace cutlass_ext
