@@ -65,23 +65,27 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
     Range const rows = OfKeys ? visibility.rows_with_keys() : Range{0, visibility.n_q};
     visibility = visibility.of_rows(rows);
     if (threadIdx.x == 0) {
-      shared.task = {work,
-                     sequence,
-                     rows.begin,
-                     own_length,
-                     OfKeys ? visibility.row_tiles_of(work.row0, Own, Walked)
-                            : visibility.tiles_of(work.row0, Own, Walked),
-                     OfKeys ? visibility.unmasked_row_tiles_of(work.row0, Own, Walked)
-                            : visibility.unmasked_tiles_of(work.row0, Own, Walked),
-                     ScoreMod::query_scale(params)};
+      shared.task = {
+          work,
+          sequence,
+          rows.begin,
+          own_length,
+          OfKeys ? visibility.row_tiles_of(work.row0, Own, Walked) : visibility.tiles_of(work.row0, Own, Walked),
+          OfKeys ? visibility.unmasked_row_tiles_of(work.row0, Own, Walked)
+                 : visibility.unmasked_tiles_of(work.row0, Own, Walked),
+          ScoreMod::query_scale(params)};
     }
     __syncthreads();
   }
 
-  LanePlace const place(threadIdx.x % (Traits::RowWarps * 32));
-  int const part = Traits::ColWarps == 1 ? 0 : threadIdx.x / (Traits::RowWarps * 32);
-  int const lane_own = place.panel * kPanel + place.row_chunk * kVector;    // first row of the lane, in the CTA's tile
-  int const lane_walked = part * Traits::WarpWalked + place.col * kVector;  // and in a tile that is walked over
+  // Worked out where it is wanted, as what lies in `task` is read there.
+  struct Lane {
+    int thread = cutlass_ext::anew(threadIdx.x);
+    LanePlace place{thread % (Traits::RowWarps * 32)};
+    int part = Traits::ColWarps == 1 ? 0 : thread / (Traits::RowWarps * 32);
+    int own = place.panel * kPanel + place.row_chunk * kVector;    // first row of the lane, in the CTA's tile
+    int walked = part * Traits::WarpWalked + place.col * kVector;  // and in a tile that is walked over
+  };
   // Own and walked rows of the lane, counted from its first.
   auto own_of = [](int i) { return (i / kVector) * Traits::PanelsApart * kPanel + i % kVector; };
   auto walked_of = [](int j) { return (j / kVector) * kPanel + j % kVector; };
@@ -94,11 +98,12 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   // Rows `first` and on of the query's or the key's side of a product, columns `col0` and on.
   auto tile_of = [&](bool of_keys, int x, Task const& task, int head, int first, int length, int col0) {
     void const* const data = of_keys ? x == 0 ? params.k : params.v : x == 0 ? params.q : params.dout;
-    Strides const& stride = of_keys ? x == 0 ? params.k_stride : params.v_stride
-                                    : x == 0 ? params.q_stride : params.dout_stride;
+    Strides const& stride = of_keys  ? x == 0 ? params.k_stride : params.v_stride
+                            : x == 0 ? params.q_stride
+                                     : params.dout_stride;
     int64_t const row0 = of_keys ? task.sequence.k_row0 : task.sequence.q_row0 + task.first_row;
-    GlobalTile<float> tile = global_tile<float>(data, stride, task.sequence.batch, head, row0 + first, length - first,
-                                                cols(x) - col0);
+    GlobalTile<float> tile =
+        global_tile<float>(data, stride, task.sequence.batch, head, row0 + first, length - first, cols(x) - col0);
     tile.data += col0;
     return tile;
   };
@@ -127,9 +132,9 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
       bool const second = step >= pieces(0) && step < pieces(0) + pieces(1);
       int const piece = step < pieces(0) ? step : step - (second ? pieces(0) : pieces(0) + pieces(1));
       int const first = tile * Walked, query_head = OfKeys ? task.work.head * heads + head : task.work.head;
-      auto const src = tile_of(!OfKeys, second, task, OfKeys ? query_head : params.heads_per_kv.div(query_head), first,
-                               OfKeys ? task.sequence.visibility.n_q : task.sequence.visibility.len_kv,
-                               piece * PieceCols);
+      auto const src =
+          tile_of(!OfKeys, second, task, OfKeys ? query_head : params.heads_per_kv.div(query_head), first,
+                  OfKeys ? task.sequence.visibility.n_q : task.sequence.visibility.len_kv, piece * PieceCols);
       copy_tile<Walked, PieceCols, Traits::Threads>(src, slot, [](int row) { return row / 4; });
       if (OfKeys && step == 0) copy_statistics(task, query_head, first);
     }
@@ -155,7 +160,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   };
 
   Tensor dX = make_tensor<float>(Shape<Int<Rows>, Int<OutCols>, Int<Pieces>>{});  // dK or dQ
-  Tensor dV = make_tensor_like(dX);                                              // of keys alone
+  Tensor dV = make_tensor_like(dX);                                               // of keys alone
   Tensor S = make_tensor<float>(Shape<Int<Rows>, Int<Keys>>{});
   // Of each score, where there is a softcap: in local memory, registers are for sums.
   float derivative[Rows * Keys];
@@ -176,22 +181,24 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
 
   // S (or dP) += the product of a piece of its columns; dX (or dV) += dS (or P) times a piece of its columns.
   auto gemm_scores = [&](int x, int piece, float const* item) {
-    add_qk<Products>(S, shared.own[x] + piece * PieceCols * kPanel, item + part * Traits::WarpWalked * kPanel, place,
-                     cols_of_piece(cols(x), piece * PieceCols, PieceCols));
+    Lane const lane;
+    add_qk<Products>(S, shared.own[x] + piece * PieceCols * kPanel, item + lane.part * Traits::WarpWalked * kPanel,
+                     lane.place, cols_of_piece(cols(x), piece * PieceCols, PieceCols));
   };
   auto gemm_gradients = [&](auto& A, int piece, float const* item) {
+    Lane const lane;
     Tensor of_piece = A(_, _, piece);
     gemm_pv<Products>(
-        of_piece, [](int) { return 1.f; }, shared.p, item + part * (Traits::WarpPieceCols / kPanel) * Walked * kPanel,
-        place);
+        of_piece, [](int) { return 1.f; }, shared.p,
+        item + lane.part * (Traits::WarpPieceCols / kPanel) * Walked * kPanel, lane.place);
   };
-  float* const sP = shared.p + part * Traits::WarpWalked * kPanel;
+  auto own_p = [&](Lane const& lane) { return shared.p + lane.part * Traits::WarpWalked * kPanel; };
   // lse or delta of each of the lane's query rows.
   constexpr int LaneRows = OfKeys ? Keys : Rows;
-  auto load_statistics = [&](float (&x)[LaneRows], float const* statistics) {
+  auto load_statistics = [&](float (&x)[LaneRows], float const* statistics, Lane const& lane) {
     CUTE_UNROLL
     for (int r = 0; r < LaneRows; r += kVector) {
-      float4 const four = load_vector(statistics + (OfKeys ? lane_walked + walked_of(r) : lane_own + own_of(r)));
+      float4 const four = load_vector(statistics + (OfKeys ? lane.walked + walked_of(r) : lane.own + own_of(r)));
       CUTE_UNROLL
       for (int e = 0; e < kVector; ++e) x[r + e] = component(four, e);
     }
@@ -207,9 +214,10 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
       for (int piece = 0; piece < pieces(0); ++piece) gemm_scores(0, piece, next_item(head, tile, piece));
 
       {
+        Lane const lane;
         Task const& task = anew(shared.task);
         Visibility const& visibility = task.sequence.visibility;
-        int const first_own = task.work.row0 + lane_own, first_walked = tile * Walked + lane_walked;
+        int const first_own = task.work.row0 + lane.own, first_walked = tile * Walked + lane.walked;
         if (changed) {
           ScoreMod const score_mod(params, task.work.batch, OfKeys ? task.work.head * heads + head : task.work.head);
           int const offset = visibility.start_pos + (OfKeys ? first_walked - first_own : first_own - first_walked);
@@ -233,14 +241,14 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
         }
         float const scale = changed ? 1.f : task.scale;
         float lse[LaneRows];
-        load_statistics(lse, shared.lse);
+        load_statistics(lse, shared.lse, lane);
         CUTE_UNROLL
         for (int i = 0; i < Rows; ++i) {
           CUTE_UNROLL
           for (int j = 0; j < Keys; ++j) S(i, j) = exp2_approx(fmaf(S(i, j), scale, -lse[OfKeys ? j : i]));
         }
+        store_p<Products>(S, own_p(lane), lane.place);
       }
-      store_p<Products>(S, sP, place);
 
       clear(S);  // dP, from here on
       CUTE_UNROLL
@@ -256,9 +264,10 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
       // dS in the place of P, which other lanes have read for dV.
       if constexpr (OfKeys) Traits::ColWarps > 1 ? __syncthreads() : __syncwarp();
       {
+        Lane const lane;
         float delta[LaneRows];
-        load_statistics(delta, shared.delta);
-        change_p<Products>(sP, place, [&](int i0, int j, float4& p) {
+        load_statistics(delta, shared.delta, lane);
+        change_p<Products>(own_p(lane), lane.place, [&](int i0, int j, float4& p) {
           auto const d_score = [&](int i, float p) {
             float const dp = S(i, j) - delta[OfKeys ? j : i];
             float const weight = capped ? p * derivative[cutlass_ext::anew(j * Rows + i)] : p;
@@ -276,10 +285,11 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   }
 
   auto store = [&](auto const& A, void* data, Strides const& stride, int cols, float factor) {
+    Lane const lane;
     Task const& task = anew(shared.task);
     CUTE_UNROLL
     for (int i = 0; i < Rows; ++i) {
-      int const row = task.work.row0 + lane_own + own_of(i);
+      int const row = task.work.row0 + lane.own + own_of(i);
       if (row >= task.own_length) continue;
       Range const seen = OfKeys ? task.sequence.visibility.rows_of_key(row) : task.sequence.visibility.keys_of_row(row);
       int64_t const stored_row = int64_t(OfKeys ? task.sequence.k_row0 : task.sequence.q_row0) + row;
@@ -289,7 +299,8 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
       for (int piece = 0; piece < Pieces; ++piece) {
         CUTE_UNROLL
         for (int j = 0; j < OutCols; j += kVector) {
-          int const col = piece * PieceCols + part * Traits::WarpPieceCols + j / kVector * kPanel + place.col * kVector;
+          int const col =
+              piece * PieceCols + lane.part * Traits::WarpPieceCols + j / kVector * kPanel + lane.place.col * kVector;
           auto const value = [&](int e) { return seen.size() > 0 ? A(i, j + e, piece) * factor : 0.f; };
           if (col < cols) *reinterpret_cast<float4*>(out + col) = make_float4(value(0), value(1), value(2), value(3));
         }

@@ -39,16 +39,16 @@ struct BackwardTraits {
   static constexpr int PieceCols = Walk::PieceCols, Pieces = HeadDim / PieceCols, Stages = Walk::Stages,
                        ColWarps = Walk::ColWarps;
   static constexpr int RowWarps = Threads / 32 / ColWarps;
-  static constexpr int Halves = Own / RowWarps / kHalfPanel;    // half panels of a warp's own rows
-  static constexpr int PanelsApart = RowWarps / 2;              // from one half panel of a warp to its next
-  static constexpr int Rows = Halves * kVector;                 // own rows of a thread
-  static constexpr int WarpWalked = Walked / ColWarps;          // columns of the scores of a warp
-  static constexpr int Keys = WarpWalked / kLaneCols;           // of a thread
-  static constexpr int WarpPieceCols = PieceCols / ColWarps;    // columns of a piece's gradients of a warp
-  static constexpr int OutCols = WarpPieceCols / kLaneCols;     // of a thread
-  static constexpr int Gradients = OfKeys ? 2 : 1;              // dK and dV, or dQ
+  static constexpr int Halves = Own / RowWarps / kHalfPanel;        // half panels of a warp's own rows
+  static constexpr int PanelsApart = RowWarps / 2;                  // from one half panel of a warp to its next
+  static constexpr int Rows = Halves * kVector;                     // own rows of a thread
+  static constexpr int WarpWalked = Walked / ColWarps;              // columns of the scores of a warp
+  static constexpr int Keys = WarpWalked / kLaneCols;               // of a thread
+  static constexpr int WarpPieceCols = PieceCols / ColWarps;        // columns of a piece's gradients of a warp
+  static constexpr int OutCols = WarpPieceCols / kLaneCols;         // of a thread
+  static constexpr int Gradients = OfKeys ? 2 : 1;                  // dK and dV, or dQ
   static constexpr int Sums = Gradients * Rows * OutCols * Pieces;  // of gradients, of a thread
-  static constexpr int GroupCols = group_cols(Rows, OutCols);   // columns of a thread in one product with P or dS
+  static constexpr int GroupCols = group_cols(Rows, OutCols);       // columns of a thread in one product with P or dS
   static constexpr int ChunksATurn = Keys > 8 ? 8 : 4;
   static constexpr bool SumTurnsApart = Rows * Keys <= 32 && Rows * 2 * Keys + Sums <= 128;
 
@@ -60,7 +60,8 @@ struct BackwardTraits {
   static_assert(HeadDim % PieceCols == 0 && WarpPieceCols % kPanel == 0, "pieces and warps have whole panels");
   static_assert(Own % (Threads / kPanelChunks) == 0 && Walked % (Threads / kPanelChunks) == 0,
                 "a pass of the block copies whole rows of a panel");
-  static_assert(Stages == 1 || Stages == 2, "statistics of walked rows have one place, which three slots would overtake");
+  static_assert(Stages == 1 || Stages == 2,
+                "statistics of walked rows have one place, which three slots would overtake");
 
   /// What the rows that a CTA owns are to `copy_q`, and the rows that it walks over to the products.
   struct Products {
@@ -71,15 +72,15 @@ struct BackwardTraits {
     static constexpr bool SumTurnsApart = BackwardTraits::SumTurnsApart;
   };
 
-  using LayoutOwn = PanelLayout<HeadDim, Own>;         // transposed
+  using LayoutOwn = PanelLayout<HeadDim, Own>;  // transposed
   using LayoutWalked = PanelLayout<Walked, PieceCols>;
-  using LayoutP = PanelLayout<Walked, Own>;            // transposed
+  using LayoutP = PanelLayout<Walked, Own>;  // transposed
 
   struct SharedStorage {
     alignas(128) Element own[2][cosize_v<LayoutOwn>];  // K and V, or Q and dO
     alignas(128) Element ring[Stages][cosize_v<LayoutWalked>];
-    alignas(128) Element p[cosize_v<LayoutP>];         // P, then dS
-    alignas(128) float lse[B_r];                       // of the rows that are walked over, or owned: log2
+    alignas(128) Element p[cosize_v<LayoutP>];  // P, then dS
+    alignas(128) float lse[B_r];                // of the rows that are walked over, or owned: log2
     alignas(128) float delta[B_r];
     Task task;
   };
