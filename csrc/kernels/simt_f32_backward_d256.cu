@@ -1,5 +1,6 @@
-// The backward pass in fp32 on CUDA cores, head_dim up to 256: of each kind the first tile that the device has shared
-// memory for runs.
+// The backward pass in fp32 on CUDA cores, head_dim up to 256. Two warps share rows: a lane has 4 x 4 scores, and 4 x
+// 16 of each gradient; the tiles that fit 99 KB wait for each of their copies. Of each kind the first that fits the
+// device runs.
 #include "../fmha/backward/simt.hpp"
 #include "kernel.hpp"
 

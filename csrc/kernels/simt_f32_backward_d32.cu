@@ -1,5 +1,4 @@
-// The backward pass in fp32 on CUDA cores, head_dim up to 32: of each kind the first tile that the device has shared
-// memory for runs.
+// The backward pass in fp32 on CUDA cores, head_dim up to 32. A lane has 8 x 8 scores, and 8 x 4 of each gradient.
 #include "../fmha/backward/simt.hpp"
 #include "kernel.hpp"
 

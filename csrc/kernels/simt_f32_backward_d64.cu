@@ -1,5 +1,5 @@
-// The backward pass in fp32 on CUDA cores, head_dim up to 64: of each kind the first tile that the device has shared
-// memory for runs.
+// The backward pass in fp32 on CUDA cores, head_dim up to 64. A lane has 8 x 4 scores, and 8 x 8 of each gradient: 8 x
+// 8 scores beside dK and dV spill.
 #include "../fmha/backward/simt.hpp"
 #include "kernel.hpp"
 

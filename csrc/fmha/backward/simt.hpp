@@ -1,6 +1,6 @@
 // The backward pass on CUDA cores, exact fp32: dK and dV of a tile of keys, or dQ of a tile of query rows. One loop for
 // both: a CTA owns the rows of two tensors and walks over the rows of the two others that they see.
-// Instantiated by csrc/kernels/simt_f32_backward.cu; launched through host/backward.cpp.
+// Instantiated by csrc/kernels/simt_f32_backward_*.cu; launched through host/backward.cpp.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -17,7 +17,7 @@ namespace cutlass_ext::simt {
 
 /// `x`, read from shared memory each time.
 template <class T>
-CUTE_DEVICE T const& anew(T const& x) {
+CUTE_DEVICE T const& reread(T const& x) {
   unsigned address = cast_smem_ptr_to_uint(&x);
   asm volatile("" : "+r"(address));
   return *static_cast<T const*>(__cvta_shared_to_generic(address));
@@ -28,19 +28,19 @@ CUTE_DEVICE int cols_of_piece(int cols, int col0, int piece_cols) {
   return cols - col0 < piece_cols ? cols - col0 : piece_cols;
 }
 
-/// The lane's four rows of each of its columns of P, as store_p puts them: `use(i, j, p)` for rows i to i + 3 of column
-/// j may change them where they lie.
-template <class Traits, class Use>
-CUTE_DEVICE void change_p(float* sP, LanePlace place, Use const& use) {
+/// What store_p has put, changed where it lies: element (i, j) of the lane's becomes `changed(i, j, element)`.
+template <class Traits, class Changed>
+CUTE_DEVICE void change_p(float* sP, LanePlace place, Changed const& changed) {
   float* rows = sP + rows_offset<Traits::B_c>(place, place.col, 0);
   CUTE_UNROLL
   for (int h = 0; h < Traits::Halves; ++h) {
     CUTE_UNROLL
     for (int j = 0; j < Traits::Keys; ++j) {
       float* const at = rows + (h * Traits::PanelsApart * Traits::B_c + j / kVector * kPanel + j % kVector) * kPanel;
-      float4 p = load_vector(at);
-      use(h * kVector, j, p);
-      *reinterpret_cast<float4*>(at) = p;
+      int const i = h * kVector;
+      float4 const p = load_vector(at);
+      *reinterpret_cast<float4*>(at) =
+          make_float4(changed(i, j, p.x), changed(i + 1, j, p.y), changed(i + 2, j, p.z), changed(i + 3, j, p.w));
     }
   }
 }
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
 
   // Worked out where it is wanted, as what lies in `task` is read there.
   struct Lane {
-    int thread = cutlass_ext::anew(threadIdx.x);
+    int thread = anew(threadIdx.x);
     LanePlace place{thread % (Traits::RowWarps * 32)};
     int part = Traits::ColWarps == 1 ? 0 : thread / (Traits::RowWarps * 32);
     int own = place.panel * kPanel + place.row_chunk * kVector;    // first row of the lane, in the CTA's tile
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   // Items of the ring, for each head and tile: the pieces of Q (or K) for S, those of dO (or V), those of Q once more.
   // The statistics of walked rows come with a tile's first piece, when those of the tile before have been used.
   auto load_item = [&](int head, int tile, int step, float* slot) {
-    Task const& task = anew(shared.task);
+    Task const& task = reread(shared.task);
     if (step == 2 * pieces(0) + pieces(1)) {
       step = 0;
       if (++tile == task.tiles.end) tile = task.tiles.begin, ++head;
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   clear(dV);
 
   if (shared.task.tiles.size() > 0) {
-    Task const& task = anew(shared.task);
+    Task const& task = reread(shared.task);
     if (!OfKeys) copy_statistics(task, task.work.head, task.work.row0);
     if (Stages > 1) load_item(0, task.tiles.begin, 0, shared.ring[0]);
     CUTE_UNROLL
@@ -205,88 +205,86 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   };
 
   bool const changed = ScoreMod::changes(params), capped = params.softcap > 0.f;
+  // The products in S become P, and go where the warp reads them back. Hidden pairs get exactly 0.
+  auto probabilities = [&](int head, int tile) {
+    Lane const lane;
+    Task const& task = reread(shared.task);
+    Visibility const& visibility = task.sequence.visibility;
+    int const first_own = task.work.row0 + lane.own, first_walked = tile * Walked + lane.walked;
+    if (changed) {
+      ScoreMod const score_mod(params, task.work.batch, OfKeys ? task.work.head * heads + head : task.work.head);
+      int const offset = visibility.start_pos + (OfKeys ? first_walked - first_own : first_own - first_walked);
+      CUTE_UNROLL
+      for (int e = 0; e < size(S); ++e) S(e) *= task.scale;
+      score_mod.apply(S, offset, offset_of);
+      if (capped) {
+        CUTE_UNROLL
+        for (int e = 0; e < size(S); ++e) derivative[anew(e)] = S(e);
+        CUTE_NO_UNROLL
+        for (int e = 0; e < size(S); ++e)
+          derivative[e] = score_mod.derivative(derivative[e], offset + offset_of(e % Rows, e / Rows));
+      }
+    }
+    if (!task.whole_tiles.contains(tile)) {
+      if constexpr (OfKeys) {
+        mask_transposed(S, visibility.of_rows({first_walked, visibility.n_q}), first_own, own_of, walked_of);
+      } else {
+        mask(S, visibility.counted_from(first_walked), first_own, own_of, walked_of);
+      }
+    }
+    float const scale = changed ? 1.f : task.scale;
+    float lse[LaneRows];
+    load_statistics(lse, shared.lse, lane);
+    CUTE_UNROLL
+    for (int i = 0; i < Rows; ++i) {
+      CUTE_UNROLL
+      for (int j = 0; j < Keys; ++j) S(i, j) = exp2_approx(fmaf(S(i, j), scale, -lse[OfKeys ? j : i]));
+    }
+    store_p<Products>(S, own_p(lane), lane.place);
+  };
+  // With dP in S, dS takes the place of P, which other lanes have read for dV.
+  auto score_gradients = [&] {
+    if constexpr (OfKeys) Traits::ColWarps > 1 ? __syncthreads() : __syncwarp();
+    Lane const lane;
+    float delta[LaneRows];
+    load_statistics(delta, shared.delta, lane);
+    change_p<Products>(own_p(lane), lane.place, [&](int i, int j, float p) {
+      float const dp = S(i, j) - delta[OfKeys ? j : i];
+      float const weight = capped ? p * derivative[anew(j * Rows + i)] : p;
+      return p == 0.f ? 0.f : weight * dp;  // dP and the derivative of a hidden pair may be anything
+    });
+  };
+
   CUTE_NO_UNROLL
   for (int head = 0; head < heads; ++head) {
     CUTE_NO_UNROLL
-    for (int tile = shared.task.tiles.begin; tile < anew(shared.task).tiles.end; ++tile) {
+    for (int tile = shared.task.tiles.begin; tile < reread(shared.task).tiles.end; ++tile) {
       clear(S);
       CUTE_NO_UNROLL
       for (int piece = 0; piece < pieces(0); ++piece) gemm_scores(0, piece, next_item(head, tile, piece));
+      probabilities(head, tile);
 
-      {
-        Lane const lane;
-        Task const& task = anew(shared.task);
-        Visibility const& visibility = task.sequence.visibility;
-        int const first_own = task.work.row0 + lane.own, first_walked = tile * Walked + lane.walked;
-        if (changed) {
-          ScoreMod const score_mod(params, task.work.batch, OfKeys ? task.work.head * heads + head : task.work.head);
-          int const offset = visibility.start_pos + (OfKeys ? first_walked - first_own : first_own - first_walked);
-          CUTE_UNROLL
-          for (int e = 0; e < size(S); ++e) S(e) *= task.scale;
-          score_mod.apply(S, offset, offset_of);
-          if (capped) {
-            CUTE_UNROLL
-            for (int e = 0; e < size(S); ++e) derivative[cutlass_ext::anew(e)] = S(e);
-            CUTE_NO_UNROLL
-            for (int e = 0; e < size(S); ++e)
-              derivative[e] = score_mod.derivative(derivative[e], offset + offset_of(e % Rows, e / Rows));
-          }
-        }
-        if (!task.whole_tiles.contains(tile)) {
-          if constexpr (OfKeys) {
-            mask_transposed(S, visibility.of_rows({first_walked, visibility.n_q}), first_own, own_of, walked_of);
-          } else {
-            mask(S, visibility.counted_from(first_walked), first_own, own_of, walked_of);
-          }
-        }
-        float const scale = changed ? 1.f : task.scale;
-        float lse[LaneRows];
-        load_statistics(lse, shared.lse, lane);
-        CUTE_UNROLL
-        for (int i = 0; i < Rows; ++i) {
-          CUTE_UNROLL
-          for (int j = 0; j < Keys; ++j) S(i, j) = exp2_approx(fmaf(S(i, j), scale, -lse[OfKeys ? j : i]));
-        }
-        store_p<Products>(S, own_p(lane), lane.place);
-      }
-
-      clear(S);  // dP, from here on
+      clear(S);  // dP from here on
       CUTE_UNROLL
       for (int piece = 0; piece < Pieces; ++piece) {
-        if (piece < pieces(1)) {
-          // Its barrier also orders the stores of P before their loads.
-          float const* const item = next_item(head, tile, pieces(0) + piece);
-          if constexpr (OfKeys) gemm_gradients(dV, piece, item);
-          gemm_scores(1, piece, item);
-        }
+        if (piece >= pieces(1)) continue;
+        float const* const item = next_item(head, tile, pieces(0) + piece);  // its barrier also orders P, as below dS
+        if constexpr (OfKeys) gemm_gradients(dV, piece, item);
+        gemm_scores(1, piece, item);
       }
-
-      // dS in the place of P, which other lanes have read for dV.
-      if constexpr (OfKeys) Traits::ColWarps > 1 ? __syncthreads() : __syncwarp();
-      {
-        Lane const lane;
-        float delta[LaneRows];
-        load_statistics(delta, shared.delta, lane);
-        change_p<Products>(own_p(lane), lane.place, [&](int i0, int j, float4& p) {
-          auto const d_score = [&](int i, float p) {
-            float const dp = S(i, j) - delta[OfKeys ? j : i];
-            float const weight = capped ? p * derivative[cutlass_ext::anew(j * Rows + i)] : p;
-            return p == 0.f ? 0.f : weight * dp;  // dP of a hidden pair may be anything
-          };
-          p = make_float4(d_score(i0, p.x), d_score(i0 + 1, p.y), d_score(i0 + 2, p.z), d_score(i0 + 3, p.w));
-        });
-      }
+      score_gradients();
 
       CUTE_UNROLL
       for (int piece = 0; piece < Pieces; ++piece) {
-        if (piece < pieces(0)) gemm_gradients(dX, piece, next_item(head, tile, pieces(0) + pieces(1) + piece));
+        if (piece >= pieces(0)) continue;
+        gemm_gradients(dX, piece, next_item(head, tile, pieces(0) + pieces(1) + piece));
       }
     }
   }
 
   auto store = [&](auto const& A, void* data, Strides const& stride, int cols, float factor) {
     Lane const lane;
-    Task const& task = anew(shared.task);
+    Task const& task = reread(shared.task);
     CUTE_UNROLL
     for (int i = 0; i < Rows; ++i) {
       int const row = task.work.row0 + lane.own + own_of(i);
@@ -316,15 +314,15 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
 }
 
 /// The kernel of one tile shape: a CTA for each tile of keys, or of query rows.
-template <Axis Of, int B_r, int B_c, int HeadDim, class Element, int Threads, class Walk>
+template <Axis Of, int B_r, int B_c, int HeadDim, class Element, int Threads, class Way>
 struct Backward {
-  using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, Element, Threads, Walk>;
+  using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, Element, Threads, Way>;
   static constexpr char const* kFamily = "simt";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &backward_kernel<Traits>;
   static constexpr Kind kKind = Traits::OfKeys ? Kind::KeyGradients : Kind::QueryGradients;
-  static constexpr Features kTakes = feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike |
-                                     feature::FewerKeys | feature::UnalignedRows;
+  static constexpr Features kTakes =
+      feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike | feature::UnalignedRows;
 };
 
 }  // namespace cutlass_ext::simt

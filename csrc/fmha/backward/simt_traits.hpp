@@ -1,6 +1,10 @@
 // Tile shapes and shared memory of the backward kernels on CUDA cores, in the words of the forward's products
 // (simt/products.hpp): the rows that a CTA owns stand where query rows do, the rows that it walks over where keys do.
 // Used by simt.hpp; tests/cpp computes the bank of every shared-memory access from what stands here.
+//
+// A lane reads 4 / rows + 4 / columns bytes of shared memory for each FFMA: 1 where it has 8 x 8 sums, 1.5 at 8 x 4, 2
+// at 4 x 4. From head_dim 64 on dK and dV are 128 sums a thread; what registers are left decides the width of
+// everything else.
 #pragma once
 
 #include "../sequence.hpp"
@@ -29,15 +33,15 @@ struct Task {
   float scale;        // ScoreMod::query_scale
 };
 
-template <Axis Of_, int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_, class Walk>
+template <Axis Of_, int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_, class Walk_>
 struct BackwardTraits {
   static constexpr Axis Of = Of_;
   static constexpr bool OfKeys = Of == Axis::Keys;
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDim_, Threads = Threads_;
   using Element = Element_;
   static constexpr int Own = OfKeys ? B_c : B_r, Walked = OfKeys ? B_r : B_c;
-  static constexpr int PieceCols = Walk::PieceCols, Pieces = HeadDim / PieceCols, Stages = Walk::Stages,
-                       ColWarps = Walk::ColWarps;
+  static constexpr int PieceCols = Walk_::PieceCols, Pieces = HeadDim / PieceCols, Stages = Walk_::Stages,
+                       ColWarps = Walk_::ColWarps;
   static constexpr int RowWarps = Threads / 32 / ColWarps;
   static constexpr int Halves = Own / RowWarps / kHalfPanel;        // half panels of a warp's own rows
   static constexpr int PanelsApart = RowWarps / 2;                  // from one half panel of a warp to its next
@@ -50,7 +54,7 @@ struct BackwardTraits {
   static constexpr int Sums = Gradients * Rows * OutCols * Pieces;  // of gradients, of a thread
   static constexpr int GroupCols = group_cols(Rows, OutCols);       // columns of a thread in one product with P or dS
   static constexpr int ChunksATurn = Keys > 8 ? 8 : 4;
-  static constexpr bool SumTurnsApart = Rows * Keys <= 32 && Rows * 2 * Keys + Sums <= 128;
+  static constexpr bool SumTurnsApart = Rows * Keys <= 32 && Rows * 2 * Keys + Sums <= 160;
 
   static_assert(std::is_same_v<Element, float>, "the CUDA-core family computes in fp32");
   static_assert(RowWarps * ColWarps * 32 == Threads && RowWarps % 2 == 0 && Own % (RowWarps * kHalfPanel) == 0 &&
@@ -85,11 +89,11 @@ struct BackwardTraits {
     Task task;
   };
 
+  // CTAs that a multiprocessor of 228 KB and 64 K registers is to hold: all registers that a thread can have.
   static constexpr int CtasByShared = 228 * 1024 / (sizeof(SharedStorage) + 1024),
                        CtasByRegisters = 65536 / 256 / Threads;
-  static constexpr int MinCtas = CtasByShared < 1 || CtasByRegisters < 1 ? 1
-                                 : CtasByShared < CtasByRegisters        ? CtasByShared
-                                                                         : CtasByRegisters;
+  static constexpr int MinCtas = CtasByShared < CtasByRegisters ? CtasByShared : CtasByRegisters;
+  static_assert(MinCtas > 0, "the tile is too large for any multiprocessor");
 };
 
 }  // namespace cutlass_ext::simt
