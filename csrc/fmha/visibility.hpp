@@ -88,6 +88,16 @@ struct Visibility {
     return key0 + block_c <= len_kv ? transposed().unmasked_tiles_of(key0, block_c, block_r) : Range{0, 0};
   }
 
+  /// Query rows that see some key: all between the first and the last of them do.
+  CUTE_HOST_DEVICE Range rows_with_keys() const {
+    return len_kv > 0 ? Range{rows_of_key(0).begin, rows_of_key(len_kv - 1).end} : Range{0, 0};
+  }
+
+  /// The same with `rows` alone, counted from the first of them.
+  CUTE_HOST_DEVICE Visibility of_rows(Range rows) const {
+    return {rows.size(), len_kv, start_pos + rows.begin, window_left, window_right};
+  }
+
  private:
   CUTE_HOST_DEVICE int clamp_to_keys(int key) const { return key < 0 ? 0 : key > len_kv ? len_kv : key; }
 };

@@ -25,12 +25,17 @@ bool leaves_gaps(Features features) {
   return features & (feature::Packed | feature::KeyLengths | feature::LeftPadding);
 }
 
-GradientLaunch launch_of(Call const& call, Axis axis) {
+/// Whether one kernel with sums for dQ, five products instead of seven, is faster, and its order of adding allowed.
+bool adds_to_queries(Params const& p, Request const& request) {
+  return !request.deterministic && p.n_q > 512;
+}
+
+GradientLaunch launch_of(Call const& call, Kind kind) {
   Params const& p = call.params;
-  bool const of_keys = axis == Axis::Keys;
+  bool const of_keys = kind != Kind::QueryGradients;
   GradientLaunch launch;
   launch.kernel = cheapest(
-      {of_keys ? Kind::KeyGradients : Kind::QueryGradients}, call.request.dtype,
+      {kind}, call.request.dtype,
       [&](Kernel const& k) { return call.runs(k); },
       [](Kernel const& k) { return std::tuple(std::strcmp(k.family, "sm90") != 0, cost_of(k)); });
   if (!launch.kernel) return launch;
@@ -40,7 +45,8 @@ GradientLaunch launch_of(Call const& call, Axis axis) {
   int64_t const rows_a_head = of_keys ? int64_t(p.n_q) * (p.heads_q / p.heads_kv) : p.n_kv;
   int64_t const bytes_a_head = rows_a_head * (p.head_dim + p.head_dim_v) * p.element_bytes;
   int64_t const fits = call.device.l2_bytes / 2 / std::max<int64_t>(bytes_a_head, 1);
-  launch.scheduler = Scheduler(p.batch, heads, length, block, 1, std::max<int64_t>(fits, 1), axis);
+  launch.scheduler = Scheduler(p.batch, heads, length, block, 1, std::max<int64_t>(fits, 1),
+                               of_keys ? Axis::Keys : Axis::Rows);
   if (launch.scheduler.size() > INT32_MAX)
     fail("ValueError", of_keys ? "k" : "q", ": has ", launch.scheduler.size(),
          " tiles of rows; a launch has room for fewer than 2^31");
@@ -60,8 +66,14 @@ BackwardPlan plan_backward(BackwardParams* params, Request const& request) {
   params->heads_per_kv = cutlass::FastDivmod(params->heads_q / params->heads_kv);
   Features const features = features_of(*params) | (dout_is_aligned(*params) ? 0 : feature::UnalignedRows);
   Call const call{*params, request, current_device(), features};
-  BackwardPlan plan{launch_of(call, Axis::Keys), launch_of(call, Axis::Rows), ""};
-  if (!plan) plan.refusal = refusal_of(call, {plan.of_keys.kernel ? Kind::QueryGradients : Kind::KeyGradients});
+  BackwardPlan plan;
+  if (adds_to_queries(*params, request)) plan.of_keys = launch_of(call, Kind::AllGradients);
+  if (!plan.of_keys.kernel) {
+    plan.of_keys = launch_of(call, Kind::KeyGradients);
+    plan.of_queries = launch_of(call, Kind::QueryGradients);
+  }
+  if (!plan.of_keys.kernel || !plan)
+    plan.refusal = refusal_of(call, {plan.of_keys.kernel ? Kind::QueryGradients : Kind::KeyGradients});
   return plan;
 }
 
@@ -80,6 +92,16 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   size_t const statistics = StatisticsRows(params).size(params) * sizeof(RowStatistics);
   if (statistics > 0) params.row_statistics = static_cast<RowStatistics*>(allocate(statistics));
   compute_row_statistics(plan.of_keys.kernel->dtype, params, stream);
+  if (plan.adds_to_queries()) {
+    size_t const sums = StatisticsRows(params).size(params) * plan.of_keys.kernel->head_dim * sizeof(float);
+    if (sums > 0) {
+      params.dq_sums = static_cast<float*>(allocate(sums));
+      check_cuda(cudaMemsetAsync(params.dq_sums, 0, sums, stream), "clearing the sums of dQ");
+    }
+    launch(plan.of_keys, params, stream);
+    finish_dq(*plan.of_keys.kernel, params, stream);
+    return;
+  }
   launch(plan.of_keys, params, stream);
   launch(plan.of_queries, params, stream);
 }

@@ -11,17 +11,19 @@
 
 namespace cutlass_ext {
 
-/// One of the two launches: gradients of keys (dK, dV) or of queries (dQ), with the order of its tiles.
+/// A launch, with the order of its tiles.
 struct GradientLaunch {
   Kernel const* kernel = nullptr;
   Scheduler scheduler;
 };
 
+/// Two launches: dK and dV, then dQ; or one that has them all, with sums for dQ that a small launch finishes.
 struct BackwardPlan {
   GradientLaunch of_keys, of_queries;
   std::string refusal;  // where a kernel is missing, the argument that none takes, and what would do
 
-  explicit operator bool() const { return of_keys.kernel && of_queries.kernel; }
+  bool adds_to_queries() const { return of_keys.kernel && of_keys.kernel->kind == Kind::AllGradients; }
+  explicit operator bool() const { return of_keys.kernel && (adds_to_queries() || of_queries.kernel); }
 };
 
 /// Chooses by host-known shapes alone.

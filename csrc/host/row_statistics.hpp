@@ -1,4 +1,4 @@
-// The launches before the backward kernels. Called by backward.cpp.
+// The launches before the backward kernels and after them. Called by backward.cpp.
 #pragma once
 
 #include "../fmha/backward/params.hpp"
@@ -8,5 +8,8 @@ namespace cutlass_ext {
 
 /// `params.row_statistics` of every query row, and the sink's gradient where it is asked for.
 void compute_row_statistics(DType dtype, BackwardParams const& params, cudaStream_t stream);
+
+/// dQ from what `kernel`, of Kind::AllGradients, has summed up in `params.dq_sums`.
+void finish_dq(Kernel const& kernel, BackwardParams const& params, cudaStream_t stream);
 
 }  // namespace cutlass_ext

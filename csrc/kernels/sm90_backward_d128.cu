@@ -7,5 +7,6 @@ namespace cutlass_ext {
 static Entered const kernels_here{
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, false>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 128, 128, cute::bfloat16_t, 2, false>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, false, true>>(),
 };
 }  // namespace cutlass_ext

@@ -119,7 +119,8 @@ void explain(Arguments const& a, StableIValue* results) {
   if (a.is_backward()) {
     BackwardParams params;
     BackwardPlan const planned = backward_plan_of(a, &params);
-    Kernel const &keys = *planned.of_keys.kernel, &queries = *planned.of_queries.kernel;
+    Kernel const& keys = *planned.of_keys.kernel;
+    Kernel const& queries = planned.adds_to_queries() ? keys : *planned.of_queries.kernel;
     auto const tile = [](Kernel const& k) {
       return std::string(k.family) + "'s, of " + std::to_string(k.block_r) + " rows and " + std::to_string(k.block_c) +
              " keys";

@@ -47,6 +47,20 @@ TEST(BothSides, RowsOfAKeyAreThoseThatSeeIt) {
   });
 }
 
+TEST(BothSides, RowsWithKeysAreThoseThatSeeOne) {
+  for_every_small_case([](Visibility const& v) {
+    Range const rows = v.rows_with_keys();
+    Visibility const left = v.of_rows(rows);
+    ASSERT_EQ(left.n_q, rows.size());
+    for (int row = 0; row < v.n_q; ++row) {
+      ASSERT_EQ(rows.contains(row), v.keys_of_row(row).size() > 0);
+      for (int key = 0; rows.contains(row) && key < v.len_kv; ++key) {
+        ASSERT_EQ(sees(left, row - rows.begin, key), sees(v, row, key));
+      }
+    }
+  });
+}
+
 TEST(BothSides, TilesOfRowsThatSeeATileOfKeys) {
   constexpr int B_r = 2, B_c = 3;
   for_every_small_case([](Visibility const& v) {

@@ -1,4 +1,4 @@
-// The shared-memory accesses of the CUDA-core FMHA, lane by lane: where the kernel's hand-written offsets put them,
+// The shared-memory accesses of the CUDA-core kernels, lane by lane: where the kernel's hand-written offsets put them,
 // where the CuTe layouts say they belong, and on which banks they fall. Used by layouts_test.cpp and bindings.cpp.
 #pragma once
 
@@ -8,7 +8,7 @@
 #include <set>
 #include <string>
 
-#include "fmha/simt/traits.hpp"
+#include "fmha/backward/simt_traits.hpp"
 
 namespace cutlass_ext::simt {
 
@@ -32,18 +32,40 @@ inline int extra_passes(std::array<int, 32> const& offset, int width) {
   return extra;
 }
 
+/// What of a kernel's traits its accesses follow from: the forward's names, and those that only the backward tells
+/// apart.
 template <class Traits>
+struct Accesses;
+
+template <int B_r, int B_c, int HeadDim, class Element, int Threads>
+struct Accesses<Traits<B_r, B_c, HeadDim, Element, Threads>> : Traits<B_r, B_c, HeadDim, Element, Threads> {
+  static constexpr int RowWarps = Threads / 32, PieceCols = HeadDim, WarpKeys = B_c, WarpCols = HeadDim;
+};
+
+template <Axis Of, int B_r, int B_c, int HeadDim, class Element, int Threads, class Way>
+struct Accesses<BackwardTraits<Of, B_r, B_c, HeadDim, Element, Threads, Way>>
+    : BackwardTraits<Of, B_r, B_c, HeadDim, Element, Threads, Way>::Products {
+  using Kernel = BackwardTraits<Of, B_r, B_c, HeadDim, Element, Threads, Way>;
+  using LayoutQ = typename Kernel::LayoutOwn;
+  using LayoutKV = typename Kernel::LayoutWalked;
+  using LayoutP = typename Kernel::LayoutP;
+  static constexpr int RowWarps = Kernel::RowWarps, PieceCols = Kernel::PieceCols, WarpKeys = Kernel::WarpWalked,
+                       WarpCols = Kernel::WarpPieceCols;
+};
+
+template <class KernelTraits>
 BankReport bank_report() {
   using namespace cute;
+  using Traits = Accesses<KernelTraits>;
   constexpr typename Traits::LayoutQ layout_q;
   constexpr typename Traits::LayoutKV layout_kv;
   constexpr typename Traits::LayoutP layout_p;
-  constexpr int RowsAPass = Traits::Threads / kPanelChunks;
+  constexpr int RowsAPass = Traits::Threads / kPanelChunks, PieceChunks = Traits::PieceCols / kVector;
   BankReport report;
 
   // One instruction of every warp: `offset` is the kernel's, `expected` the layout's, both of a thread.
   auto access = [&](char const* name, int width, auto offset, auto expected) {
-    for (int warp = 0; warp < Traits::Warps; ++warp) {
+    for (int warp = 0; warp < Traits::Threads / 32; ++warp) {
       std::array<int, 32> offsets;
       for (int lane = 0; lane < 32; ++lane) {
         offsets[lane] = offset(warp * 32 + lane);
@@ -52,12 +74,16 @@ BankReport bank_report() {
       report.conflicts[name] += extra_passes(offsets, width);
     }
   };
-  auto first_row = [](int thread, int h) {
-    LanePlace const place(thread);
+  // Warps that share rows differ in their part of the keys, and of the columns.
+  auto place_of = [](int thread) { return LanePlace(thread % (Traits::RowWarps * 32)); };
+  auto part_of = [](int thread) { return thread / (Traits::RowWarps * 32); };
+  auto first_row = [&](int thread, int h) {
+    LanePlace const place = place_of(thread);
     return (place.panel + h * Traits::PanelsApart) * kPanel + place.row_chunk * kVector;
   };
+  auto first_key = [&](int thread) { return part_of(thread) * Traits::WarpKeys + place_of(thread).col * kVector; };
 
-  for (int panel = 0; panel < Traits::HeadDim / kPanel; ++panel) {  // copy_q, copy_kv_async
+  for (int panel = 0; panel < Traits::HeadDim / kPanel; ++panel) {  // copy_q
     auto col = [&](int t) { return panel * kPanel + t % kPanelChunks * kVector; };
     for (int pass = 0; pass < Traits::B_r / RowsAPass; ++pass) {
       auto row = [&](int t) { return pass * RowsAPass + t / kPanelChunks; };
@@ -67,6 +93,9 @@ BankReport bank_report() {
             [&](int t) { return layout_q(col(t) + e, row(t)); });
       }
     }
+  }
+  for (int panel = 0; panel < Traits::PieceCols / kPanel; ++panel) {  // copy_tile
+    auto col = [&](int t) { return panel * kPanel + t % kPanelChunks * kVector; };
     for (int pass = 0; pass < Traits::B_c / RowsAPass; ++pass) {
       auto row = [&](int t) { return pass * RowsAPass + t / kPanelChunks; };
       for (char const* name : {"K store", "V store"}) {
@@ -79,22 +108,27 @@ BankReport bank_report() {
       }
     }
   }
-  for (int chunk = 0; chunk < Traits::HeadDim / kVector; ++chunk) {  // gemm_qk
+  for (int chunk = 0; chunk < PieceChunks; ++chunk) {  // gemm_qk
     for (int j = 0; j < Traits::Keys; ++j) {
       int const key = j / kVector * kPanel + j % kVector;
       access(
-          "K load", 4, [&](int t) { return key_offset<Traits::B_c>(LanePlace(t), chunk) + key * kPanel; },
-          [&](int t) { return layout_kv(LanePlace(t).col * kVector + key, chunk * kVector); });
+          "K load", 4,
+          [&](int t) {
+            return part_of(t) * Traits::WarpKeys * kPanel + key_offset<Traits::B_c>(place_of(t), chunk) + key * kPanel;
+          },
+          [&](int t) { return layout_kv(first_key(t) + key, chunk * kVector); });
     }
-    for (int e = 0; e < kVector; ++e) {
-      for (int h = 0; h < Traits::Halves; ++h) {
-        access(
-            "Q load", 4,
-            [&](int t) {
-              return rows_offset<Traits::HeadDim>(LanePlace(t), chunk, e) +
-                     h * Traits::PanelsApart * Traits::HeadDim * kPanel;
-            },
-            [&](int t) { return layout_q(chunk * kVector + e, first_row(t, h)); });
+    for (int piece = 0; piece < Traits::HeadDim / Traits::PieceCols; ++piece) {
+      for (int e = 0; e < kVector; ++e) {
+        for (int h = 0; h < Traits::Halves; ++h) {
+          access(
+              "Q load", 4,
+              [&](int t) {
+                return piece * Traits::PieceCols * kPanel + rows_offset<Traits::HeadDim>(place_of(t), chunk, e) +
+                       h * Traits::PanelsApart * Traits::HeadDim * kPanel;
+              },
+              [&](int t) { return layout_q(piece * Traits::PieceCols + chunk * kVector + e, first_row(t, h)); });
+        }
       }
     }
   }
@@ -104,10 +138,10 @@ BankReport bank_report() {
       access(
           "P store", 4,
           [&](int t) {
-            return rows_offset<Traits::B_c>(LanePlace(t), LanePlace(t).col, 0) +
+            return part_of(t) * Traits::WarpKeys * kPanel + rows_offset<Traits::B_c>(place_of(t), place_of(t).col, 0) +
                    (h * Traits::PanelsApart * Traits::B_c + key) * kPanel;
           },
-          [&](int t) { return layout_p(LanePlace(t).col * kVector + key, first_row(t, h)); });
+          [&](int t) { return layout_p(first_key(t) + key, first_row(t, h)); });
     }
   }
   for (int key = 0; key < Traits::B_c; ++key) {  // gemm_pv
@@ -115,15 +149,21 @@ BankReport bank_report() {
       access(
           "P load", 4,
           [&](int t) {
-            return rows_offset<Traits::B_c>(LanePlace(t), key / 4, key % 4) +
+            return rows_offset<Traits::B_c>(place_of(t), key / 4, key % 4) +
                    h * Traits::PanelsApart * Traits::B_c * kPanel;
           },
           [&](int t) { return layout_p(key, first_row(t, h)); });
     }
     for (int j = 0; j < Traits::OutCols / kVector; ++j) {
       access(
-          "V load", 4, [&](int t) { return value_offset(LanePlace(t), key / 4, key % 4) + j * Traits::B_c * kPanel; },
-          [&](int t) { return layout_kv(key, LanePlace(t).col * kVector + j * kPanel); });
+          "V load", 4,
+          [&](int t) {
+            return part_of(t) * (Traits::WarpCols / kPanel) * Traits::B_c * kPanel +
+                   value_offset(place_of(t), key / 4, key % 4) + j * Traits::B_c * kPanel;
+          },
+          [&](int t) {
+            return layout_kv(key, part_of(t) * Traits::WarpCols + place_of(t).col * kVector + j * kPanel);
+          });
     }
   }
   return report;
@@ -132,9 +172,9 @@ BankReport bank_report() {
 /// The report of every tile shape that the library compiles (csrc/kernels) and of the sweep's extremes.
 inline std::map<std::string, BankReport> bank_reports() {
   std::map<std::string, BankReport> reports;
-  auto add = [&](auto traits) {
+  auto add = [&](auto traits, std::string const& name = "simt") {
     using T = decltype(traits);
-    reports["simt_Br" + std::to_string(T::B_r) + "_Bc" + std::to_string(T::B_c) + "_d" + std::to_string(T::HeadDim) +
+    reports[name + "_Br" + std::to_string(T::B_r) + "_Bc" + std::to_string(T::B_c) + "_d" + std::to_string(T::HeadDim) +
             "_threads" + std::to_string(T::Threads)] = bank_report<T>();
   };
   add(Traits<128, 64, 32, float, 128>{}), add(Traits<64, 32, 32, float, 128>{});
@@ -147,6 +187,19 @@ inline std::map<std::string, BankReport> bank_reports() {
   add(Traits<32, 32, 224, float, 64>{}), add(Traits<128, 32, 256, float, 256>{}),
       add(Traits<64, 32, 256, float, 128>{});
   add(Traits<128, 128, 64, float, 256>{}), add(Traits<32, 128, 64, float, 64>{});
+  auto add_backward = [&](auto of_keys, auto of_rows) { add(of_keys, "simt_keys"), add(of_rows, "simt_rows"); };
+  add_backward(BackwardTraits<Axis::Keys, 64, 128, 32, float, 128, Walk<32>>{},
+               BackwardTraits<Axis::Rows, 128, 64, 32, float, 128, Walk<32>>{});
+  add_backward(BackwardTraits<Axis::Keys, 32, 128, 64, float, 128, Walk<64>>{},
+               BackwardTraits<Axis::Rows, 128, 32, 64, float, 128, Walk<64>>{});
+  add_backward(BackwardTraits<Axis::Keys, 64, 64, 128, float, 128, Walk<64>>{},
+               BackwardTraits<Axis::Rows, 64, 64, 128, float, 128, Walk<64>>{});
+  add_backward(BackwardTraits<Axis::Keys, 32, 64, 128, float, 128, Walk<64>>{},
+               BackwardTraits<Axis::Rows, 64, 32, 128, float, 128, Walk<64>>{});
+  add_backward(BackwardTraits<Axis::Keys, 64, 64, 256, float, 256, Walk<128, 2, 2>>{},
+               BackwardTraits<Axis::Rows, 64, 64, 256, float, 256, Walk<128, 2, 2>>{});
+  add_backward(BackwardTraits<Axis::Keys, 64, 32, 256, float, 128, Walk<64, 1, 2>>{},
+               BackwardTraits<Axis::Rows, 32, 64, 256, float, 128, Walk<64, 1, 2>>{});
   return reports;
 }
 

@@ -26,6 +26,7 @@ struct Gradients {
   float* dsink = nullptr;  // [H_q]; null: not asked for
   Strides dq_stride, dk_stride, dv_stride;
   RowStatistics* row_statistics = nullptr;  // workspace, laid out by StatisticsRows
+  float* dq_sums = nullptr;                 // workspace of kernels that add to dQ: as many rows, of the tile's head_dim
 };
 
 /// Of Results, `o` and `lse` are read: what the forward gave.

@@ -25,15 +25,65 @@ enum class Sums {
   KeysAndValues,  ///< dK and dV of 64 keys
   Values,         ///< dV of 64 keys, of which another warpgroup has dK: two accumulators of wide heads are too many
   Keys,
-  Queries,  ///< dQ of 64 rows
+  Queries,        ///< dQ of 64 rows
+  All,            ///< dK and dV of 64 keys, and what these and the other warpgroup's add to dQ
 };
 
-template <Axis Of_, int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, bool ScoreMods_>
+/// Adds four numbers that lie side by side to as many in memory.
+CUTE_DEVICE void add_to_memory(float* to, float a, float b, float c, float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+/// What a CTA works on: a tile of one side, and the tiles of the other that it goes through, once for each head.
+template <class Traits>
+struct GradientTile {
+  WorkItem work;  // row0: first row in hand
+  Sequence sequence;
+  Visibility view;  // from the side in hand: what is held are its rows, what is streamed its keys
+  Range tiles, unmasked;
+  int heads;  // query heads that are gone through
+  int head_q, head_kv;
+  int held_row0, streamed_row0;  // rows of the tensors that hold the side's first
+
+  GradientTile() = default;
+  CUTE_DEVICE explicit GradientTile(BackwardParams const& params)
+      : work(params.scheduler(blockIdx.x)), sequence(sequence_of(params, work.batch)) {
+    Visibility const& visibility = sequence.visibility;
+    if constexpr (Traits::OfKeys) {
+      view = visibility.transposed();
+      tiles = visibility.row_tiles_of(work.row0, Traits::B_c, Traits::B_r);
+      unmasked = visibility.unmasked_row_tiles_of(work.row0, Traits::B_c, Traits::B_r);
+      heads = params.heads_per_kv.divisor;
+      head_q = work.head * heads, head_kv = work.head;
+      held_row0 = sequence.k_row0, streamed_row0 = sequence.q_row0;
+    } else {
+      view = visibility;
+      tiles = visibility.tiles_of(work.row0, Traits::B_r, Traits::B_c);
+      unmasked = visibility.unmasked_tiles_of(work.row0, Traits::B_r, Traits::B_c);
+      heads = 1;
+      head_q = work.head, head_kv = params.heads_per_kv.div(work.head);
+      held_row0 = sequence.q_row0, streamed_row0 = sequence.k_row0;
+    }
+  }
+
+  CUTE_DEVICE int rows() const { return view.n_q - work.row0; }  // in hand that exist
+  CUTE_DEVICE int turns() const { return heads * tiles.size(); }
+};
+
+/// `AddsToQueries`: over tiles of keys, with what each adds to dQ.
+/// Registers of accumulators and operands, of 240, with which the compiler still finds place for the rest.
+#ifndef AHEAD
+#define AHEAD 192
+#endif
+constexpr int kMostRegistersAhead = AHEAD;
+
+template <Axis Of_, int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, bool ScoreMods_,
+          bool AddsToQueries_>
 struct BackwardTraits {
   static constexpr Axis Of = Of_;
   static constexpr bool OfKeys = Of == Axis::Keys;
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDimV_, Stages = Stages_;
-  static constexpr bool ScoreMods = ScoreMods_;
+  static constexpr bool ScoreMods = ScoreMods_, AddsToQueries = AddsToQueries_;
   using Element = Element_;
   static constexpr int Held = OfKeys ? B_c : B_r, Step = OfKeys ? B_r : B_c;  // rows in hand, and of a streamed tile
   /// Whether each of two warpgroups sums up one of dK and dV, for the same keys; S^T is computed by both.
@@ -64,19 +114,41 @@ struct BackwardTraits {
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<Columns>, Int<Step>>, GMMA::Major::K,
                            GMMA::Major::MN>()));
 
+  // What a tile adds to dQ: dS of all keys in hand, as the warpgroups leave it, times K; of each warpgroup a part of the
+  // columns. Two buffers of dS, so that one barrier a tile will do.
+  static constexpr int QueryColumns = HeadDim / Consumers;
+  using LayoutDS = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{}, Shape<Int<B_r>, Int<B_c>, _2>{}));
+  using MmaKeys = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<HeadDim>, Int<B_r>>, GMMA::Major::K,
+                           GMMA::Major::MN>()));
+  template <int Columns>
+  using MmaQueries = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float, Shape<Int<B_r>, Int<Columns>, Int<B_c>>, GMMA::Major::MN,
+                           GMMA::Major::MN>()));
+
+  /// Whether registers suffice to have P and dP of the next tile made beside the second products of this one.
+  template <Sums What>
+  static constexpr bool Ahead =
+      What != Sums::Values && ((What == Sums::Keys || What == Sums::Queries ? HeadDim : HeadDim + HeadDimV) + 2 * Step +
+                               (AddsToQueries ? QueryColumns : 0)) / 2 + Step / 4 <= kMostRegistersAhead;
+
   struct SharedStorage {
     alignas(1024) Element held[Held * ColumnsQK];
     alignas(1024) Element held_v[Held * ColumnsV];
     alignas(1024) Element streamed[Stages * Step * ColumnsQK];
     alignas(1024) Element streamed_v[Stages * Step * ColumnsV];
+    alignas(1024) Element ds[AddsToQueries ? 2 * B_r * B_c : 8];
     alignas(128) Element staging[Consumers * kAtomRows * kPanel];  // 16 rows of a panel for each consumer warp
     alignas(16) RowStatistics statistics[Stages][OfKeys ? Step : 1];
+    GradientTile<BackwardTraits> tile;
     Barrier held_full, held_v_full;
     Barrier full[Stages], empty[Stages], full_v[Stages], empty_v[Stages];
+    Barrier ds_full[2];
     Barrier tail, tail_v;  // the copy of a tile whose rows past the last are to be zeroed before anyone sees it
   };
 
   static_assert(StatisticsRows::kTile % B_r == 0 || !OfKeys, "statistics are copied by whole tiles of rows");
+  static_assert(!AddsToQueries || (OfKeys && !Apart && B_r == kPanel), "a row of a panel of dS is one key's");
   static_assert(Held % kAtomRows == 0 && Step % 16 == 0, "WGMMA's rows, and its steps");
 };
 
@@ -85,41 +157,6 @@ template <class Traits, int Columns>
 struct Stored {
   using Element = typename Traits::Element;
   static constexpr int HeadDimV = Columns, PanelsV = Traits::template Padded<Columns> / kPanel, StagedPanels = 1;
-};
-
-/// What a CTA works on: a tile of one side, and the tiles of the other that it goes through, once for each head.
-template <class Traits>
-struct GradientTile {
-  WorkItem work;  // row0: first row in hand
-  Sequence sequence;
-  Visibility view;  // from the side in hand: what is held are its rows, what is streamed its keys
-  Range tiles, unmasked;
-  int heads;  // query heads that are gone through
-  int head_q, head_kv;
-  int held_row0, streamed_row0;  // rows of the tensors that hold the side's first
-
-  CUTE_DEVICE explicit GradientTile(BackwardParams const& params)
-      : work(params.scheduler(blockIdx.x)), sequence(sequence_of(params, work.batch)) {
-    Visibility const& visibility = sequence.visibility;
-    if constexpr (Traits::OfKeys) {
-      view = visibility.transposed();
-      tiles = visibility.row_tiles_of(work.row0, Traits::B_c, Traits::B_r);
-      unmasked = visibility.unmasked_row_tiles_of(work.row0, Traits::B_c, Traits::B_r);
-      heads = params.heads_per_kv.divisor;
-      head_q = work.head * heads, head_kv = work.head;
-      held_row0 = sequence.k_row0, streamed_row0 = sequence.q_row0;
-    } else {
-      view = visibility;
-      tiles = visibility.tiles_of(work.row0, Traits::B_r, Traits::B_c);
-      unmasked = visibility.unmasked_tiles_of(work.row0, Traits::B_r, Traits::B_c);
-      heads = 1;
-      head_q = work.head, head_kv = params.heads_per_kv.div(work.head);
-      held_row0 = sequence.q_row0, streamed_row0 = sequence.k_row0;
-    }
-  }
-
-  CUTE_DEVICE int rows() const { return view.n_q - work.row0; }  // in hand that exist
-  CUTE_DEVICE int turns() const { return heads * tiles.size(); }
 };
 
 /// A warp that copies one tile in hand, and the tiles of one stream: of q and k with the statistics of rows, or of v
@@ -177,6 +214,74 @@ CUTE_DEVICE void copy_stream(BackwardParams const& params, GradientMaps const& m
   }
 }
 
+/// What the keys in hand add to dQ of a tile of rows: dS K, computed by all warpgroups together, of each a part of the
+/// columns. `turn` counts the tiles.
+template <class Traits>
+struct QuerySums {
+  using Element = typename Traits::Element;
+  static constexpr int Columns = Traits::QueryColumns;
+  using Mma = typename Traits::template MmaQueries<Columns>;
+  using MmaOfPanel = typename Traits::template MmaQueries<kPanel>;  // describes a panel of K as it lies there
+
+  typename Traits::SharedStorage& shared;
+  int warpgroup;
+
+  /// Leaves dS^T of the warp's 16 keys to all.
+  template <class Words>
+  CUTE_DEVICE void share(Words const& words, int turn) const {
+    auto const [lane, warp_row] = ConsumerThread();
+    // Chunk 2m + lane / 16 of a key's row, swizzled: worked out here in one register, of which the turns flip bits.
+    int const key = warp_row + lane % 16;
+    uint32_t at = cast_smem_ptr_to_uint(shared.ds) + (turn % 2 * Traits::B_c + key) * (kPanel * sizeof(Element)) +
+                  ((lane / 16) ^ (key & 7)) * 16;
+    compute_here(at);
+    CUTE_UNROLL
+    for (int m = 0; m < Traits::B_r / 16; ++m) {
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at ^ (m * 32)),
+                   "r"(words(4 * m)), "r"(words(4 * m + 1)), "r"(words(4 * m + 2)), "r"(words(4 * m + 3))
+                   : "memory");
+    }
+    cutlass::arch::fence_view_async_shared();
+    __syncwarp();
+    if (elect_one_sync()) shared.ds_full[turn % 2].arrive();
+  }
+  CUTE_DEVICE void wait_for_others(int turn) const { shared.ds_full[turn % 2].wait_for(turn / 2 % 2); }
+
+  /// dS^T of the warpgroup's own keys, as operand A of dK's product.
+  CUTE_DEVICE auto own_ds(int turn) const {
+    using Rows = LayoutAlongColumns<Element, Traits::B_c, kPanel>;
+    Tensor rows = local_tile(make_tensor(make_smem_ptr(shared.ds + turn % 2 * Traits::B_c * kPanel), Rows{}),
+                             Shape<Int<kAtomRows>, Int<kPanel>>{}, make_coord(warpgroup, _0{}));
+    return typename Traits::MmaKeys{}.get_slice(0).partition_fragment_A(rows);
+  }
+
+  CUTE_DEVICE static auto accumulator() {
+    return partition_fragment_C(Mma{}, Shape<Int<Traits::B_r>, Int<Columns>>{});
+  }
+  template <class Sums>
+  CUTE_DEVICE void issue(Sums& sums, int turn) const {
+    constexpr int kKeys = Traits::B_c;
+    int const column = warpgroup * Columns;
+    Tensor fDS = Mma{}.get_slice(0).partition_fragment_A(
+        make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDS{}));
+    Tensor fK = MmaOfPanel{}.get_slice(0).partition_fragment_B(
+        make_tensor(make_smem_ptr(shared.held + column / kPanel * kPanel * kKeys + column % kPanel),
+                    LayoutAlongRows<Element, kKeys, kPanel>{}));
+    gemm_async<kKeys / 16>(Mma{}, fDS(_, _, _, turn % 2), fK, sums, true);
+  }
+
+  /// `to`: of the tile's first row. Sums lie there in the order in which threads hold them: each adds whole vectors,
+  /// side by side with its neighbours'. dq_kernel (sums.hpp) knows the order.
+  template <class Sums>
+  CUTE_DEVICE void add(Sums const& sums, float* to) const {
+    CUTE_UNROLL
+    for (int e = 0; e < size(sums); e += 4) {
+      add_to_memory(to + ((warpgroup * (Columns / 8) + e / 4) * kWarpgroup + threadIdx.x % kWarpgroup) * 4, sums(e),
+                    sums(e + 1), sums(e + 2), sums(e + 3));
+    }
+  }
+};
+
 /// From scores, in `S`, to what the gradients take of them: P as an operand to `words` where it is wanted, and in `S` P
 /// times the derivative of the score. `lse(i, j)` is that of the element's row, `derivative(score, i, j)` its own.
 template <class Traits, bool PutsP, class ScoreTensor, class Words, class Lse, class Derivative>
@@ -203,8 +308,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
                             GradientTile<Traits> const& tile, int row_block) {
   using Element = typename Traits::Element;
   constexpr int Step = Traits::Step, ColumnsQK = Traits::ColumnsQK, ColumnsV = Traits::ColumnsV;
-  constexpr bool SumsP = What == Sums::KeysAndValues || What == Sums::Values;  // A2 += P Y2
+  constexpr bool SumsP = What == Sums::KeysAndValues || What == Sums::Values || What == Sums::All;  // A2 += P Y2
   constexpr bool SumsS = What != Sums::Values;                                 // A1 += dS Y1
+  constexpr bool AddsQ = What == Sums::All;
   using MmaS = typename Traits::template MmaScores<Traits::HeadDim>;
   using MmaP = typename Traits::template MmaScores<Traits::HeadDimV>;
   using MmaG = typename Traits::template MmaGradient<Traits::HeadDim>;
@@ -228,15 +334,14 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   Tensor fYvt = operand_b(typename Traits::template MmaGradient<ColumnsV>{}, shared.streamed_v,
                           typename Traits::template LayoutAcross<ColumnsV>{});
   Tensor cS = partition_fragment_C(MmaS{}, Shape<Int<kAtomRows>, Int<Step>>{});
-  Tensor cdP = partition_fragment_C(MmaP{}, Shape<Int<kAtomRows>, Int<Step>>{});
   Tensor cA = partition_fragment_C(MmaG{}, Shape<Int<kAtomRows>, Int<Traits::HeadDim>>{});
   Tensor cV = partition_fragment_C(MmaV{}, Shape<Int<kAtomRows>, Int<Traits::HeadDimV>>{});
   Tensor fP = make_tensor<Element>(partition_shape_A(MmaV{}, Shape<Int<kAtomRows>, Int<Step>>{}));
   Tensor fdS = make_tensor<Element>(partition_shape_A(MmaG{}, Shape<Int<kAtomRows>, Int<Step>>{}));
   Tensor S = rows_and_columns(cS);
-  Tensor dP = rows_and_columns(cdP);
   Tensor A = rows_and_columns(cA);
   Tensor V = rows_and_columns(cV);
+  QuerySums<Traits> const query_sums{shared, row_block};
   Tensor words_p = recast<uint32_t>(fP);
   Tensor words_ds = recast<uint32_t>(fdS);
   clear(cA);
@@ -244,11 +349,14 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   warpgroup_fence_operand(cA);  // zeros that the compiler moved behind the first product would end the pipeline
   warpgroup_fence_operand(cV);
 
-  int const lane = threadIdx.x % 32, warp_row = row_block * kAtomRows + threadIdx.x % kWarpgroup / 32 * 16;
-  int const first_row = tile.work.row0 + warp_row + lane / 4;  // in hand; the thread's second lies 8 further
+  // The thread's first row in hand, counted in the sequence, of which the second lies 8 further.
+  auto const first_row_of = [&](ConsumerThread const& thread) {
+    return tile.work.row0 + thread.warp_row % Traits::Held + thread.lane / 4;
+  };
   float const query_scale = ScoreMod::query_scale(params), scale = Traits::ScoreMods ? 1.f : query_scale;
   RowStatistics mine[2];  // of the rows in hand, where those are query rows
   if constexpr (!Traits::OfKeys) {
+    int const first_row = first_row_of(ConsumerThread());
     auto const* const rows = params.row_statistics +
                              StatisticsRows(params).first(params, tile.sequence, tile.work.batch, tile.head_q) +
                              first_row;
@@ -256,34 +364,20 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     for (int i = 0; i < 2; ++i) mine[i] = first_row + row_of(i) < tile.view.n_q ? rows[row_of(i)] : RowStatistics{INFINITY, 0.f};
   }
 
-  RingPosition<Traits::Stages> ring, ring_v, used;  // used: the stage that the last dS Y1 reads
-  auto issue_s = [&] { gemm_async<Traits::HeadDim / 16>(MmaS{}, fX, fY(_, _, _, ring.stage), cS, true); };
-  auto issue_dp = [&] { gemm_async<Traits::HeadDimV / 16>(MmaP{}, fXv, fYv(_, _, _, ring_v.stage), cdP, true); };
+  RingPosition<Traits::Stages> ring;
   auto mods_of = [&](int head) {
     if constexpr (Traits::ScoreMods) return ScoreMod(params, tile.work.batch, head);
     return ScoreMod(cutlass_ext::Scores{}, 0, 0);
   };
   auto release = [&](Barrier& barrier) {
-    if (lane == 0) barrier.arrive();
+    if (elect_one_sync()) barrier.arrive();
   };
 
-  int const turns = tile.turns();
-  if (turns > 0) {
-    shared.held_full.wait_for(0);
-    shared.full[0].wait_for(0);
-    if constexpr (SumsS) shared.held_v_full.wait_for(0);
-  }
-  issue_s();  // of whatever lies there, if there is no tile: WGMMAs in flight forbid a branch
-  warpgroup_wait<0>();
-  int t = tile.tiles.begin, head = tile.head_q;
-  CUTE_NO_UNROLL
-  for (int turn = 0; turn < turns; ++turn) {
-    shared.full_v[ring_v.stage].wait_for(ring_v.phase);
-    if constexpr (SumsS) {
-      issue_dp();
-    }
+  // From the products in S to weights.
+  auto weigh = [&](int stage, int t, int head) {
     warpgroup_fence_operand(cS);
-
+    ConsumerThread const thread;
+    int const lane = thread.lane, first_row = first_row_of(thread);
     // p - j of an element of scores that are changed: rows in hand are query rows, or keys.
     int const first_column = t * Step + lane % 4 * 2, position = tile.sequence.visibility.start_pos;
     int const offset = Traits::OfKeys ? position + first_column - first_row : position + first_row - first_column;
@@ -296,10 +390,11 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
     if (!tile.unmasked.contains(t)) {
       int const rows[2] = {first_row, first_row + row_of(1)};
-      TileMask<Step / 4> const mask(tile.view.counted_from(t * Step), rows, lane);
+      TileMask<Step / 4> mask(tile.view.counted_from(t * Step), rows, lane);
+      if constexpr (AddsQ) mask.hide_rows_from(tile.view.n_q, rows);
       mask.apply(S);
     }
-    RowStatistics const* const streamed = shared.statistics[ring.stage] + lane % 4 * 2;
+    RowStatistics const* const streamed = shared.statistics[stage] + lane % 4 * 2;
     weights<Traits, SumsP>(
         S, words_p, scale,
         [&](int i, int j) { return Traits::OfKeys ? streamed[key_of(j)].lse_log2 : mine[i].lse_log2; },
@@ -307,42 +402,137 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
           if constexpr (!Traits::ScoreMods || !SumsS) return 1.f;
           return score == -INFINITY ? 0.f : score_mod.derivative(score, offset + offset_of(i, j));
         });
-    if constexpr (SumsS) warpgroup_wait<0>();
-    if constexpr (SumsP) gemm_async<Step / 16>(MmaV{}, fP, fYvt(_, _, _, ring_v.stage), cV, false);
-    if constexpr (SumsS) {
-      warpgroup_fence_operand(cdP);
+  };
+  // From weights and dP to dS, an operand.
+  auto take_gradients = [&](auto& cdP, int stage) {
+    warpgroup_fence_operand(cdP);
+    Tensor dP = rows_and_columns(cdP);
+    RowStatistics const* const streamed = shared.statistics[stage] + ConsumerThread().lane % 4 * 2;
+    CUTE_UNROLL
+    for (int j = 0; j < Step / 4; j += 2) {
       CUTE_UNROLL
-      for (int j = 0; j < Step / 4; j += 2) {
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          auto const gradient = [&](int j) {
-            return S(i, j) * (dP(i, j) - (Traits::OfKeys ? streamed[key_of(j)].delta : mine[i].delta));
-          };
-          put_operand<Element>(words_ds, i, j, gradient(j), gradient(j + 1));
-        }
+      for (int i = 0; i < 2; ++i) {
+        auto const gradient = [&](int j) {
+          return S(i, j) * (dP(i, j) - (Traits::OfKeys ? streamed[key_of(j)].delta : mine[i].delta));
+        };
+        put_operand<Element>(words_ds, i, j, gradient(j), gradient(j + 1));
       }
-      gemm_async<Step / 16>(MmaG{}, fdS, fYt(_, _, _, ring.stage), cA, false);
     }
-    // The next tile's first product runs behind these; after the last tile, of whatever lies there.
-    ring.advance();
-    if (turn + 1 < turns) shared.full[ring.stage].wait_for(ring.phase);
-    issue_s();
-    if constexpr (SumsP) {
-      warpgroup_wait<SumsS ? 2 : 1>();
-      warpgroup_fence_operand(cV);
-    }
-    release(shared.empty_v[ring_v.stage]);
-    warpgroup_wait<0>();
-    release(shared.empty[used.stage]);
-    used.advance();
-    ring_v.advance();
+  };
+  auto issue_s = [&](int stage) { gemm_async<Traits::HeadDim / 16>(MmaS{}, fX, fY(_, _, _, stage), cS, true); };
+  auto issue_dp = [&](auto& cdP, int stage) {
+    gemm_async<Traits::HeadDimV / 16>(MmaP{}, fXv, fYv(_, _, _, stage), cdP, true);
+  };
+  auto issue_dv = [&](int stage) { gemm_async<Step / 16>(MmaV{}, fP, fYvt(_, _, _, stage), cV, false); };
+  auto issue_gradient = [&](int stage) { gemm_async<Step / 16>(MmaG{}, fdS, fYt(_, _, _, stage), cA, false); };
+  auto add_to_queries = [&](auto& cQ, int t, int head) {
+    warpgroup_fence_operand(cQ);
+    int64_t const row = StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) + t * Step;
+    query_sums.add(cQ, params.dq_sums + row * Traits::HeadDim);
+  };
+  auto scores_of_a_tile = [] { return partition_fragment_C(MmaP{}, Shape<Int<kAtomRows>, Int<Step>>{}); };
+
+  // WGMMAs in flight forbid a branch around their issue, and are not to be in flight at the end of a turn: what is
+  // issued for a tile behind the last is of whatever lies there.
+  int const turns = tile.turns();
+  int t = tile.tiles.begin, head = tile.head_q;
+  auto go_on = [&] {
     if (++t == tile.tiles.end) t = tile.tiles.begin, ++head;
+  };
+  if (turns > 0) {
+    shared.held_full.wait_for(0);
+    shared.full[0].wait_for(0);
+    if constexpr (SumsS) shared.held_v_full.wait_for(0);
+  }
+  issue_s(0);
+  if constexpr (Traits::template Ahead<What>) {
+    // A turn begins when P and dP of its tile are there, and makes those of the next.
+    Tensor cdP = scores_of_a_tile();
+    if (turns > 0) shared.full_v[0].wait_for(0);
+    issue_dp(cdP, 0);
+    warpgroup_wait<1>();
+    weigh(0, t, head);
+    warpgroup_wait<0>();
+    CUTE_NO_UNROLL
+    for (int turn = 0; turn < turns; ++turn) {
+      Tensor cQ = QuerySums<Traits>::accumulator();
+      if constexpr (SumsP) issue_dv(ring.stage);
+      take_gradients(cdP, ring.stage);
+      if constexpr (AddsQ) query_sums.share(words_ds, turn);
+      issue_gradient(ring.stage);
+      RingPosition<Traits::Stages> next = ring;
+      next.advance();
+      if (turn + 1 < turns) shared.full[next.stage].wait_for(next.phase);
+      issue_s(next.stage);
+      if constexpr (AddsQ) {
+        query_sums.wait_for_others(turn);
+        query_sums.issue(cQ, turn);
+      }
+      if (turn + 1 < turns) shared.full_v[next.stage].wait_for(next.phase);
+      issue_dp(cdP, next.stage);
+      warpgroup_wait<1>();
+      release(shared.empty_v[ring.stage]);
+      release(shared.empty[ring.stage]);
+      int const last_t = t, last_head = head;
+      go_on();
+      weigh(next.stage, t, head);
+      if constexpr (AddsQ) add_to_queries(cQ, last_t, last_head);
+      warpgroup_wait<0>();
+      ring = next;
+    }
+    warpgroup_fence_operand(cdP);
+  } else {
+    warpgroup_wait<0>();
+    CUTE_NO_UNROLL
+    for (int turn = 0; turn < turns; ++turn) {
+      // Accumulators of one turn are made in it: WGMMA's zero is no write to the compiler, which would keep old sums.
+      Tensor cdP = scores_of_a_tile();
+      Tensor cQ = QuerySums<Traits>::accumulator();
+      shared.full_v[ring.stage].wait_for(ring.phase);
+      if constexpr (SumsS) issue_dp(cdP, ring.stage);
+      weigh(ring.stage, t, head);
+      if constexpr (SumsS) warpgroup_wait<0>();
+      if constexpr (SumsP) issue_dv(ring.stage);
+      if constexpr (SumsS) take_gradients(cdP, ring.stage);
+      if constexpr (AddsQ) {
+        query_sums.share(words_ds, turn);
+        warpgroup_wait<0>();  // P's registers are wanted
+        warpgroup_fence_operand(cV);
+        release(shared.empty_v[ring.stage]);
+        query_sums.wait_for_others(turn);
+        query_sums.issue(cQ, turn);
+        // dS from shared memory here, too: its registers are dQ's.
+        gemm_async<Step / 16>(typename Traits::MmaKeys{}, query_sums.own_ds(turn), fYt(_, _, _, ring.stage), cA, false);
+      } else if constexpr (SumsS) {
+        issue_gradient(ring.stage);
+      }
+      RingPosition<Traits::Stages> next = ring;
+      next.advance();
+      if (turn + 1 < turns) shared.full[next.stage].wait_for(next.phase);
+      issue_s(next.stage);
+      if constexpr (AddsQ) {
+        warpgroup_wait<2>();
+        add_to_queries(cQ, t, head);
+      } else {
+        if constexpr (SumsP) {
+          warpgroup_wait<SumsS ? 2 : 1>();
+          warpgroup_fence_operand(cV);
+        }
+        release(shared.empty_v[ring.stage]);
+      }
+      warpgroup_wait<0>();
+      release(shared.empty[ring.stage]);
+      ring = next;
+      go_on();
+    }
   }
   warpgroup_wait<0>();
   warpgroup_fence_operand(cS);
   warpgroup_fence_operand(cA);
   warpgroup_fence_operand(cV);
 
+  ConsumerThread const thread;
+  int const lane = thread.lane, warp_row = thread.warp_row % Traits::Held;
   auto* const staging = shared.staging + threadIdx.x / 32 % (4 * Traits::Consumers) * 16 * kPanel;
   auto const store = [&](void* data, Strides const& stride, auto const& sums, int cols, auto head_dim) {
     int64_t const row = tile.held_row0 + tile.work.row0 + warp_row + lane / 8;
@@ -367,14 +557,19 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  GradientTile<Traits> const tile(params);
-  if (tile.rows() <= 0) return;  // packed: the launch counts the tiles of the longest sequence for each
+  {
+    GradientTile<Traits> const here(params);
+    if (here.rows() <= 0) return;  // packed: the launch counts the tiles of the longest sequence for each
+    if (threadIdx.x == 0) shared.tile = here;
+  }
+  GradientTile<Traits> const& tile = shared.tile;  // registers are the accumulators'
   if (warp == 0) {
     for (CUtensorMap const* map : {&maps.held, &maps.held_v, &maps.streamed, &maps.streamed_v})
       cute::prefetch_tma_descriptor(map);
     if (threadIdx.x == 0) {
       constexpr int kReaders = 4 * Traits::Consumers;  // every consumer warp says when it is done with a tile
       for (auto* barrier : {&shared.held_full, &shared.held_v_full, &shared.tail, &shared.tail_v}) barrier->init(1);
+      for (auto& barrier : shared.ds_full) barrier.init(kReaders);
       CUTE_UNROLL
       for (int i = 0; i < Traits::Stages; ++i) {
         shared.full[i].init(1), shared.full_v[i].init(1);
@@ -399,18 +594,22 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       accumulate<Traits, Sums::Keys>(params, shared, tile, 0);
     }
   } else {
-    accumulate<Traits, Traits::OfKeys ? Sums::KeysAndValues : Sums::Queries>(params, shared, tile, warpgroup - 1);
+    constexpr Sums kSums = Traits::AddsToQueries ? Sums::All : Traits::OfKeys ? Sums::KeysAndValues : Sums::Queries;
+    accumulate<Traits, kSums>(params, shared, tile, warpgroup - 1);
   }
 }
 
 /// One side's kernel at one tile shape, a CTA for each tile of that side.
-template <Axis Of, int B_r, int B_c, int HeadDim, int HeadDimV, class Element, int Stages, bool ScoreMods>
+template <Axis Of, int B_r, int B_c, int HeadDim, int HeadDimV, class Element, int Stages, bool ScoreMods,
+          bool AddsToQueries = false>
 struct Backward {
-  using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, HeadDimV, Element, Stages, ScoreMods>;
+  using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, HeadDimV, Element, Stages, ScoreMods, AddsToQueries>;
   static constexpr char const* kFamily = "sm90";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &backward_kernel<Traits>;
-  static constexpr Kind kKind = Traits::OfKeys ? Kind::KeyGradients : Kind::QueryGradients;
+  static constexpr Kind kKind = AddsToQueries    ? Kind::AllGradients
+                                : Traits::OfKeys ? Kind::KeyGradients
+                                                 : Kind::QueryGradients;
   static constexpr Features kTakes =
       (ScoreMods ? feature::kScoreMods : 0) | feature::Sink | feature::Packed | feature::kUnlike;
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");

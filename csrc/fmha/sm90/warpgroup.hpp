@@ -94,6 +94,15 @@ struct TileMask {
     }
   }
 
+  /// Makes those of `tokens` that do not exist see nothing.
+  CUTE_DEVICE void hide_rows_from(int end, int const (&tokens)[2]) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      CUTE_UNROLL
+      for (int word = 0; word < Words; ++word) visible[i][word] = tokens[i] < end ? visible[i][word] : 0;
+    }
+  }
+
   /// Hides the others. By bits, seven of which one instruction makes predicates of: comparisons are dear beside WGMMA.
   template <class ScoreTensor>
   CUTE_DEVICE void apply(ScoreTensor& S) const {
