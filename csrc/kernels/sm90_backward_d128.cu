@@ -1,10 +1,13 @@
-// dK, dV and dQ of fp16 and bf16 on Hopper's tensor cores, head_dim up to 128; `true`: with softcap and ALiBi.
+// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 128; `true`: in one kernel.
 #include "../fmha/backward/sm90.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
 static Entered const kernels_here{
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, false>>(),
+    kernel_of<sm90::Backward<Axis::Rows, 128, 128, 128, 128, cute::half_t, 2, false>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, false, true>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, false>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 128, 128, cute::bfloat16_t, 2, false>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, false, true>>(),

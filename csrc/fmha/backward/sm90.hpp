@@ -71,12 +71,6 @@ struct GradientTile {
 };
 
 /// `AddsToQueries`: over tiles of keys, with what each adds to dQ.
-/// Registers of accumulators and operands, of 240, with which the compiler still finds place for the rest.
-#ifndef AHEAD
-#define AHEAD 192
-#endif
-constexpr int kMostRegistersAhead = AHEAD;
-
 template <Axis Of_, int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, bool ScoreMods_,
           bool AddsToQueries_>
 struct BackwardTraits {
@@ -125,12 +119,6 @@ struct BackwardTraits {
   using MmaQueries = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<B_r>, Int<Columns>, Int<B_c>>, GMMA::Major::MN,
                            GMMA::Major::MN>()));
-
-  /// Whether registers suffice to have P and dP of the next tile made beside the second products of this one.
-  template <Sums What>
-  static constexpr bool Ahead =
-      What != Sums::Values && ((What == Sums::Keys || What == Sums::Queries ? HeadDim : HeadDim + HeadDimV) + 2 * Step +
-                               (AddsToQueries ? QueryColumns : 0)) / 2 + Step / 4 <= kMostRegistersAhead;
 
   struct SharedStorage {
     alignas(1024) Element held[Held * ColumnsQK];
@@ -354,7 +342,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     return tile.work.row0 + thread.warp_row % Traits::Held + thread.lane / 4;
   };
   float const query_scale = ScoreMod::query_scale(params), scale = Traits::ScoreMods ? 1.f : query_scale;
-  RowStatistics mine[2];  // of the rows in hand, where those are query rows
+  RowStatistics mine[2] = {};  // of the rows in hand, where those are query rows
   if constexpr (!Traits::OfKeys) {
     int const first_row = first_row_of(ConsumerThread());
     auto const* const rows = params.row_statistics +
@@ -445,86 +433,48 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if constexpr (SumsS) shared.held_v_full.wait_for(0);
   }
   issue_s(0);
-  if constexpr (Traits::template Ahead<What>) {
-    // A turn begins when P and dP of its tile are there, and makes those of the next.
+  warpgroup_wait<0>();
+  CUTE_NO_UNROLL
+  for (int turn = 0; turn < turns; ++turn) {
+    // Accumulators of one turn are made in it: WGMMA's zero is no write to the compiler, which would keep old sums.
     Tensor cdP = scores_of_a_tile();
-    if (turns > 0) shared.full_v[0].wait_for(0);
-    issue_dp(cdP, 0);
-    warpgroup_wait<1>();
-    weigh(0, t, head);
-    warpgroup_wait<0>();
-    CUTE_NO_UNROLL
-    for (int turn = 0; turn < turns; ++turn) {
-      Tensor cQ = QuerySums<Traits>::accumulator();
-      if constexpr (SumsP) issue_dv(ring.stage);
-      take_gradients(cdP, ring.stage);
-      if constexpr (AddsQ) query_sums.share(words_ds, turn);
-      issue_gradient(ring.stage);
-      RingPosition<Traits::Stages> next = ring;
-      next.advance();
-      if (turn + 1 < turns) shared.full[next.stage].wait_for(next.phase);
-      issue_s(next.stage);
-      if constexpr (AddsQ) {
-        query_sums.wait_for_others(turn);
-        query_sums.issue(cQ, turn);
-      }
-      if (turn + 1 < turns) shared.full_v[next.stage].wait_for(next.phase);
-      issue_dp(cdP, next.stage);
-      warpgroup_wait<1>();
+    Tensor cQ = QuerySums<Traits>::accumulator();
+    shared.full_v[ring.stage].wait_for(ring.phase);
+    if constexpr (SumsS) issue_dp(cdP, ring.stage);
+    weigh(ring.stage, t, head);
+    if constexpr (SumsS) warpgroup_wait<0>();
+    if constexpr (SumsP) issue_dv(ring.stage);
+    if constexpr (SumsS) take_gradients(cdP, ring.stage);
+    if constexpr (AddsQ) {
+      query_sums.share(words_ds, turn);
+      warpgroup_wait<0>();  // P's registers are wanted
+      warpgroup_fence_operand(cV);
       release(shared.empty_v[ring.stage]);
-      release(shared.empty[ring.stage]);
-      int const last_t = t, last_head = head;
-      go_on();
-      weigh(next.stage, t, head);
-      if constexpr (AddsQ) add_to_queries(cQ, last_t, last_head);
-      warpgroup_wait<0>();
-      ring = next;
+      query_sums.wait_for_others(turn);
+      query_sums.issue(cQ, turn);
+      // dS from shared memory here, too: its registers are dQ's.
+      gemm_async<Step / 16>(typename Traits::MmaKeys{}, query_sums.own_ds(turn), fYt(_, _, _, ring.stage), cA, false);
+    } else if constexpr (SumsS) {
+      issue_gradient(ring.stage);
     }
-    warpgroup_fence_operand(cdP);
-  } else {
-    warpgroup_wait<0>();
-    CUTE_NO_UNROLL
-    for (int turn = 0; turn < turns; ++turn) {
-      // Accumulators of one turn are made in it: WGMMA's zero is no write to the compiler, which would keep old sums.
-      Tensor cdP = scores_of_a_tile();
-      Tensor cQ = QuerySums<Traits>::accumulator();
-      shared.full_v[ring.stage].wait_for(ring.phase);
-      if constexpr (SumsS) issue_dp(cdP, ring.stage);
-      weigh(ring.stage, t, head);
-      if constexpr (SumsS) warpgroup_wait<0>();
-      if constexpr (SumsP) issue_dv(ring.stage);
-      if constexpr (SumsS) take_gradients(cdP, ring.stage);
-      if constexpr (AddsQ) {
-        query_sums.share(words_ds, turn);
-        warpgroup_wait<0>();  // P's registers are wanted
+    RingPosition<Traits::Stages> next = ring;
+    next.advance();
+    if (turn + 1 < turns) shared.full[next.stage].wait_for(next.phase);
+    issue_s(next.stage);
+    if constexpr (AddsQ) {
+      warpgroup_wait<2>();
+      add_to_queries(cQ, t, head);
+    } else {
+      if constexpr (SumsP) {
+        warpgroup_wait<SumsS ? 2 : 1>();
         warpgroup_fence_operand(cV);
-        release(shared.empty_v[ring.stage]);
-        query_sums.wait_for_others(turn);
-        query_sums.issue(cQ, turn);
-        // dS from shared memory here, too: its registers are dQ's.
-        gemm_async<Step / 16>(typename Traits::MmaKeys{}, query_sums.own_ds(turn), fYt(_, _, _, ring.stage), cA, false);
-      } else if constexpr (SumsS) {
-        issue_gradient(ring.stage);
       }
-      RingPosition<Traits::Stages> next = ring;
-      next.advance();
-      if (turn + 1 < turns) shared.full[next.stage].wait_for(next.phase);
-      issue_s(next.stage);
-      if constexpr (AddsQ) {
-        warpgroup_wait<2>();
-        add_to_queries(cQ, t, head);
-      } else {
-        if constexpr (SumsP) {
-          warpgroup_wait<SumsS ? 2 : 1>();
-          warpgroup_fence_operand(cV);
-        }
-        release(shared.empty_v[ring.stage]);
-      }
-      warpgroup_wait<0>();
-      release(shared.empty[ring.stage]);
-      ring = next;
-      go_on();
+      release(shared.empty_v[ring.stage]);
     }
+    warpgroup_wait<0>();
+    release(shared.empty[ring.stage]);
+    ring = next;
+    go_on();
   }
   warpgroup_wait<0>();
   warpgroup_fence_operand(cS);
