@@ -2,9 +2,12 @@
 gpu_verified.json.
 
 `make verify-gpu` calls it, with the seconds of the soak. The file ties the result to the hash of csrc/, which
-tests/source_tree.py compares in CI; it is written only where everything passed.
+tests/source_tree.py compares in CI; it is written only where everything passed. `--part` runs one half, for machines
+that are lent for minutes: what passed is kept in build/, and the file is written when both halves have, on the same
+sources.
 """
 
+import argparse
 import datetime
 import json
 import os
@@ -14,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as xml
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -22,7 +25,8 @@ from source_tree import ROOT, VERIFIED, csrc_hash
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SOAK_PROCESSES = 8
-NO_TESTS = 5  # pytest's exit code for a module without GPU tests
+TEST_PROCESSES = 14  # they wait for the host more than for the GPU
+PASSED = ROOT / "build" / "gpu_passed.json"  # the halves that passed
 
 
 class Failed(Exception):
@@ -40,23 +44,17 @@ def sanitizer() -> str:
 
 
 def run_tests() -> dict[str, int]:
-    """Every module in a process of its own, all at once: they wait for the host more than for the GPU."""
+    """Every GPU test, in several processes at once."""
     with tempfile.TemporaryDirectory() as folder:
-        modules = sorted((ROOT / "tests" / "python").glob("test_*.py"))
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu"]
-        running = {
-            module: subprocess.Popen(
-                [*command, f"--junitxml={folder}/{module.stem}.xml", module], cwd=ROOT, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )
-            for module in modules
-        }  # fmt: skip
-        outputs = {module: process.communicate()[0] for module, process in running.items()}
-        failed = [module for module, process in running.items() if process.returncode not in (0, NO_TESTS)]
-        if failed:
-            raise Failed("\n".join(outputs[module] for module in failed) + "\nthe tests failed")
-        suites = [xml.parse(report).getroot().find("testsuite") for report in Path(folder).glob("*.xml")]
-    total, skipped = (sum(int(suite.get(what)) for suite in suites) for what in ("tests", "skipped"))
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(TEST_PROCESSES), "--dist", "worksteal"]
+        done = subprocess.run(
+            [*command, f"--junitxml={report}"], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        if done.returncode:
+            raise Failed(f"{done.stdout[-20000:]}\nthe tests failed")
+        suite = xml.parse(report).getroot().find("testsuite")
+    total, skipped = int(suite.get("tests")), int(suite.get("skipped"))
     print(f"{total - skipped} tests passed", flush=True)
     return {"passed": total - skipped, "skipped": skipped}
 
@@ -91,29 +89,46 @@ def run_soak(seconds: str) -> dict[str, int]:
     return {"calls": calls, "seconds": took, "processes": processes, "failures": failures}
 
 
+def run_sanitizers_and_soak(seconds: str) -> dict:
+    """The soak beside the sanitizers, for nothing of theirs has a limit of time that a busy GPU could exceed."""
+    with ThreadPoolExecutor() as pool:
+        sanitizers = {tool: pool.submit(run_sanitizer, tool) for tool in TOOLS}
+        soak = pool.submit(run_soak, seconds)
+    if failures := [error for done in (*sanitizers.values(), soak) if (error := done.exception())]:
+        raise Failed("\n".join(map(str, failures)))
+    return {"sanitizer": {tool: done.result() for tool, done in sanitizers.items()}, "soak": soak.result()}
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seconds", nargs="?", default="120", help="of the soak")
+    parser.add_argument("--part", choices=("tests", "sanitizer"), help="one half: the tests, or sanitizers and soak")
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this wants a GPU and a CUDA build of PyTorch")
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    with ThreadPoolExecutor() as pool:
-        sanitizers = {tool: pool.submit(run_sanitizer, tool) for tool in TOOLS}
-        # the soak beside them, for nothing of theirs has a limit of time that a busy GPU could exceed; tests have
-        soak = pool.submit(run_soak, sys.argv[1] if len(sys.argv) > 1 else "120")
-        wait([*sanitizers.values(), soak])
-        tests = pool.submit(run_tests)
-    if failures := [error for done in (*sanitizers.values(), soak, tests) if (error := done.exception())]:
-        sys.exit("\n".join(map(str, failures)) + "\ntests/gpu_verified.json is not written")
-    facts = {
+    where = {
         "csrc": csrc_hash(),
         "gpu": torch.cuda.get_device_name(),
         "driver": subprocess.check_output(query, text=True).strip(),
         "torch": torch.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "sanitizer": {tool: done.result() for tool, done in sanitizers.items()},
-        "soak": soak.result(),
-        "tests": tests.result(),
     }
-    VERIFIED.write_text(json.dumps(facts, indent=1) + "\n")
+    passed = json.loads(PASSED.read_text()) if PASSED.exists() else {}
+    if {name: passed.get(name) for name in where} != where:
+        passed = where
+    try:
+        if options.part != "tests":
+            passed |= run_sanitizers_and_soak(options.seconds)
+        if options.part != "sanitizer":
+            passed |= {"tests": run_tests()}
+    except Failed as error:
+        sys.exit(f"{error}\ntests/gpu_verified.json is not written")
+    PASSED.parent.mkdir(exist_ok=True)
+    PASSED.write_text(json.dumps(passed, indent=1) + "\n")
+    if missing := {"sanitizer", "soak", "tests"} - passed.keys():
+        return print(f"passed, and kept in {PASSED.relative_to(ROOT)}; missing: {', '.join(sorted(missing))}")
+    date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+    VERIFIED.write_text(json.dumps(passed | {"date": date}, indent=1) + "\n")
     print(f"wrote {VERIFIED.relative_to(ROOT)}")
 
 

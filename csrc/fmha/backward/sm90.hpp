@@ -447,13 +447,18 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if constexpr (SumsS) take_gradients(cdP, ring.stage);
     if constexpr (AddsQ) {
       query_sums.share(words_ds, turn);
-      warpgroup_wait<0>();  // P's registers are wanted
-      warpgroup_fence_operand(cV);
-      release(shared.empty_v[ring.stage]);
+      if constexpr (Traits::HeadDim <= 64) {
+        issue_gradient(ring.stage);  // beside which the others' dS comes
+      } else {
+        warpgroup_wait<0>();  // P's registers are wanted
+        warpgroup_fence_operand(cV);
+        release(shared.empty_v[ring.stage]);
+      }
       query_sums.wait_for_others(turn);
       query_sums.issue(cQ, turn);
-      // dS from shared memory here, too: its registers are dQ's.
-      gemm_async<Step / 16>(typename Traits::MmaKeys{}, query_sums.own_ds(turn), fYt(_, _, _, ring.stage), cA, false);
+      if constexpr (Traits::HeadDim > 64) {  // of dS in shared memory: its registers are dQ's
+        gemm_async<Step / 16>(typename Traits::MmaKeys{}, query_sums.own_ds(turn), fYt(_, _, _, ring.stage), cA, false);
+      }
     } else if constexpr (SumsS) {
       issue_gradient(ring.stage);
     }
@@ -461,8 +466,13 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     next.advance();
     if (turn + 1 < turns) shared.full[next.stage].wait_for(next.phase);
     issue_s(next.stage);
-    if constexpr (AddsQ) {
+    if constexpr (AddsQ && Traits::HeadDim > 64) {
       warpgroup_wait<2>();
+      add_to_queries(cQ, t, head);
+    } else if constexpr (AddsQ) {
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(cV);
+      release(shared.empty_v[ring.stage]);
       add_to_queries(cQ, t, head);
     } else {
       if constexpr (SumsP) {
