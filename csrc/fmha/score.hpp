@@ -74,6 +74,21 @@ struct ScoreMod {
     return 1.f - tanh * tanh;
   }
 
+  /// Multiplies `dS` by the derivatives of the scores `S`: those of `derivative` with one division for all.
+  template <class GradientTensor, class ScoreTensor, class Offset>
+  CUTE_HOST_DEVICE void differentiate(GradientTensor& dS, ScoreTensor const& S, int first_offset, Offset offset) const {
+    if (softcap_log2 == 0.f) return;
+    float const inverse = 1.f / softcap_log2;
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size<0>(S); ++i) {
+      CUTE_UNROLL
+      for (int j = 0; j < cute::size<1>(S); ++j) {
+        float const tanh = (S(i, j) + alibi(first_offset + offset(i, j))) * inverse;
+        dS(i, j) *= 1.f - tanh * tanh;
+      }
+    }
+  }
+
  private:
   CUTE_HOST_DEVICE float alibi(int offset) const { return alibi_slope_log2 * fabsf(static_cast<float>(offset)); }
 };

@@ -78,6 +78,11 @@ struct Visibility {
     return key < len_kv ? transposed().keys_of_row(key) : Range{0, 0};
   }
 
+  /// Query rows that see some key: all between the first and the last of them do.
+  CUTE_HOST_DEVICE Range rows_with_keys() const {
+    return len_kv > 0 ? Range{rows_of_key(0).begin, rows_of_key(len_kv - 1).end} : Range{0, 0};
+  }
+
   /// Query tiles of `block_r` rows of which some row sees a key of the key tile [key0, key0 + block_c).
   CUTE_HOST_DEVICE Range row_tiles_of(int key0, int block_c, int block_r) const {
     return transposed().tiles_of(key0, block_c, block_r);

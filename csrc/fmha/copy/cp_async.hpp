@@ -83,10 +83,10 @@ CUTE_DEVICE void copy_tile_vectors(Tile const& src, RowOf const& row_of, Element
 /// The same for tensors whose rows do not start at multiples of 16 bytes: an element a copy, and a plain one where it
 /// has 2 bytes.
 template <int TileRows, int TileCols, int Threads, class Tile, class Element, class Moved>
-CUTE_DEVICE void copy_tile_elements(Tile const& src, Element* dst, Moved moved) {
+CUTE_DEVICE void copy_tile_elements(Tile const& src, Element* dst, Moved moved, int thread = threadIdx.x) {
   constexpr int Vector = 16 / sizeof(Element), Panel = 8 * Vector;
   CUTE_NO_UNROLL
-  for (int i = threadIdx.x; i < TileRows * TileCols; i += Threads) {
+  for (int i = thread; i < TileRows * TileCols; i += Threads) {
     int const row = i / TileCols, col = i % TileCols;
     bool const exists = row < src.rows && col < src.cols;
     Element const* from = exists ? src.row(row) + col : src.data;
@@ -103,15 +103,15 @@ CUTE_DEVICE void copy_tile_elements(Tile const& src, Element* dst, Moved moved) 
 /// Starts the copy of a tile to panels of 128-byte rows. `moved(row)` is what the swizzle moves a row's chunks by. A
 /// tile whose rows all exist is copied without looking at them.
 template <int TileRows, int TileCols, int Threads, class Element, class Moved>
-CUTE_DEVICE void copy_tile(GlobalTile<Element> const& src, Element* dst, Moved moved) {
-  Element const* const first = src.row(threadIdx.x / 8);
+CUTE_DEVICE void copy_tile(GlobalTile<Element> const& src, Element* dst, Moved moved, unsigned thread = threadIdx.x) {
+  Element const* const first = src.row(thread / 8);
   auto const row_of = [&](int pass) { return first + pass * (Threads / 8) * src.row_stride; };
   if (!src.aligned) {
-    copy_tile_elements<TileRows, TileCols, Threads>(src, dst, moved);
+    copy_tile_elements<TileRows, TileCols, Threads>(src, dst, moved, thread);
   } else if (src.rows < TileRows) {
-    copy_tile_vectors<TileRows, TileCols, Threads, true>(src, row_of, dst, moved);
+    copy_tile_vectors<TileRows, TileCols, Threads, true>(src, row_of, dst, moved, thread);
   } else {
-    copy_tile_vectors<TileRows, TileCols, Threads, false>(src, row_of, dst, moved);
+    copy_tile_vectors<TileRows, TileCols, Threads, false>(src, row_of, dst, moved, thread);
   }
 }
 

@@ -170,40 +170,6 @@ class Copies {
   Element const *keys_next_, *values_next_;  // the thread's part of the tile of K and of V to be copied next
 };
 
-/// Q of a warp as an operand, 16 columns at a time; in registers, `held`, where they suffice.
-template <class Traits>
-struct Queries {
-  static constexpr int Steps = Traits::HeadDim / kAtom;
-  using Held = uint32_t[Traits::QueriesInRegisters ? Steps : 1][Traits::RowAtoms][4];
-  Held& held;
-  uint32_t at;  // where the lane's rows of fragments begin
-
-  /// Called when Q has landed.
-  CUTE_DEVICE void take() const {
-    if constexpr (Traits::QueriesInRegisters) {
-      CUTE_UNROLL
-      for (int k = 0; k < Steps; ++k) load(held[k], k);
-    }
-  }
-  CUTE_DEVICE void operator()(uint32_t (&q)[Traits::RowAtoms][4], int k) const {
-    if constexpr (Traits::QueriesInRegisters) {
-      CUTE_UNROLL
-      for (int a = 0; a < Traits::RowAtoms; ++a) {
-        CUTE_UNROLL
-        for (int x = 0; x < 4; ++x) q[a][x] = held[k][a][x];
-      }
-    } else {
-      load(q, k);
-    }
-  }
-
- private:
-  CUTE_DEVICE void load(uint32_t (&q)[Traits::RowAtoms][4], int k) const {
-    CUTE_UNROLL
-    for (int a = 0; a < Traits::RowAtoms; ++a) load_matrices(q[a], chunk_at<Traits::B_r>(at, a * kAtom, 2 * k));
-  }
-};
-
 /// Where two warps share rows: a number a row from each to the other.
 template <class Traits>
 struct Exchange {

@@ -1,5 +1,5 @@
-// What the mma.sync kernels do with tiles: the two products of a warp, P between them, and rows of O to memory. Used by
-// fmha.hpp.
+// What the mma.sync kernels do with tiles: the two products of a warp, P between them, and rows to memory. Used by
+// fmha.hpp and backward/sm80.hpp.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -31,9 +31,45 @@ CUTE_DEVICE auto rows_and_columns(float (&c)[RowAtoms][ColumnAtoms][4]) {
                                  make_stride(Stride<_2, Int<4 * ColumnAtoms>>{}, Stride<_1, _4>{})));
 }
 
+/// Q of a warp as an operand, 16 columns at a time; in registers, `held`, where they suffice. `Beyond`, here and below:
+/// bytes from the address that is given to the tile, where addresses are shared with another tile.
+template <class Traits, uint32_t Beyond = 0>
+struct Queries {
+  static constexpr int Steps = Traits::HeadDim / kAtom;
+  using Held = uint32_t[Traits::QueriesInRegisters ? Steps : 1][Traits::RowAtoms][4];
+  Held& held;
+  uint32_t at;  // where the lane's rows of fragments begin
+
+  /// Called when Q has landed.
+  CUTE_DEVICE void take() const {
+    if constexpr (Traits::QueriesInRegisters) {
+      CUTE_UNROLL
+      for (int k = 0; k < Steps; ++k) load(held[k], k);
+    }
+  }
+  CUTE_DEVICE void operator()(uint32_t (&q)[Traits::RowAtoms][4], int k) const {
+    if constexpr (Traits::QueriesInRegisters) {
+      CUTE_UNROLL
+      for (int a = 0; a < Traits::RowAtoms; ++a) {
+        CUTE_UNROLL
+        for (int x = 0; x < 4; ++x) q[a][x] = held[k][a][x];
+      }
+    } else {
+      load(q, k);
+    }
+  }
+
+ private:
+  CUTE_DEVICE void load(uint32_t (&q)[Traits::RowAtoms][4], int k) const {
+    CUTE_UNROLL
+    for (int a = 0; a < Traits::RowAtoms; ++a)
+      load_matrices(q[a], chunk_at<Traits::B_r>(at, a * kAtom, 2 * k) + Beyond);
+  }
+};
+
 /// S = Q K^T of the warp's rows, over all columns of the tile: the copies have zeroed those past head_dim. `queries(q,
 /// k)` gives 16 columns of Q; `meanwhile` is issued behind the first products.
-template <class Traits, class Queries, class Meanwhile>
+template <class Traits, uint32_t Beyond = 0, class Queries, class Meanwhile>
 CUTE_DEVICE void gemm_qk(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Queries const& queries, uint32_t keys_at,
                          Meanwhile const& meanwhile) {
   using Element = typename Traits::Element;
@@ -44,7 +80,7 @@ CUTE_DEVICE void gemm_qk(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Quer
   }
   auto multiply = [&](uint32_t const(&q)[Traits::RowAtoms][4], int k, int n) {
     uint32_t keys[4];  // two atoms of 8 keys, both halves of the 16 columns
-    load_matrices(keys, chunk_at<Traits::B_c>(keys_at, n * kAtomN, 2 * k));
+    load_matrices(keys, chunk_at<Traits::B_c>(keys_at, n * kAtomN, 2 * k) + Beyond);
     CUTE_UNROLL
     for (int a = 0; a < Traits::RowAtoms; ++a) {
       mma<Element>(S[a][n], q[a], keys[0], keys[1]);
@@ -74,13 +110,13 @@ CUTE_DEVICE void gemm_qk(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Quer
 
 /// O += P V over 16 keys, the first of which `values_at` points to. Loads come before products: the other order took 4%
 /// more at head_dim 128.
-template <class Traits>
+template <class Traits, uint32_t Beyond = 0>
 CUTE_DEVICE void gemm_pv_step(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4],
                               uint32_t const (&p)[Traits::RowAtoms][4], uint32_t values_at) {
   uint32_t values[Traits::OutAtoms / 2][4];  // both halves of the 16 keys, two atoms of 8 columns
   CUTE_UNROLL
   for (int n = 0; n < Traits::OutAtoms; n += 2)
-    load_matrices_transposed(values[n / 2], chunk_at<Traits::B_c>(values_at, 0, n));
+    load_matrices_transposed(values[n / 2], chunk_at<Traits::B_c>(values_at, 0, n) + Beyond);
   CUTE_UNROLL
   for (int n = 0; n < Traits::OutAtoms; n += 2) {
     CUTE_UNROLL
@@ -157,6 +193,39 @@ CUTE_DEVICE void gemm_pv_shared(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4
   }
 }
 
+/// Writes a warp's rows of a tile in the dtype, 16 bytes at a time, through its own rows of a tile of `TileRows` rows
+/// in shared memory, which begins at `tile`. `to_of(row, chunk)` is where a row's chunk goes; of the tile, `rows` rows
+/// and `cols` columns exist. What parameters hold comes by reference, so that it is read where it is wanted.
+template <class Element, int TileRows, class OutTensor, class ToOf>
+CUTE_DEVICE void store_rows(OutTensor const& out, Element const* tile, int lane, int warp_row, int first_column,
+                            ToOf const& to_of, int64_t const& row_stride, int rows, int const& cols) {
+  constexpr int Rows = decltype(size<0>(out))::value, Columns = decltype(size<1>(out))::value * 4;
+  uint32_t const tile_at = cast_smem_ptr_to_uint(tile);
+  uint32_t const to_tile =
+      tile_at + 2 * (chunk_offset<TileRows>(warp_row + lane / 4, first_column / kVector) + lane % 4 * 2);
+  __syncwarp();  // the rows may have been read a moment ago
+  CUTE_UNROLL
+  for (int i = 0; i < Rows; ++i) {
+    CUTE_UNROLL
+    for (int n = 0; n < Columns / kAtomN; ++n)
+      store_shared(chunk_at<TileRows>(to_tile, row_of(i), n), pack<Element>(out(i, 2 * n), out(i, 2 * n + 1)));
+  }
+  __syncwarp();
+  int const row = warp_row + lane / 8, chunk = first_column / kVector + lane % 8;
+  Element* to = to_of(row, chunk);
+  uint32_t const from[2] = {tile_at + 2 * chunk_offset<TileRows>(row, chunk),
+                            tile_at + 2 * chunk_offset<TileRows>(row + 4, chunk)};
+  CUTE_UNROLL
+  for (int pass = 0; pass < Rows * 2; ++pass, to += 4 * row_stride) {
+    CUTE_UNROLL
+    for (int panel = 0; panel < Columns / kPanel; ++panel) {
+      if (row + pass * 4 < rows && (panel * 8 + chunk) * kVector < cols)
+        *reinterpret_cast<uint4*>(to + panel * kPanel) =
+            load_shared(from[pass % 2] + (panel * TileRows + pass / 2 * 8) * kPanel * uint32_t(sizeof(Element)));
+    }
+  }
+}
+
 /// Writes the warp's part of O and lse, or of a split's.
 template <class Traits, class OutTensor, class Softmax>
 CUTE_DEVICE void store(Params const& params, typename Traits::SharedStorage& shared, WorkItem const& work,
@@ -189,32 +258,14 @@ CUTE_DEVICE void store(Params const& params, typename Traits::SharedStorage& sha
     }
     return;
   }
-  // O leaves through the warp's own part of the query tile, which nobody reads any more, so that it is written 16 bytes
-  // at a time.
-  uint32_t const o_at = cast_smem_ptr_to_uint(shared.q);
-  uint32_t const o_to = o_at + 2 * (chunk_offset<B_r>(warp_row + lane / 4, first_column / kVector) + lane % 4 * 2);
-  __syncwarp();  // where no key is seen, Q was loaded a moment ago
-  CUTE_UNROLL
-  for (int i = 0; i < Rows; ++i) {
-    CUTE_UNROLL
-    for (int n = 0; n < Traits::OutAtoms; ++n)
-      store_shared(chunk_at<B_r>(o_to, row_of(i), n), pack<Element>(out(i, 2 * n), out(i, 2 * n + 1)));
-  }
-  __syncwarp();
-  int const row = warp_row + lane / 8, chunk = first_column / kVector + lane % 8;
-  Element* to = static_cast<Element*>(params.o) + sequence.batch * params.o_stride.batch +
-                int64_t(sequence.q_row0 + work.row0 + row) * params.o_stride.row + work.head * params.o_stride.head +
-                chunk * kVector;
-  uint32_t const o_from[2] = {o_at + 2 * chunk_offset<B_r>(row, chunk), o_at + 2 * chunk_offset<B_r>(row + 4, chunk)};
-  CUTE_UNROLL
-  for (int pass = 0; pass < Traits::RowAtoms * kAtom / 4; ++pass, to += 4 * params.o_stride.row) {
-    CUTE_UNROLL
-    for (int panel = 0; panel < Traits::WarpColumns / kPanel; ++panel) {
-      if (row + pass * 4 < rows && (panel * 8 + chunk) * kVector < params.head_dim_v)
-        *reinterpret_cast<uint4*>(to + panel * kPanel) =
-            load_shared(o_from[pass % 2] + (panel * B_r + pass / 2 * 8) * kPanel * uint32_t(sizeof(Element)));
-    }
-  }
+  // O leaves through the warp's own part of the query tile, which nobody reads any more.
+  auto const to_of = [&](int row, int chunk) {
+    return static_cast<Element*>(params.o) + sequence.batch * params.o_stride.batch +
+           int64_t(sequence.q_row0 + work.row0 + row) * params.o_stride.row + work.head * params.o_stride.head +
+           chunk * kVector;
+  };
+  store_rows<Element, B_r>(out, shared.q, lane, warp_row, first_column, to_of, params.o_stride.row, rows,
+                           params.head_dim_v);
 }
 
 }  // namespace cutlass_ext::sm80

@@ -1,0 +1,548 @@
+// The backward pass on mma.sync tensor cores: dK and dV of a tile of keys, or dQ of a tile of query rows, by one main
+// loop that sees the tile from either side. No two CTAs add to one number and no warp waits for another's part of a
+// product: gradients have the same bits in every run. Instantiated by csrc/kernels/sm80_backward_*.cu.
+//
+//   X1, X2   what the CTA owns        K, V         Q, dO
+//   Y1, Y2   what passes by           Q, dO        K, V
+//   S        X1 Y1^T                  (Q K^T)^T    Q K^T
+//   dP       X2 Y2^T                  (dO V^T)^T   dO V^T
+//   dS       P (dP - delta)           P = exp2(S - lse)
+//   dX1     += dS Y1                  dK           dQ
+//   dX2     += P Y2                   dV           -
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "../copy/cp_async.hpp"
+#include "../features.hpp"
+#include "../rows.hpp"
+#include "../score.hpp"
+#include "../sequence.hpp"
+#include "../sm80/warp.hpp"
+#include "../softmax.hpp"
+#include "sm80_traits.hpp"
+
+namespace cutlass_ext::sm80 {
+
+/// What passes by: a query head (of keys: each that shares their key head) after the other, the tiles of each from the
+/// last to the first, which leaves whole tiles to all copies of a head but the first. With two stages the next tiles of
+/// Y1 and Y2 are under way all along. With one, `Early` of them, which only a first product wants, is under way while
+/// the other is worked on, and that one during the first product.
+template <class Traits, int Early>
+class Streams {
+  using Element = typename Traits::Element;
+  using Shared = typename Traits::SharedStorage;
+  static constexpr int Streamed = Traits::Streamed, HeadDim = Traits::HeadDim, Threads = Traits::Threads;
+  static constexpr int Late = 1 - Early;
+  static constexpr bool OfKeys = Traits::OfKeys, Two = Traits::Stages == 2;
+  static constexpr uint32_t TileBytes = Streamed * HeadDim * sizeof(Element);
+  static constexpr auto moved = [](int row) { return row; };
+
+ public:
+  CUTE_DEVICE Streams(BackwardParams const& params, Shared& shared) : params_(params), shared_(shared) {}
+
+  /// Whether 16-byte vectors may be copied.
+  CUTE_DEVICE static bool aligned(BackwardParams const& p) {
+    return is_aligned<Element>(data<0>(p), stride<0>(p)) && is_aligned<Element>(data<1>(p), stride<1>(p));
+  }
+
+  /// Starts the first copies.
+  CUTE_DEVICE void start(int head) {
+    int const last = shared_.tiles.end - 1;
+    copy_checked<Early>(head, last, 0);
+    if (Two) copy_checked<Late>(head, last, 0);
+    aim_before(head, last);
+  }
+
+  /// Until what is under way has landed and every warp is done with what it will be followed by.
+  CUTE_DEVICE static void wait() {
+    cp_async_fence();
+    cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  /// The stage in use, and its byte offset.
+  CUTE_DEVICE uint32_t stage() const { return Two ? stage_ : 0; }
+  CUTE_DEVICE uint32_t here() const { return Two ? stage_ * TileBytes : 0; }
+
+  /// The copies beside the first product of `tile`, those between it and the next, and the step to the next tile.
+  /// `Plain`: the tile is whole, and so is the next, of the same head.
+  template <bool Plain>
+  CUTE_DEVICE void during_first(int head, int tile) {
+    if constexpr (Two) {
+      copy_next<Plain>(head, tile);
+    } else if constexpr (Plain) {
+      copy_plain<Late>(late_next_);
+    } else {
+      copy_checked<Late>(head, tile, 0);
+    }
+  }
+  template <bool Plain>
+  CUTE_DEVICE void between(int head, int tile) {
+    if constexpr (!Two) {
+      wait();
+      copy_next<Plain>(head, tile);
+    }
+  }
+  CUTE_DEVICE void next() {
+    stage_ ^= 1;
+    wait();
+  }
+
+ private:
+  template <int Y>
+  CUTE_DEVICE static void const* data(BackwardParams const& p) {
+    return OfKeys ? (Y == 0 ? p.q : p.dout) : (Y == 0 ? p.k : p.v);
+  }
+  template <int Y>
+  CUTE_DEVICE static Strides const& stride(BackwardParams const& p) {
+    return OfKeys ? (Y == 0 ? p.q_stride : p.dout_stride) : (Y == 0 ? p.k_stride : p.v_stride);
+  }
+  template <int Y>
+  CUTE_DEVICE int cols() const {
+    return Y == 0 ? params_.head_dim : params_.head_dim_v;
+  }
+  CUTE_DEVICE static int thread() {
+    int const x = anew(threadIdx.x);
+    __builtin_assume(0 <= x && x < Threads);  // so that parts of it cost an instruction
+    return x;
+  }
+  CUTE_DEVICE uint32_t stage_to_fill() const { return Two ? stage_ ^ 1 : 0; }
+
+  template <int Y>
+  CUTE_DEVICE GlobalTile<Element> source(int head, int tile) const {
+    return global_tile<Element>(
+        data<Y>(params_), stride<Y>(params_), shared_.tensor_batch, OfKeys ? head : params_.heads_per_kv.div(head),
+        int64_t(shared_.streamed_row0) + tile * Streamed, shared_.view.len_kv - tile * Streamed, cols<Y>());
+  }
+  CUTE_DEVICE RowStatistics const* statistics(int head, int tile) const {
+    return params_.row_statistics + shared_.statistics_row0 + head * StatisticsRows(params_).of_a_head +
+           (tile * Streamed + int(threadIdx.x));
+  }
+
+  /// With two stages both of what follows `tile`, with one its early part.
+  template <bool Plain>
+  CUTE_DEVICE void copy_next(int head, int tile) {
+    if constexpr (Plain) {
+      copy_plain<Early>(early_next_);
+      if (Two) copy_plain<Late>(late_next_);
+    } else {
+      if (tile-- == shared_.tiles.begin) {
+        if (++head == shared_.heads_end) return;
+        tile = shared_.tiles.end - 1;
+      }
+      copy_checked<Early>(head, tile, stage_to_fill());
+      if (Two) copy_checked<Late>(head, tile, stage_to_fill());
+      aim_before(head, tile);
+    }
+  }
+
+  /// What plain copies are made of, where `tile` has just been copied, or its early part.
+  CUTE_DEVICE void aim_before(int head, int tile) {
+    early_next_ = part_of_thread(source<Early>(head, tile - 1));
+    late_next_ = part_of_thread(source<Late>(head, Two ? tile - 1 : tile));
+    if (OfKeys) statistics_next_ = statistics(head, Two ? tile - 1 : tile);
+  }
+  CUTE_DEVICE static Element const* part_of_thread(GlobalTile<Element> const& tile) {
+    return tile.row(thread() / 8) + thread() % 8 * kVector;
+  }
+
+  /// A whole tile of rows that begin at multiples of 16 bytes.
+  template <int Y>
+  CUTE_DEVICE void copy_plain(Element const*& from) {
+    int64_t const row_stride = stride<Y>(params_).row;
+    uint32_t const at = cast_smem_ptr_to_uint(shared_.y) + 2 * chunk_offset<Streamed>(thread() / 8, thread() % 8);
+    copy_whole_tile<Streamed, HeadDim, Threads>(from, row_stride, cols<Y>(),
+                                                at + (Y * Traits::Stages + stage_to_fill()) * TileBytes);
+    from -= Streamed * row_stride;
+    if constexpr (OfKeys && Y == Late) {
+      copy_statistics(statistics_next_, true, stage_to_fill());
+      statistics_next_ -= Streamed;
+    }
+  }
+
+  template <int Y>
+  CUTE_DEVICE void copy_checked(int head, int tile, int stage) const {
+    GlobalTile<Element> const from = source<Y>(head, tile);
+    copy_tile<Streamed, HeadDim, Threads>(from, shared_.y[Y][stage], moved, thread());
+    if constexpr (OfKeys && Y == Late) copy_statistics(statistics(head, tile), int(threadIdx.x) < from.rows, stage);
+  }
+
+  /// Of rows that do not exist zeros: masks hide them.
+  CUTE_DEVICE void copy_statistics(RowStatistics const* from, bool exists, int stage) const {
+    if (threadIdx.x < Streamed)
+      SM80_CP_ASYNC_CACHEALWAYS_ZFILL<uint64_t>::copy(
+          *reinterpret_cast<uint64_t const*>(from),
+          *reinterpret_cast<uint64_t*>(&shared_.statistics[stage][threadIdx.x]), exists);
+  }
+
+  BackwardParams const& params_;
+  Shared& shared_;
+  uint32_t stage_ = 0;
+  Element const *early_next_, *late_next_;  // the thread's part of the tiles to be copied next
+  RowStatistics const* statistics_next_;
+};
+
+/// The main loop: dX1 += dS Y1 where `First`, dX2 += P Y2 where `Second`, over all that passes by. A plain tile is one
+/// basic block, so that the compiler hides the exponentials behind the products. One with masks or score modifications
+/// is taken 16 rows at a time: a second block of its size spilled.
+template <class Traits, bool First, bool Second>
+class GradientLoop {
+  using Element = typename Traits::Element;
+  static constexpr bool OfKeys = Traits::OfKeys, Two = Traits::Stages == 2;
+  static constexpr int Own = Traits::Own, Streamed = Traits::Streamed;
+  template <int X, int Columns>
+  using Products = typename Traits::template Products<(Traits::Held > X), Columns>;
+  using Whole = Products<0, Streamed>;
+  static constexpr int RowAtoms = Whole::RowAtoms;
+  static constexpr uint32_t X2 = sizeof(Traits::SharedStorage::x[0]), Y2 = sizeof(Traits::SharedStorage::y[0]);
+
+ public:
+  static constexpr int Early = First ? 1 : 0;
+  using Gradient = float[RowAtoms][Whole::OutAtoms][4];
+  using Held1 = typename Queries<Whole>::Held;
+  using Held2 = typename Queries<Products<1, Streamed>, X2>::Held;
+
+  /// The arrays are the kernel's own variables, as those of the forward pass are.
+  CUTE_DEVICE GradientLoop(BackwardParams const& params, typename Traits::SharedStorage& shared,
+                           Streams<Traits, Early>& streams, Held1& held1, Held2& held2, Gradient& dX1, Gradient& dX2)
+      : params_(params),
+        shared_(shared),
+        streams_(streams),
+        place_(),
+        own_at_(cast_smem_ptr_to_uint(shared.x) +
+                2 * chunk_offset<Own>(place_.warp_row + place_.lane % kAtom, place_.lane / kAtom)),
+        columns_at_(cast_smem_ptr_to_uint(shared.y) +
+                    2 * chunk_offset<Streamed>(place_.lane % 8 + place_.lane / 16 * 8, place_.lane / 8 % 2)),
+        rows_at_(cast_smem_ptr_to_uint(shared.y) +
+                 2 * chunk_offset<Streamed>(place_.lane % kAtom, place_.lane / kAtom)),
+        held1_(held1),
+        held2_(held2),
+        dX1_(dX1),
+        dX2_(dX2) {}
+
+  /// Over the query heads from `head` on; the copies of the own tiles have been started.
+  CUTE_DEVICE void run(int head) {
+    streams_.start(head);
+    streams_.wait();
+    Queries<Whole>{held1_, own_at_}.take();
+    if (First) Queries<Products<1, Streamed>, X2>{held2_, own_at_}.take();
+    for (; head < shared_.heads_end; ++head) {
+      int tile = shared_.tiles.end - 1;
+      while (tile >= shared_.tiles.begin) {
+        // Behind the first tile of a head comes the last one of another, of which rows may be missing.
+        int const plain_begin = cute::max(shared_.unmasked.begin, shared_.tiles.begin + 1);
+        if (shared_.checked || tile >= shared_.unmasked.end || tile < plain_begin) {
+          checked_step(head, tile--);
+        } else {
+          do plain_step(head, tile--);
+          while (tile >= plain_begin);
+        }
+      }
+    }
+  }
+
+ private:
+  /// Scores, or dP, of `Columns` streamed rows.
+  template <int Columns>
+  using Scores = float[RowAtoms][Columns / kAtomN][4];
+
+  /// S = X1 Y1^T, dP = X2 Y2^T of the streamed rows from `columns_at` on.
+  template <int Columns, class Meanwhile>
+  CUTE_DEVICE void product1(Scores<Columns>& S, uint32_t columns_at, Meanwhile const& meanwhile) {
+    using P = Products<0, Columns>;
+    gemm_qk<P>(S, Queries<P>{held1_, uint32_t(anew(own_at_))}, columns_at, meanwhile);
+  }
+  template <int Columns, class Meanwhile>
+  CUTE_DEVICE void product2(Scores<Columns>& dP, uint32_t columns_at, Meanwhile const& meanwhile) {
+    using P = Products<1, Columns>;
+    gemm_qk<P, Y2>(dP, Queries<P, X2>{held2_, uint32_t(anew(own_at_))}, columns_at, meanwhile);
+  }
+
+  /// Addresses that follow from the lane's are worked out anew for each tile: around the loop they spilled.
+  CUTE_DEVICE uint32_t columns_at() const { return anew(columns_at_) + streams_.here(); }
+  CUTE_DEVICE uint32_t rows_at() const { return anew(rows_at_) + streams_.here(); }
+
+  CUTE_DEVICE void plain_step(int head, int tile) {
+    Scores<Streamed> S, dP;
+    auto const copies = [&] { streams_.template during_first<true>(head, tile); };
+    auto const nothing = [] {};
+    uint32_t const columns_at = this->columns_at();
+    if constexpr (First && !Two) {  // what comes early is multiplied first
+      product2<Streamed>(dP, columns_at, copies);
+      streams_.template between<true>(head, tile);
+      product1<Streamed>(S, columns_at, nothing);
+    } else {
+      product1<Streamed>(S, columns_at, copies);
+      streams_.template between<true>(head, tile);
+      if constexpr (First) product2<Streamed>(dP, columns_at, nothing);
+    }
+    add_products<true, Streamed>(S, dP, params_.softmax_scale * kLog2e, 0, rows_at());
+    streams_.next();
+  }
+
+  CUTE_DEVICE void checked_step(int head, int tile) {
+    constexpr int Columns = kAtom;
+    streams_.template during_first<false>(head, tile);
+    if (!Two) streams_.wait();
+    CUTE_NO_UNROLL
+    for (int column = 0; column < Streamed; column += Columns) {
+      if (!is_seen((tile * Streamed + column) / Columns)) continue;
+      Scores<Columns> S, dP;
+      auto const nothing = [] {};
+      uint32_t const from = column * kPanel * sizeof(Element);
+      product1<Columns>(S, columns_at() + from, nothing);
+      if constexpr (First) product2<Columns>(dP, columns_at() + from, nothing);
+      float const scale = finish_scores(S, dP, head, tile, column);
+      add_products<false, Columns>(S, dP, scale, column, rows_at() + from);
+    }
+    streams_.template between<false>(head, tile);
+    streams_.next();
+  }
+
+  /// Whether some row of this warp sees some of the 16 rows `part` that pass by.
+  CUTE_DEVICE bool is_seen(int part) const {
+    Visibility const view = shared_.view;
+    return view.tiles_of(shared_.work.row0 + place_.warp_row, RowAtoms * kAtom, kAtom).contains(part);
+  }
+
+  /// Statistics of what two elements of accumulators lie in: of keys streamed rows of column atom `n`; of rows the own
+  /// row `i`, twice.
+  struct OfTwo {
+    float lse_log2[2], delta[2];
+  };
+  CUTE_DEVICE OfTwo statistics(int n, int i, int lane) const {
+    if constexpr (OfKeys) {
+      auto const& x = reinterpret_cast<float4 const&>(shared_.statistics[streams_.stage()][n * kAtomN + lane % 4 * 2]);
+      return {{x.x, x.z}, {x.y, x.w}};
+    } else {
+      auto const& x = reinterpret_cast<float2 const&>(shared_.statistics[0][place_.warp_row + row_of(i) + lane / 4]);
+      return {{x.x, x.x}, {x.y, x.y}};
+    }
+  }
+
+  /// Score modifications with their derivatives, and masks; dP becomes dP - delta. Returns what is left to multiply
+  /// scores by.
+  template <class ScoreArray>
+  CUTE_DEVICE float finish_scores(ScoreArray& scores, ScoreArray& gradients, int head, int tile, int column) {
+    Tensor S = rows_and_columns(scores), dP = rows_and_columns(gradients);
+    if constexpr (First) {
+      int const lane = anew(place_.lane);  // what is read here is not kept until P is made
+      CUTE_UNROLL
+      for (int n = 0; n < size<1>(S) / 2; ++n) {
+        CUTE_UNROLL
+        for (int a = 0; a < RowAtoms; ++a) {
+          CUTE_UNROLL
+          for (int x = 0; x < 4; ++x)
+            gradients[a][n][x] -= statistics(column / kAtomN + n, 2 * a + x / 2, lane).delta[x % 2];
+        }
+      }
+    }
+    float const query_scale = ScoreMod::query_scale(params_);
+    bool const score_mods = ScoreMod::changes(params_);
+    Visibility const view = shared_.view;
+    int const first_row = shared_.work.row0 + place_.warp_row + place_.lane / 4;
+    int const first_column = tile * Streamed + column + place_.lane % 4 * 2;
+    if (score_mods) {
+      ScoreMod const score_mod(params_, shared_.work.batch, head);
+      constexpr int Sign = OfKeys ? -1 : 1;  // the view of keys counts positions the other way
+      int const first_offset = Sign * (view.start_pos + first_row - first_column);
+      auto const offset = [](int i, int j) { return Sign * (row_of(i) - key_of(j)); };
+      CUTE_UNROLL
+      for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
+      score_mod.template apply<true>(S, first_offset, offset);
+      if constexpr (First) score_mod.differentiate(dP, S, first_offset, offset);
+    }
+    if (!shared_.unmasked.contains(tile))
+      mask(S, view.counted_from(first_column).with_finite_windows(), first_row, row_of, key_of);
+    return score_mods ? 1.f : query_scale;
+  }
+
+  /// P and dS of 16 columns as operands. `Plain`: nothing is hidden, and delta is still to be taken from dP.
+  template <bool Plain, class ScoreArray>
+  CUTE_DEVICE void operands(uint32_t (&p)[RowAtoms][4], uint32_t (&ds)[RowAtoms][4], ScoreArray const& S,
+                            ScoreArray const& dP, int k, float scale, int column) const {
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      int const n = 2 * k + half;
+      CUTE_UNROLL
+      for (int a = 0; a < RowAtoms; ++a) {
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          OfTwo const of = statistics(column / kAtomN + n, 2 * a + r, place_.lane);
+          float p_of[2], ds_of[2] = {};
+          CUTE_UNROLL
+          for (int c = 0; c < 2; ++c) {
+            float const s = S[a][n][2 * r + c];
+            p_of[c] = exp2_approx(fmaf(s, scale, -of.lse_log2[c]));
+            if constexpr (First) {
+              float const dp = dP[a][n][2 * r + c];
+              if (Plain) {
+                ds_of[c] = p_of[c] * (dp - of.delta[c]);
+              } else {
+                ds_of[c] = s == -INFINITY ? 0.f : p_of[c] * dp;  // a row that sees no key may hold anything
+              }
+            }
+          }
+          if (Second) put_operand<Element>(p[a], r, 2 * half, p_of[0], p_of[1]);
+          if (First) put_operand<Element>(ds[a], r, 2 * half, ds_of[0], ds_of[1]);
+        }
+      }
+    }
+  }
+
+  /// dX2 += P Y2, dX1 += dS Y1: operands of 16 streamed rows are made ahead of the 16 that are multiplied.
+  template <bool Plain, int Columns>
+  CUTE_DEVICE void add_products(Scores<Columns> const& S, Scores<Columns> const& dP, float scale, int column,
+                                uint32_t rows_at) {
+    constexpr int Steps = Columns / kAtom;
+    uint32_t p[Steps][RowAtoms][4], ds[Steps][RowAtoms][4];
+    operands<Plain>(p[0], ds[0], S, dP, 0, scale, column);
+    CUTE_UNROLL
+    for (int k = 0; k < Steps; ++k) {
+      if (k + 1 < Steps) operands<Plain>(p[k + 1], ds[k + 1], S, dP, k + 1, scale, column);
+      uint32_t const at = chunk_at<Streamed>(rows_at, k * kAtom, 0);
+      if constexpr (Second) gemm_pv_step<Whole, Y2>(dX2_, p[k], at);
+      if constexpr (First) gemm_pv_step<Whole>(dX1_, ds[k], at);
+    }
+  }
+
+  BackwardParams const& params_;
+  typename Traits::SharedStorage& shared_;
+  Streams<Traits, Early>& streams_;
+  Place<Whole> const place_;
+  uint32_t const own_at_;                // where the lane's rows of fragments of X1 begin
+  uint32_t const columns_at_, rows_at_;  // and those of Y1, for Y1^T and for Y1
+  Held1& held1_;
+  Held2& held2_;
+  Gradient &dX1_, &dX2_;
+};
+
+/// One side of the backward pass of one work item.
+template <class Traits>
+class BackwardTile {
+  using Element = typename Traits::Element;
+  static constexpr bool OfKeys = Traits::OfKeys;
+  static constexpr int Own = Traits::Own, Streamed = Traits::Streamed;
+  using Products = typename Traits::template Products<false, Streamed>;
+  using Gradient = float[Products::RowAtoms][Products::OutAtoms][4];
+
+ public:
+  CUTE_DEVICE BackwardTile(BackwardParams const& params, typename Traits::SharedStorage& shared)
+      : params_(params), shared_(shared) {}
+
+  /// Leaves in shared memory what the work item is; false where it has no rows.
+  CUTE_DEVICE bool begin() {
+    WorkItem const work = params_.scheduler(blockIdx.x);
+    Sequence const sequence = sequence_of(params_, work.batch);
+    Visibility seen = sequence.visibility;
+    // Query rows that see no key count nowhere, whatever they hold: for keys they do not exist.
+    Range const rows = OfKeys ? seen.rows_with_keys() : Range{0, seen.n_q};
+    seen.n_q = rows.size();
+    seen.start_pos += rows.begin;
+    Visibility const view = OfKeys ? seen.transposed() : seen;
+    if (work.row0 >= view.n_q) return false;  // packed: the launch counts the tiles of the longest sequence for each
+    if (threadIdx.x == 0) {
+      int const heads = OfKeys ? params_.heads_per_kv.divisor : 1;
+      shared_.work = work;
+      shared_.heads_end = (work.head + 1) * heads;
+      shared_.checked = ScoreMod::changes(params_) || !Streams<Traits, 0>::aligned(params_);
+      shared_.view = view;
+      shared_.tiles = view.tiles_of(work.row0, Own, Streamed);
+      shared_.unmasked = view.unmasked_tiles_of(work.row0, Own, Streamed);
+      shared_.tensor_batch = sequence.batch;
+      shared_.own_row0 = (OfKeys ? sequence.k_row0 : sequence.q_row0) + work.row0;
+      shared_.streamed_row0 = OfKeys ? sequence.q_row0 + rows.begin : sequence.k_row0;
+      shared_.statistics_row0 = StatisticsRows(params_).first(params_, sequence, work.batch, 0) + rows.begin;
+    }
+    __syncthreads();
+    return true;
+  }
+
+  CUTE_DEVICE void run() {
+    if constexpr (Traits::OneAfterTheOther) {
+      pass<false, true>();
+      __syncthreads();  // V comes where dV has left from
+      pass<true, false>();
+    } else {
+      pass<true, OfKeys>();
+    }
+  }
+
+ private:
+  /// dX1, dX2 or both.
+  template <bool First, bool Second>
+  CUTE_DEVICE void pass() {
+    using Loop = GradientLoop<Traits, First, Second>;
+    Gradient dX1 = {}, dX2 = {};
+    if (shared_.tiles.size() > 0) {
+      if (Second || !Traits::OneAfterTheOther) copy_own<0>();
+      if (First) copy_own<1>();
+      int const head = shared_.work.head * (OfKeys ? params_.heads_per_kv.divisor : 1);
+      if (!OfKeys && threadIdx.x < Own)  // of rows that do not exist, too
+        shared_.statistics[0][threadIdx.x] =
+            params_.row_statistics[shared_.statistics_row0 + head * StatisticsRows(params_).of_a_head +
+                                   shared_.work.row0 + threadIdx.x];
+      typename Loop::Held1 held1;
+      typename Loop::Held2 held2;
+      Streams<Traits, Loop::Early> streams(params_, shared_);
+      Loop(params_, shared_, streams, held1, held2, dX1, dX2).run(head);
+    }
+    if constexpr (Second) store(dX2, shared_.x[1], params_.dv, params_.dv_stride, params_.head_dim_v, 1.f);
+    if constexpr (First) {
+      store(dX1, shared_.x[0], OfKeys ? params_.dk : params_.dq, OfKeys ? params_.dk_stride : params_.dq_stride,
+            params_.head_dim, params_.softmax_scale);
+    }
+  }
+
+  CUTE_DEVICE int own_rows() const { return shared_.view.n_q - shared_.work.row0; }
+
+  template <int X>
+  CUTE_DEVICE void copy_own() const {
+    void const* const data = OfKeys ? (X == 0 ? params_.k : params_.v) : (X == 0 ? params_.q : params_.dout);
+    Strides const& stride =
+        OfKeys ? (X == 0 ? params_.k_stride : params_.v_stride) : (X == 0 ? params_.q_stride : params_.dout_stride);
+    copy_tile<Own, Traits::HeadDim, Traits::Threads>(
+        global_tile<Element>(data, stride, shared_.tensor_batch, shared_.work.head, shared_.own_row0, own_rows(),
+                             X == 0 ? params_.head_dim : params_.head_dim_v),
+        shared_.x[X], [](int row) { return row; });
+  }
+
+  /// Writes a gradient of the own rows. It leaves through the warp's own part of `tile`, which nobody reads any more.
+  CUTE_DEVICE void store(Gradient& gradient, Element const* tile, void* to, Strides const& stride, int cols,
+                         float scale) const {
+    Tensor out = rows_and_columns(gradient);
+    CUTE_UNROLL
+    for (int e = 0; e < size(out); ++e) out(e) *= scale;
+    auto const to_of = [&](int row, int chunk) {
+      return row_at<Element>(to, stride, shared_.tensor_batch, shared_.own_row0, shared_.work.head) + row * stride.row +
+             chunk * kVector;
+    };
+    Place<Products> const place;
+    store_rows<Element, Own>(out, tile, place.lane, place.warp_row, 0, to_of, stride.row, own_rows(), cols);
+  }
+
+  BackwardParams const& params_;
+  typename Traits::SharedStorage& shared_;
+};
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::Threads) backward_kernel(__grid_constant__ BackwardParams const params) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  BackwardTile<Traits> tile(params, *reinterpret_cast<typename Traits::SharedStorage*>(smem));
+  if (tile.begin()) tile.run();
+}
+
+/// The kernel of one side and tile shape, launched for every tile of that side.
+template <Axis Of, int B_r, int B_c, int HeadDim, class Element, int Threads, int Stages = 2, int Held = 0>
+struct Backward {
+  using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, Element, Threads, Stages, Held>;
+  static constexpr char const* kFamily = "sm80";
+  static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
+  static constexpr auto kernel = &backward_kernel<Traits>;
+  static constexpr Kind kKind = Of == Axis::Keys ? Kind::KeyGradients : Kind::QueryGradients;
+  static constexpr Features kTakes =
+      feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike | feature::UnalignedRows;
+};
+
+}  // namespace cutlass_ext::sm80
