@@ -17,6 +17,7 @@ MOST = 8
 SUFFIXES = ".cpp", ".cu", ".hpp", ".def", ".py"
 TOGETHER = dict.fromkeys(("params.hpp", "arguments.hpp", "arguments.cpp"), "params")
 TOGETHER |= dict.fromkeys(("interface.py", "backward.py", "flash_attn.py", "kvcache.py", "sdpa.py"), "signatures")
+TOGETHER |= dict.fromkeys(("host/plan.hpp", "host/plan.cpp", "host/choice.hpp"), "host/plan")
 # What was there before this rule, and acts in more places than a new option may: it may not spread.
 OLDER = {
     "start_pos": 16, "num_splits": 13, "window_left": 12, "window_right": 12, "sink": 9, "block_table": 9,
@@ -48,7 +49,7 @@ def places() -> dict[str, set[str]]:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in SUFFIXES and path.name != "bench.py":
                 of_path = path.relative_to(ROOT / folder).as_posix()
-                name = "tests" if folder == "tests/python" else TOGETHER.get(path.name, of_path)
+                name = "tests" if folder == "tests/python" else TOGETHER.get(path.name, TOGETHER.get(of_path, of_path))
                 found.setdefault(name, set()).update(words_of(path))
     return found
 

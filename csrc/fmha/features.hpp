@@ -12,12 +12,12 @@ using Features = uint32_t;
 
 /// How a kernel carries a call out; its grid and its workspace follow from it.
 enum class Kind {
-  Persistent,  ///< CTAs that take query tiles until there are none left
-  Tiles,       ///< a CTA for each query tile and split
-  Short,       ///< a CTA for each query tile, for launches that are over before a pipeline is full
-  Decode,      ///< few query rows, those of all heads that share a key head in one tile
-  Narrow,      ///< the same of at most decode::kNarrowRows such rows, reading only
-  Cluster,     ///< the same, a cluster of CTAs for each sequence and key head
+  Persistent,      ///< CTAs that take query tiles until there are none left
+  Tiles,           ///< a CTA for each query tile and split
+  Short,           ///< a CTA for each query tile, for launches that are over before a pipeline is full
+  Decode,          ///< few query rows, those of all heads that share a key head in one tile
+  Narrow,          ///< the same of at most decode::kNarrowRows such rows, reading only
+  Cluster,         ///< the same, a cluster of CTAs for each sequence and key head
   KeyGradients,    ///< of the backward pass: dK and dV, a CTA for each tile of keys
   QueryGradients,  ///< and dQ, a CTA for each tile of query rows
   AllGradients,    ///< dK and dV, and sums for dQ, which CTAs add to in any order

@@ -43,11 +43,16 @@ struct ScoreMod {
   /// Whether a call has scores changed between the two products.
   CUTE_HOST_DEVICE static bool changes(Scores const& scores) { return scores.softcap > 0.f || scores.alibi_slopes; }
 
+  CUTE_HOST_DEVICE static bool caps(Scores const& scores) { return scores.softcap > 0.f; }
+
   /// What Q is multiplied by before the product, so that a plain score needs no instruction of its own: Q K^T then is
   /// the score in the log2 domain, or the argument of tanh.
   CUTE_HOST_DEVICE static float query_scale(Scores const& scores) {
     return scores.softcap > 0.f ? scores.softmax_scale / scores.softcap : scores.softmax_scale * kLog2e;
   }
+
+  /// What sums of gradients of scores times keys, or rows, are to be multiplied by.
+  CUTE_HOST_DEVICE static float gradient_scale(Scores const& scores) { return scores.softmax_scale; }
 
   /// Turns the products in `S` into scores. `p - j` of element (i, j) is `first_offset + offset(i, j)`, the latter
   /// known when unrolled.

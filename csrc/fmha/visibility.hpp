@@ -34,6 +34,9 @@ struct Visibility {
             window_right < 0 ? len_kv : clamp_to_keys(p + window_right + 1)};
   }
 
+  /// p - j: how far query row `row` stands behind key `key`.
+  CUTE_HOST_DEVICE int offset(int row, int key) const { return start_pos + row - key; }
+
   /// The same with keys counted from `first_key`. Ranges then depend on the tile, and the compiler cannot keep those of
   /// every row in registers around the main loop (25 spilled registers at B_r 128, B_c 64, head_dim 64).
   CUTE_HOST_DEVICE Visibility counted_from(int first_key) const {

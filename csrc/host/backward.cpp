@@ -26,17 +26,14 @@ bool leaves_gaps(Features features) {
 }
 
 /// Whether one kernel with sums for dQ, five products instead of seven, is faster, and its order of adding allowed.
-bool adds_to_queries(Params const& p, Request const& request) {
-  return !request.deterministic && p.n_q > 512;
-}
+bool adds_to_queries(Params const& p, Request const& request) { return !request.deterministic && p.n_q > 512; }
 
 GradientLaunch launch_of(Call const& call, Kind kind) {
   Params const& p = call.params;
   bool const of_keys = kind != Kind::QueryGradients;
   GradientLaunch launch;
   launch.kernel = cheapest(
-      {kind}, call.request.dtype,
-      [&](Kernel const& k) { return call.runs(k); },
+      {kind}, call.request.dtype, [&](Kernel const& k) { return call.runs(k); },
       [](Kernel const& k) { return std::tuple(std::strcmp(k.family, "sm90") != 0, cost_of(k)); });
   if (!launch.kernel) return launch;
   int const block = of_keys ? launch.kernel->block_c : launch.kernel->block_r;
@@ -45,8 +42,8 @@ GradientLaunch launch_of(Call const& call, Kind kind) {
   int64_t const rows_a_head = of_keys ? int64_t(p.n_q) * (p.heads_q / p.heads_kv) : p.n_kv;
   int64_t const bytes_a_head = rows_a_head * (p.head_dim + p.head_dim_v) * p.element_bytes;
   int64_t const fits = call.device.l2_bytes / 2 / std::max<int64_t>(bytes_a_head, 1);
-  launch.scheduler = Scheduler(p.batch, heads, length, block, 1, std::max<int64_t>(fits, 1),
-                               of_keys ? Axis::Keys : Axis::Rows);
+  launch.scheduler =
+      Scheduler(p.batch, heads, length, block, 1, std::max<int64_t>(fits, 1), of_keys ? Axis::Keys : Axis::Rows);
   if (launch.scheduler.size() > INT32_MAX)
     fail("ValueError", of_keys ? "k" : "q", ": has ", launch.scheduler.size(),
          " tiles of rows; a launch has room for fewer than 2^31");

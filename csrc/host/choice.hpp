@@ -1,5 +1,5 @@
-// How a kernel is chosen of the table: which ones run a call, the cheapest of them, and what is said where there is none.
-// Used by plan.cpp and backward.cpp.
+// How a kernel is chosen of the table: which ones run a call, the cheapest of them, and what is said where there is
+// none. Used by plan.cpp and backward.cpp.
 #pragma once
 
 #include <algorithm>

@@ -22,7 +22,7 @@ void compute_row_statistics(DType dtype, BackwardParams const& params, cudaStrea
   }
   if (!params.dsink) return;
   sink_gradient_kernel<<<params.heads_q, kSinkThreads, 0, stream>>>(params);
-  check_cuda(cudaGetLastError(), "launching the sink's gradient");
+  check_cuda(cudaGetLastError(), "launching the sums over rows");
 }
 
 }  // namespace cutlass_ext

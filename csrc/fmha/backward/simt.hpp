@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
     }
   };
 
-  bool const changed = ScoreMod::changes(params), capped = params.softcap > 0.f;
+  bool const changed = ScoreMod::changes(params), capped = ScoreMod::caps(params);
   // The products in S become P, and go where the warp reads them back. Hidden pairs get exactly 0.
   auto probabilities = [&](int head, int tile) {
     Lane const lane;
@@ -213,7 +213,8 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
     int const first_own = task.work.row0 + lane.own, first_walked = tile * Walked + lane.walked;
     if (changed) {
       ScoreMod const score_mod(params, task.work.batch, OfKeys ? task.work.head * heads + head : task.work.head);
-      int const offset = visibility.start_pos + (OfKeys ? first_walked - first_own : first_own - first_walked);
+      int const offset =
+          OfKeys ? visibility.offset(first_walked, first_own) : visibility.offset(first_own, first_walked);
       CUTE_UNROLL
       for (int e = 0; e < size(S); ++e) S(e) *= task.scale;
       score_mod.apply(S, offset, offset_of);
@@ -306,10 +307,10 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
     }
   };
   if constexpr (OfKeys) {
-    store(dX, params.dk, params.dk_stride, params.head_dim, params.softmax_scale);
+    store(dX, params.dk, params.dk_stride, params.head_dim, ScoreMod::gradient_scale(params));
     store(dV, params.dv, params.dv_stride, params.head_dim_v, 1.f);
   } else {
-    store(dX, params.dq, params.dq_stride, params.head_dim, params.softmax_scale);
+    store(dX, params.dq, params.dq_stride, params.head_dim, ScoreMod::gradient_scale(params));
   }
 }
 

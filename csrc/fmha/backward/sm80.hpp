@@ -277,7 +277,7 @@ class GradientLoop {
       streams_.template between<true>(head, tile);
       if constexpr (First) product2<Streamed>(dP, columns_at, nothing);
     }
-    add_products<true, Streamed>(S, dP, params_.softmax_scale * kLog2e, 0, rows_at());
+    add_products<true, Streamed>(S, dP, ScoreMod::query_scale(params_), 0, rows_at());
     streams_.next();
   }
 
@@ -346,7 +346,7 @@ class GradientLoop {
     if (score_mods) {
       ScoreMod const score_mod(params_, shared_.work.batch, head);
       constexpr int Sign = OfKeys ? -1 : 1;  // the view of keys counts positions the other way
-      int const first_offset = Sign * (view.start_pos + first_row - first_column);
+      int const first_offset = Sign * view.offset(first_row, first_column);
       auto const offset = [](int i, int j) { return Sign * (row_of(i) - key_of(j)); };
       CUTE_UNROLL
       for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
@@ -438,8 +438,7 @@ class BackwardTile {
     Visibility seen = sequence.visibility;
     // Query rows that see no key count nowhere, whatever they hold: for keys they do not exist.
     Range const rows = OfKeys ? seen.rows_with_keys() : Range{0, seen.n_q};
-    seen.n_q = rows.size();
-    seen.start_pos += rows.begin;
+    seen = seen.of_rows(rows);
     Visibility const view = OfKeys ? seen.transposed() : seen;
     if (work.row0 >= view.n_q) return false;  // packed: the launch counts the tiles of the longest sequence for each
     if (threadIdx.x == 0) {
@@ -491,7 +490,7 @@ class BackwardTile {
     if constexpr (Second) store(dX2, shared_.x[1], params_.dv, params_.dv_stride, params_.head_dim_v, 1.f);
     if constexpr (First) {
       store(dX1, shared_.x[0], OfKeys ? params_.dk : params_.dq, OfKeys ? params_.dk_stride : params_.dq_stride,
-            params_.head_dim, params_.softmax_scale);
+            params_.head_dim, ScoreMod::gradient_scale(params_));
     }
   }
 
@@ -514,11 +513,12 @@ class BackwardTile {
     Tensor out = rows_and_columns(gradient);
     CUTE_UNROLL
     for (int e = 0; e < size(out); ++e) out(e) *= scale;
+    auto const to_of = [&](int row, int chunk) {
+      return row_at<Element>(to, stride, shared_.tensor_batch, shared_.own_row0, shared_.work.head) + row * stride.row +
+             chunk * kVector;
+    };
     Place<Products> const place;
-    Element* const first_row = row_at<Element>(to, stride, shared_.tensor_batch, shared_.own_row0, shared_.work.head);
-    int const row = place.warp_row + place.lane / 8;
-    store_rows<Element, Own>(out, cast_smem_ptr_to_uint(tile), place.warp_row, 0,
-                             first_row + row * stride.row + place.lane % 8 * kVector, stride.row, own_rows(), cols);
+    store_rows<Element, Own>(out, tile, place.lane, place.warp_row, 0, to_of, stride.row, own_rows(), cols);
   }
 
   BackwardParams const& params_;

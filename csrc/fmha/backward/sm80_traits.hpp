@@ -29,7 +29,7 @@ struct BackwardTraits {
 
   static_assert(OfKeys || StatisticsRows::kTile % Own == 0,
                 "statistics of rows that do not exist are there to the end of a tile");
-  static_assert(Stages == 2 || Stages == 1 && (!OfKeys || OneAfterTheOther),
+  static_assert(Stages == 2 || (Stages == 1 && (!OfKeys || OneAfterTheOther)),
                 "with one stage, one of the streamed tiles is wanted only once");
   static_assert(B_r <= Threads, "a thread copies the statistics of one row");
 

@@ -25,8 +25,8 @@ enum class Sums {
   KeysAndValues,  ///< dK and dV of 64 keys
   Values,         ///< dV of 64 keys, of which another warpgroup has dK: two accumulators of wide heads are too many
   Keys,
-  Queries,        ///< dQ of 64 rows
-  All,            ///< dK and dV of 64 keys, and what these and the other warpgroup's add to dQ
+  Queries,  ///< dQ of 64 rows
+  All,      ///< dK and dV of 64 keys, and what these and the other warpgroup's add to dQ
 };
 
 /// Adds four numbers that lie side by side to as many in memory.
@@ -93,8 +93,8 @@ struct BackwardTraits {
   template <int Columns>
   using LayoutHeld = LayoutAlongColumns<Element, Held, Columns>;
   template <int Columns>
-  using LayoutStreamed = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
-                                                Shape<Int<Step>, Int<Columns>, Int<Stages>>{}));
+  using LayoutStreamed =
+      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<Step>, Int<Columns>, Int<Stages>>{}));
   // The same bytes, transposed, as the second products want them.
   template <int Columns>
   using LayoutAcross = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
@@ -108,17 +108,17 @@ struct BackwardTraits {
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<Columns>, Int<Step>>, GMMA::Major::K,
                            GMMA::Major::MN>()));
 
-  // What a tile adds to dQ: dS of all keys in hand, as the warpgroups leave it, times K; of each warpgroup a part of the
-  // columns. Two buffers of dS, so that one barrier a tile will do.
+  // What a tile adds to dQ: dS of all keys in hand, as the warpgroups leave it, times K; of each warpgroup a part of
+  // the columns. Two buffers of dS, so that one barrier a tile will do.
   static constexpr int QueryColumns = HeadDim / Consumers;
   using LayoutDS = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{}, Shape<Int<B_r>, Int<B_c>, _2>{}));
   using MmaKeys = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<HeadDim>, Int<B_r>>, GMMA::Major::K,
                            GMMA::Major::MN>()));
   template <int Columns>
-  using MmaQueries = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<Int<B_r>, Int<Columns>, Int<B_c>>, GMMA::Major::MN,
-                           GMMA::Major::MN>()));
+  using MmaQueries =
+      decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Shape<Int<B_r>, Int<Columns>, Int<B_c>>,
+                                                   GMMA::Major::MN, GMMA::Major::MN>()));
 
   struct SharedStorage {
     alignas(1024) Element held[Held * ColumnsQK];
@@ -169,26 +169,34 @@ CUTE_DEVICE void copy_stream(BackwardParams const& params, GradientMaps const& m
   int const held_stored = Traits::OfKeys ? params.stored_keys() : params.stored_rows(),
             streamed_stored = Traits::OfKeys ? params.stored_rows() : params.stored_keys();
 
-  int const row = tile.held_row0 + tile.work.row0, rows = tile.rows();
-  // What lies past a tensor's end arrives as zeros; what lies behind a sequence is to be zeroed: 0 times NaN is NaN.
-  tail.template tile<Held, Columns>(held_full, held, rows < Held && row + rows < held_stored, rows,
-                                    [&](Barrier& barrier) {
-                                      if (leader)
-                                        copy_panels<Held, Columns>(map_held, barrier, held, row, tile.work.head, batch,
-                                                                   TMA::CacheHintSm90::EVICT_FIRST);
-                                    });
+  // What lies past a tensor's end arrives as zeros; what lies behind a sequence, and rows that see no key, are to be
+  // zeroed: 0 times NaN is NaN.
+  Visibility const& visibility = tile.sequence.visibility;
+  Range const query_rows = visibility.rows_with_keys(), keys{0, visibility.len_kv};
+  auto const counting = [](Range of_sequence, int first, int rows) {  // of a tile's rows, those that count
+    return Range{max(of_sequence.begin - first, 0), min(of_sequence.end - first, rows)};
+  };
+  auto const is_cut = [](Range rows, int all, int64_t at, int stored) {
+    return rows.begin > 0 || (rows.end < all && at + rows.end < stored);
+  };
+  int const row = tile.held_row0 + tile.work.row0;
+  Range const here = counting(Traits::OfKeys ? keys : query_rows, tile.work.row0, Held);
+  tail.template tile<Held, Columns>(held_full, held, is_cut(here, Held, row, held_stored), here, [&](Barrier& barrier) {
+    if (leader)
+      copy_panels<Held, Columns>(map_held, barrier, held, row, tile.work.head, batch, TMA::CacheHintSm90::EVICT_FIRST);
+  });
   RingPosition<Traits::Stages> ring;
-  int const last = tile.view.len_kv;  // rows of the stream that exist
   for (int g = 0; g < tile.heads; ++g) {
     int const head = Traits::OfKeys ? tile.head_q + g : tile.head_kv;
     int64_t const statistics =
         WithStatistics ? StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) : 0;
     for (int t = tile.tiles.begin; t < tile.tiles.end; ++t, ring.advance()) {
-      int const first = t * Step, here = last - first, at = tile.streamed_row0 + first;
+      int const first = t * Step, at = tile.streamed_row0 + first;
+      Range const here = counting(Traits::OfKeys ? query_rows : keys, first, Step);
       auto* const to = streamed + ring.stage * Step * Columns;
       empty[ring.stage].wait_for(ring.phase ^ 1);
       tail.template tile<Step, Columns>(
-          full[ring.stage], to, here < Step && at + here < streamed_stored, here, [&](Barrier& barrier) {
+          full[ring.stage], to, is_cut(here, Step, at, streamed_stored), here, [&](Barrier& barrier) {
             if (!leader) return;
             barrier.arrive_and_expect_tx(Step * Columns * sizeof(Element) + StatisticsBytes);
             copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
@@ -243,15 +251,13 @@ struct QuerySums {
     return typename Traits::MmaKeys{}.get_slice(0).partition_fragment_A(rows);
   }
 
-  CUTE_DEVICE static auto accumulator() {
-    return partition_fragment_C(Mma{}, Shape<Int<Traits::B_r>, Int<Columns>>{});
-  }
+  CUTE_DEVICE static auto accumulator() { return partition_fragment_C(Mma{}, Shape<Int<Traits::B_r>, Int<Columns>>{}); }
   template <class Sums>
   CUTE_DEVICE void issue(Sums& sums, int turn) const {
     constexpr int kKeys = Traits::B_c;
     int const column = warpgroup * Columns;
-    Tensor fDS = Mma{}.get_slice(0).partition_fragment_A(
-        make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDS{}));
+    Tensor fDS =
+        Mma{}.get_slice(0).partition_fragment_A(make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDS{}));
     Tensor fK = MmaOfPanel{}.get_slice(0).partition_fragment_B(
         make_tensor(make_smem_ptr(shared.held + column / kPanel * kPanel * kKeys + column % kPanel),
                     LayoutAlongRows<Element, kKeys, kPanel>{}));
@@ -297,7 +303,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   using Element = typename Traits::Element;
   constexpr int Step = Traits::Step, ColumnsQK = Traits::ColumnsQK, ColumnsV = Traits::ColumnsV;
   constexpr bool SumsP = What == Sums::KeysAndValues || What == Sums::Values || What == Sums::All;  // A2 += P Y2
-  constexpr bool SumsS = What != Sums::Values;                                 // A1 += dS Y1
+  constexpr bool SumsS = What != Sums::Values;                                                      // A1 += dS Y1
   constexpr bool AddsQ = What == Sums::All;
   using MmaS = typename Traits::template MmaScores<Traits::HeadDim>;
   using MmaP = typename Traits::template MmaScores<Traits::HeadDimV>;
@@ -349,7 +355,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
                              StatisticsRows(params).first(params, tile.sequence, tile.work.batch, tile.head_q) +
                              first_row;
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) mine[i] = first_row + row_of(i) < tile.view.n_q ? rows[row_of(i)] : RowStatistics{INFINITY, 0.f};
+    for (int i = 0; i < 2; ++i)
+      mine[i] = first_row + row_of(i) < tile.view.n_q ? rows[row_of(i)] : RowStatistics{INFINITY, 0.f};
   }
 
   RingPosition<Traits::Stages> ring;
@@ -367,8 +374,10 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     ConsumerThread const thread;
     int const lane = thread.lane, first_row = first_row_of(thread);
     // p - j of an element of scores that are changed: rows in hand are query rows, or keys.
-    int const first_column = t * Step + lane % 4 * 2, position = tile.sequence.visibility.start_pos;
-    int const offset = Traits::OfKeys ? position + first_column - first_row : position + first_row - first_column;
+    int const first_column = t * Step + lane % 4 * 2;
+    Visibility const& visibility = tile.sequence.visibility;
+    int const offset =
+        Traits::OfKeys ? visibility.offset(first_column, first_row) : visibility.offset(first_row, first_column);
     auto const offset_of = [](int i, int j) { return Traits::OfKeys ? key_of(j) - row_of(i) : row_of(i) - key_of(j); };
     [[maybe_unused]] ScoreMod const score_mod = mods_of(head);
     if constexpr (Traits::ScoreMods) {
@@ -504,7 +513,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   if constexpr (SumsP) store(params.dv, params.dv_stride, V, params.head_dim_v, Int<Traits::HeadDimV>{});
   if constexpr (SumsS) {
     CUTE_UNROLL
-    for (int e = 0; e < size(A); ++e) A(e) *= params.softmax_scale;
+    for (int e = 0; e < size(A); ++e) A(e) *= ScoreMod::gradient_scale(params);
     Strides const& stride = Traits::OfKeys ? params.dk_stride : params.dq_stride;
     store(Traits::OfKeys ? params.dk : params.dq, stride, A, params.head_dim, Int<Traits::HeadDim>{});
   }

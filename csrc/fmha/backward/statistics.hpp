@@ -60,10 +60,10 @@ __global__ void __launch_bounds__(kStatisticsThreads)
       float const lse = params.lse[result_row0 + row];
       // Of a row that sees no key `out` is 0, and its gradient may be anything: it counts nowhere.
       bool const sees_keys = sequence.visibility.keys_of_row(row).size() > 0;
-      float const product =
-          params.delta ? 0.f
-                       : row_product(dout + row * params.dout_stride.row, out + row * params.o_stride.row,
-                                     params.head_dim_v, aligned, lane);
+      float const product = params.delta
+                                ? 0.f
+                                : row_product(dout + row * params.dout_stride.row, out + row * params.o_stride.row,
+                                              params.head_dim_v, aligned, lane);
       float delta = params.delta ? params.delta[result_row0 + row] : sees_keys ? product : 0.f;
       if (params.dlse) delta -= params.dlse[result_row0 + row];
       if (lse > -INFINITY) statistics = {lse * kLog2e, delta};

@@ -5,6 +5,7 @@
 #include <cutlass/numeric_types.h>
 
 #include "../operand.hpp"
+#include "../score.hpp"
 #include "params.hpp"
 
 namespace cutlass_ext {
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(kSumsThreads) dq_kernel(__grid_constant__ Back
   CUTE_UNROLL
   for (int i = 0; i < kVectors; ++i) {
     float4 const x = sums[i * kSumsThreads];
-    float const scale = params.softmax_scale;
+    float const scale = ScoreMod::gradient_scale(params);
     auto* const to = reinterpret_cast<uint32_t*>(tile + row * kPitch + i * 8 + lane % 4 * 2);
     to[0] = pack<Element>(x.x * scale, x.y * scale);
     to[8 * kPitch / 2] = pack<Element>(x.z * scale, x.w * scale);

@@ -103,7 +103,7 @@ CUTE_DEVICE void copy_tile_elements(Tile const& src, Element* dst, Moved moved, 
 /// Starts the copy of a tile to panels of 128-byte rows. `moved(row)` is what the swizzle moves a row's chunks by. A
 /// tile whose rows all exist is copied without looking at them.
 template <int TileRows, int TileCols, int Threads, class Element, class Moved>
-CUTE_DEVICE void copy_tile(GlobalTile<Element> const& src, Element* dst, Moved moved, int thread = threadIdx.x) {
+CUTE_DEVICE void copy_tile(GlobalTile<Element> const& src, Element* dst, Moved moved, unsigned thread = threadIdx.x) {
   Element const* const first = src.row(thread / 8);
   auto const row_of = [&](int pass) { return first + pass * (Threads / 8) * src.row_stride; };
   if (!src.aligned) {

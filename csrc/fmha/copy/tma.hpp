@@ -6,6 +6,7 @@
 #include <cutlass/arch/barrier.h>
 
 #include "../sm90/pipeline.hpp"
+#include "../visibility.hpp"
 
 namespace cutlass_ext::sm90 {
 
@@ -46,12 +47,14 @@ CUTE_DEVICE void copy_packed_panels(CUtensorMap const& map, Barrier& barrier, El
   }
 }
 
-/// Zeroes the rows of a tile from `first` on. By a whole warp.
+/// Zeroes the rows of a tile but those of `kept`. By a whole warp.
 template <int Rows, int Cols, class Element>
-CUTE_DEVICE void zero_rows(Element* tile, int first) {
+CUTE_DEVICE void zero_rows(Element* tile, Range kept) {
   for (int panel = 0; panel < Cols / kPanel; ++panel) {
-    for (int chunk = first * 8 + threadIdx.x % 32; chunk < Rows * 8; chunk += 32) {
-      reinterpret_cast<uint4*>(tile + panel * Rows * kPanel)[chunk] = make_uint4(0, 0, 0, 0);
+    auto* const chunks = reinterpret_cast<uint4*>(tile + panel * Rows * kPanel);
+    for (Range const rows : {Range{0, kept.begin}, Range{kept.end, Rows}}) {
+      for (int chunk = rows.begin * 8 + threadIdx.x % 32; chunk < rows.end * 8; chunk += 32)
+        chunks[chunk] = make_uint4(0, 0, 0, 0);
     }
   }
   cutlass::arch::fence_view_async_shared();
@@ -66,14 +69,14 @@ struct TailCopy {
   Barrier& landed;
   uint32_t phase = 0;
 
-  /// A tile of which, where it is `cut`, rows from `rows` on are to be zeroed. `copy(barrier)` starts its copies.
+  /// A tile of which, where it is `cut`, the rows outside `kept` are to be zeroed. `copy(barrier)` starts its copies.
   template <int Rows, int Cols, class Element, class Copy>
-  CUTE_DEVICE void tile(Barrier& full, Element* to, bool cut, int rows, Copy const& copy) {
+  CUTE_DEVICE void tile(Barrier& full, Element* to, bool cut, Range kept, Copy const& copy) {
     copy(cut ? landed : full);
     if (cut) {
       landed.wait_for(phase);
       phase ^= 1;
-      zero_rows<Rows, Cols>(to, rows);
+      zero_rows<Rows, Cols>(to, kept);
       if (threadIdx.x % 32 == 0) full.arrive();
     }
   }

@@ -194,28 +194,31 @@ CUTE_DEVICE void gemm_pv_shared(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4
 }
 
 /// Writes a warp's rows of a tile in the dtype, 16 bytes at a time, through its own rows of a tile of `TileRows` rows
-/// in shared memory, at byte address `tile_at`. `to` is where the lane's first row and chunk go; of the tile, `rows`
-/// rows and `cols` columns exist.
-template <class Element, int TileRows, class OutTensor>
-CUTE_DEVICE void store_rows(OutTensor const& out, uint32_t tile_at, int warp_row, int first_column, Element* to,
-                            int64_t row_stride, int rows, int cols) {
-  constexpr int WarpRows = decltype(size<0>(out))::value * 8, WarpColumns = decltype(size<1>(out))::value * 4;
-  int const lane = threadIdx.x % 32, row = warp_row + lane / 8, chunk = first_column / kVector + lane % 8;
+/// in shared memory, which begins at `tile`. `to_of(row, chunk)` is where a row's chunk goes; of the tile, `rows` rows
+/// and `cols` columns exist. What parameters hold comes by reference, so that it is read where it is wanted.
+template <class Element, int TileRows, class OutTensor, class ToOf>
+CUTE_DEVICE void store_rows(OutTensor const& out, Element const* tile, int lane, int warp_row, int first_column,
+                            ToOf const& to_of, int64_t const& row_stride, int rows, int const& cols) {
+  constexpr int Rows = decltype(size<0>(out))::value, Columns = decltype(size<1>(out))::value * 4;
+  uint32_t const tile_at = cast_smem_ptr_to_uint(tile);
   uint32_t const to_tile =
       tile_at + 2 * (chunk_offset<TileRows>(warp_row + lane / 4, first_column / kVector) + lane % 4 * 2);
+  __syncwarp();  // the rows may have been read a moment ago
   CUTE_UNROLL
-  for (int i = 0; i < WarpRows / 8; ++i) {
+  for (int i = 0; i < Rows; ++i) {
     CUTE_UNROLL
-    for (int n = 0; n < WarpColumns / kAtomN; ++n)
+    for (int n = 0; n < Columns / kAtomN; ++n)
       store_shared(chunk_at<TileRows>(to_tile, row_of(i), n), pack<Element>(out(i, 2 * n), out(i, 2 * n + 1)));
   }
   __syncwarp();
+  int const row = warp_row + lane / 8, chunk = first_column / kVector + lane % 8;
+  Element* to = to_of(row, chunk);
   uint32_t const from[2] = {tile_at + 2 * chunk_offset<TileRows>(row, chunk),
                             tile_at + 2 * chunk_offset<TileRows>(row + 4, chunk)};
   CUTE_UNROLL
-  for (int pass = 0; pass < WarpRows / 4; ++pass, to += 4 * row_stride) {
+  for (int pass = 0; pass < Rows * 2; ++pass, to += 4 * row_stride) {
     CUTE_UNROLL
-    for (int panel = 0; panel < WarpColumns / kPanel; ++panel) {
+    for (int panel = 0; panel < Columns / kPanel; ++panel) {
       if (row + pass * 4 < rows && (panel * 8 + chunk) * kVector < cols)
         *reinterpret_cast<uint4*>(to + panel * kPanel) =
             load_shared(from[pass % 2] + (panel * TileRows + pass / 2 * 8) * kPanel * uint32_t(sizeof(Element)));
@@ -256,12 +259,12 @@ CUTE_DEVICE void store(Params const& params, typename Traits::SharedStorage& sha
     return;
   }
   // O leaves through the warp's own part of the query tile, which nobody reads any more.
-  __syncwarp();  // where no key is seen, Q was loaded a moment ago
-  int const row = warp_row + lane / 8, chunk = first_column / kVector + lane % 8;
-  Element* const to = static_cast<Element*>(params.o) + sequence.batch * params.o_stride.batch +
-                      int64_t(sequence.q_row0 + work.row0 + row) * params.o_stride.row +
-                      work.head * params.o_stride.head + chunk * kVector;
-  store_rows<Element, B_r>(out, cast_smem_ptr_to_uint(shared.q), warp_row, first_column, to, params.o_stride.row, rows,
+  auto const to_of = [&](int row, int chunk) {
+    return static_cast<Element*>(params.o) + sequence.batch * params.o_stride.batch +
+           int64_t(sequence.q_row0 + work.row0 + row) * params.o_stride.row + work.head * params.o_stride.head +
+           chunk * kVector;
+  };
+  store_rows<Element, B_r>(out, shared.q, lane, warp_row, first_column, to_of, params.o_stride.row, rows,
                            params.head_dim_v);
 }
 

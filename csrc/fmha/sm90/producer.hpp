@@ -111,7 +111,7 @@ CUTE_DEVICE void copy_queries(Params const& params, CUtensorMap const& map, type
       auto* const to = shared.q + q.stage * B_r * Columns;
       int const rows = job->rows, tokens = params.heads_a_tile.div(rows);
       bool const cut = rows < B_r && (step < B_r || job->q_row0 + tokens < params.stored_rows());
-      copy.template tile<B_r, Columns>(shared.q_full[q.stage], to, cut, rows, [&](Barrier& barrier) {
+      copy.template tile<B_r, Columns>(shared.q_full[q.stage], to, cut, {0, rows}, [&](Barrier& barrier) {
         if (threadIdx.x % 32 == 0)
           copy_packed_panels<B_r, Columns>(map, barrier, to, step, job->q_row0, job->head, job->batch,
                                            TMA::CacheHintSm90::EVICT_FIRST);
@@ -209,9 +209,9 @@ CUTE_DEVICE void copy_values(Params const& params, CUtensorMap const& map, typen
       int const page = rows.page(*job, tile), keys = len_kv - tile * B_c;
       shared.v_empty[v.stage].wait_for(v.phase ^ 1);
       auto* const to = shared.v + v.stage * B_c * Columns;
-      tail.template tile<B_c, Columns>(shared.v_full[v.stage], to, keys < B_c && goes_on, keys, [&](Barrier& barrier) {
-        rows.template copy<Columns>(map, barrier, to, *job, tile, page);
-      });
+      tail.template tile<B_c, Columns>(
+          shared.v_full[v.stage], to, keys < B_c && goes_on, {0, keys},
+          [&](Barrier& barrier) { rows.template copy<Columns>(map, barrier, to, *job, tile, page); });
       v.advance();
     }
     __syncwarp();

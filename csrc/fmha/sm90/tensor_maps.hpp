@@ -10,8 +10,8 @@ struct TensorMaps {
   CUtensorMap q, k, v;
 };
 
-/// The same of one side's launch of the backward pass, of the tensors with the columns of q and k, and of those with the
-/// columns of v and dout: what a CTA holds, and what it goes through.
+/// The same of one side's launch of the backward pass, of the tensors with the columns of q and k, and of those with
+/// the columns of v and dout: what a CTA holds, and what it goes through.
 struct GradientMaps {
   CUtensorMap held, held_v;
   CUtensorMap streamed, streamed_v;
