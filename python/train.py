@@ -168,9 +168,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="both models through torch.compile")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block in its backward pass")
     parser.add_argument("--plot", type=Path, default=Path("build/train.png"), help="the picture (build/train.png)")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="on a CPU (1: more are slower on one that is busy)"
-    )
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU (1: more are slower on one that is busy)")
     args = parser.parse_args()
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     if args.width % (2 * args.heads) or args.heads % args.kv_heads:

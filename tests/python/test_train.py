@@ -1,5 +1,6 @@
-"""The programs that take gradients, as users run them: python/train.py, and `python -m cutlass_ext.bench --backward`."""
+"""The programs that take gradients, as users run them: python/train.py, `python -m cutlass_ext.bench --backward`."""
 
+import json
 import re
 import sys
 from functools import partial
@@ -10,6 +11,7 @@ import torch
 from conftest import targets
 
 import cutlass_ext
+from cutlass_ext import bench
 
 sys.path.append(str(Path(__file__).parents[2] / "python"))
 import train
@@ -66,3 +68,51 @@ def test_heads_that_do_not_fit(options, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         train.parse_arguments()
     assert "--heads" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ bench --backward
+@pytest.fixture
+def small_suite(monkeypatch):
+    def suite(device, dtype):
+        table = [bench.Case(1, 2, 33, 64, causal, dtype) for causal in (False, True)]
+        return table + [bench.Case(1, 1, n, 64, False, dtype, "memory") for n in (16, 32)]
+
+    monkeypatch.setattr(bench, "forward_suite", suite)
+
+
+@pytest.mark.parametrize("target", targets(("cpu", "torch"), ("cuda", "auto")))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bench_backward(target, dtype, small_suite, tmp_path, capsys):
+    path, options = tmp_path / "bench.json", ["--device", target.device, "--dtype", dtype, "--rounds", "2"]
+    assert bench.main([*options, "--backward", "--json", str(path), "--plot", str(tmp_path)]) == 0
+    assert "(1, 33, 2, 64) causal backward" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    for (forward, of_forward), (backward, of_backward) in zip(*[iter(bench.grouped(rows))] * 2, strict=True):
+        assert not forward.backward and backward.backward and backward.flops == 2.5 * forward.flops
+        out_bytes = forward.batch * forward.n * forward.heads * forward.head_dim * (4 if dtype == "float32" else 2)
+        assert of_forward[0]["provider"] == of_backward[0]["provider"] == bench.OURS
+        assert of_backward[0]["peak_bytes"] >= max(4 * out_bytes, of_forward[0]["peak_bytes"])  # out, dq, dk, dv
+    assert {p.name for p in tmp_path.glob("*memory.png")} == {"memory.png", "backward_memory.png"}
+
+
+def test_bench_without_backward(small_suite, tmp_path):
+    path = tmp_path / "bench.json"
+    assert bench.main(["--device", "cpu", "--rounds", "2", "--json", str(path), "--plot", str(tmp_path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert rows and not any(row["backward"] for row in rows)
+    assert {p.name for p in tmp_path.glob("*.png")} == {"time.png", "tflops.png", "memory.png"}
+
+
+def test_bench_checks_gradients(small_suite, monkeypatch, capsys):
+    """The right output, and gradients a tenth too large: nothing is timed."""
+
+    def wrong(case, q, k, v):
+        def call():
+            out = cutlass_ext.fmha(q, k, v, causal=case.causal)
+            return 1.1 * out - 0.1 * out.detach() if case.backward else out
+
+        return call
+
+    monkeypatch.setitem(bench.PROVIDERS, bench.OURS, wrong)
+    assert bench.main(["--device", "cpu", "--rounds", "2", "--backward"]) == 1
+    assert "Wrong: (1, 33, 2, 64) backward" in capsys.readouterr().out
