@@ -68,12 +68,13 @@ class Case:
 
 
 def suite(device: str, dtype: str, backward: bool = False) -> list[Case]:
-    """The default rows; on a CPU, few and small ones. With `backward`, each one's gradients after it."""
+    """The default rows; with `backward`, each one's gradients after it."""
     cases = forward_suite(device, dtype)
     return [c for case in cases for c in (case, replace(case, backward=True))] if backward else cases
 
 
 def forward_suite(device: str, dtype: str) -> list[Case]:
+    """On a CPU, few and small ones."""
     if device == "cpu":
         table = [Case(2, 8, n, 64, causal, dtype) for n in (59, 256) for causal in (False, True)]
         return table + [Case(1, 1, n, 64, False, dtype, "memory") for n in (256, 512, 1024, 2048)]
@@ -397,8 +398,7 @@ def plot_pass(rows: list[dict], prefix: str, facts: dict, folder: Path) -> list[
         heads = f"{first['heads']} head{'s' if first['heads'] > 1 else ''}"
         axes.set_title(
             f"{heads}, d {first['head_dim']}, {first['dtype']}{', causal' if first['causal'] else ''}"
-            f"{', backward' if prefix else ''}: "
-            f"{facts['gpu'] or 'CPU'}",
+            f"{', backward' if prefix else ''}: {facts['gpu'] or 'CPU'}",
             fontsize=10,
         )
         axes.set_xscale("log", base=2)

@@ -51,6 +51,7 @@ def page(measured: dict, name: str, plots: list[Path]) -> str:
         memory.append([str(case), *(f"{r['peak_bytes'] / 1e6:.2f}" if r else "-" for r in in_order)])
         errors.append([str(case), *(f"{r['max_error']:.1e}" if r else "-" for r in in_order)])
     heading = f"# Attention {passes(measured['rows'])}, {cases[0][0].dtype}: {measured['machine']['gpu'] or 'CPU'}"
+    of_both = "; of a backward pass, of forward and backward" if "backward" in heading else ""
     return "\n".join(
         [
             heading,
@@ -64,7 +65,7 @@ def page(measured: dict, name: str, plots: list[Path]) -> str:
             "The last two columns: how many times as fast ours is as attention written out, and as the best other.",
             "",
             table(["(B, N, H, d)", *providers, "written out / ours", "best other / ours"], times),
-            "## Extra memory at the peak of one call (of a backward pass: of both), MB, the results counted",
+            f"## Extra memory at the peak of one call, MB, the output counted{of_both}",
             "",
             table(["(B, N, H, d)", *providers], memory),
             "## Largest error against float64",

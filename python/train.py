@@ -12,6 +12,7 @@ which training amplifies step by step. The model has RMSNorm, rotary embedding a
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -67,14 +68,13 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(args, attention) for _ in range(args.layers))
         self.head = nn.Sequential(nn.RMSNorm(args.width), nn.Linear(args.width, CHARACTERS, bias=False))
         angle = torch.arange(args.context)[:, None] * THETA ** (-torch.arange(0, d, 2) / d)
-        self.register_buffer("cos", angle.cos())
-        self.register_buffer("sin", angle.sin())
+        self.register_buffer("angles", torch.stack([angle.cos(), angle.sin()]))
 
     def forward(self, characters: Tensor) -> Tensor:
         x = self.embedding(characters)
         for block in self.blocks:
             call = partial(checkpoint, block, use_reentrant=False) if self.checkpoint else block
-            x = call(x, self.cos, self.sin)
+            x = call(x, *self.angles)
         return self.head(x)
 
 
@@ -100,7 +100,10 @@ def train(args: argparse.Namespace, attention: Callable[..., Tensor], text: Tens
     cuda, dtype = args.device == "cuda", getattr(torch, args.dtype)
     torch.manual_seed(args.seed)
     model = GPT(args, attention).to(args.device)
-    forward = torch.compile(model) if args.compile else model
+    forward = model
+    if args.compile:
+        torch.compiler.reset()  # or the second model is compiled as a variant of the first
+        forward = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.rate, args.steps, cycle_momentum=False)
     begins = torch.randint(len(text) - args.context, (args.steps, args.batch, 1)).to(args.device)
@@ -185,7 +188,7 @@ def main() -> None:
     text = library_text().to(args.device)
     with progress_bar(console, len(ATTENTION) * args.steps) as tick:
         for name, attention in ATTENTION.items():
-            torch.compiler.reset()
+            gc.collect()  # the model before this one hangs in cycles, and would count as memory of this one
             runs[name] = train(args, attention, text, lambda shown, name=name: tick(f"{name} {shown}"))
     model = f"{args.layers} layers of width {args.width}, {args.heads} heads on {args.kv_heads}"
     title = f"{model}; {args.steps} steps of {args.batch} x {args.context}, {args.dtype} on {args.device}"
