@@ -12,9 +12,10 @@ FORMATTED = $(shell find csrc bench tests/cpp -name '*.[ch]pp' -o -name '*.cu')
 
 .PHONY: demo test record test-sm80 soak bench sweep sweep-sm90 verify-gpu build cpp configure lint format clean
 
-demo: build                                  ## attention on the best device, next to PyTorch; table, plot; a server of requests
+demo: build                                  ## attention on the best device, next to PyTorch; table, plot; a server of requests; training
 	$(PY) -m cutlass_ext.bench --plot build/demo --json build/demo/bench.json
 	$(PY) python/serve.py
+	$(PY) python/train.py --steps 60 --plot build/demo/train.png
 
 test: record lint build cpp                  ## every test that this machine can run
 	$(PY) tests/check_options.py

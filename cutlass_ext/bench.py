@@ -2,7 +2,8 @@
 
 For people who want to know what the library does on their machine; `make demo` calls it, and its JSON is what
 python/report.py turns into bench/results. Each case has fresh random data; our result is checked against a float64
-computation before it is timed (the bound: twice the error of written-out attention), and a miss ends the run.
+computation before it is timed (the bound: twice the error of written-out attention), and a miss ends the run. With
+`--backward` each case comes a second time, for its gradients.
 
 The figures are medians over rounds in which the providers take turns, in an order that rotates. On a GPU a sample is
 up to 20 calls back to back, timed by events and queued behind a sleeping kernel: host time is not in it.
@@ -21,9 +22,9 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -48,23 +49,32 @@ class Case:
     causal: bool
     dtype: str
     series: str = "table"  # or "memory", "scaling": the rows that --plot draws against N
+    backward: bool = False
 
     @property
     def flops(self) -> int:
-        """Two matrix products over the visible (query, key) pairs."""
+        """Two matrix products over the visible (query, key) pairs; five in the backward pass."""
         pairs = self.n * (self.n + 1) // 2 if self.causal else self.n**2
-        return 4 * self.batch * self.heads * pairs * self.head_dim
+        return (10 if self.backward else 4) * self.batch * self.heads * pairs * self.head_dim
 
     def __str__(self) -> str:
-        return f"({self.batch}, {self.n}, {self.heads}, {self.head_dim}){' causal' if self.causal else ''}"
+        words = [" causal"] * self.causal + [" backward"] * self.backward
+        return f"({self.batch}, {self.n}, {self.heads}, {self.head_dim}){''.join(words)}"
 
-    def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    def inputs(self, device: str) -> list[Tensor]:
+        """q, k and v; and dout, which only the backward pass reads."""
         shape = (self.batch, self.n, self.heads, self.head_dim)
-        return tuple(torch.randn(shape, device=device).to(getattr(torch, self.dtype)) for _ in range(3))
+        return [torch.randn(shape, device=device).to(getattr(torch, self.dtype)) for _ in range(4)]
 
 
-def suite(device: str, dtype: str) -> list[Case]:
-    """The default rows; on a CPU, few and small ones."""
+def suite(device: str, dtype: str, backward: bool = False) -> list[Case]:
+    """The default rows; with `backward`, each one's gradients after it."""
+    cases = forward_suite(device, dtype)
+    return [c for case in cases for c in (case, replace(case, backward=True))] if backward else cases
+
+
+def forward_suite(device: str, dtype: str) -> list[Case]:
+    """On a CPU, few and small ones."""
     if device == "cpu":
         table = [Case(2, 8, n, 64, causal, dtype) for n in (59, 256) for causal in (False, True)]
         return table + [Case(1, 1, n, 64, False, dtype, "memory") for n in (256, 512, 1024, 2048)]
@@ -121,6 +131,31 @@ PROVIDERS = {
 }
 
 
+# ---- what is timed ----
+
+Results = tuple[Tensor, ...]  # the output; or dq, dk, dv
+
+
+class Pass:
+    """The forward pass of a provider for a case, or its backward pass after a forward pass that was made beforehand."""
+
+    def __init__(self, make: Callable[..., Callable[[], Tensor]], case: Case, inputs: list[Tensor]):
+        self.backward, self.dout = case.backward, inputs[3]
+        self.inputs = [t.detach().requires_grad_(case.backward) for t in inputs[:3]]
+        self.forward = make(case, *self.inputs)
+        self.out = self.forward() if case.backward else None
+
+    def __call__(self) -> Results:
+        if not self.backward:
+            return (self.forward(),)
+        return torch.autograd.grad(self.out, self.inputs, self.dout, retain_graph=True)
+
+    def step(self) -> Results:
+        """All that a step of training takes: forward, and backward where that is what is timed."""
+        out = self.forward()
+        return torch.autograd.grad(out, self.inputs, self.dout) if self.backward else (out,)
+
+
 # ---- right? ----
 
 
@@ -133,36 +168,40 @@ class Errors:
 
 
 class Oracle:
-    """Attention in float64 for up to three (sequence, head) pairs of a case, and written-out attention's errors."""
+    """A pass in float64 for up to three (sequence, head) pairs of a case, and written-out attention's errors."""
 
-    def __init__(self, case: Case, q: Tensor, k: Tensor, v: Tensor):
+    def __init__(self, case: Case, inputs: list[Tensor]):
         last = (case.batch - 1, case.heads - 1)
         self.pairs = sorted({(0, 0), (case.batch // 2, case.heads // 3), last})
-        self.expected, reference = [], []
-        for b, h in self.pairs:
-            one = [t[b : b + 1, :, h : h + 1] for t in (q, k, v)]
-            self.expected.append(written_out(case, *(t.double() for t in one))())
-            reference.append(written_out(case, *one)())
-        self.reference = self._errors(reference)
-        self.eps = torch.finfo(q.dtype).eps * max(e.abs().max().item() for e in self.expected)
+        ones = [[t[b : b + 1, :, h : h + 1] for t in inputs] for b, h in self.pairs]
+        # Of each result in turn (the output; or dq, dk, dv) a list over the pairs.
+        self.expected = list(zip(*(Pass(written_out, case, [t.double() for t in one])() for one in ones), strict=True))
+        self.reference = self._errors(zip(*(Pass(written_out, case, one)() for one in ones), strict=True))
+        eps = torch.finfo(inputs[0].dtype).eps
+        self.eps = [eps * max(e.abs().max().item() for e in expected) for expected in self.expected]
 
-    def _errors(self, outs: list[Tensor]) -> Errors:
-        differences = [out.double() - e for out, e in zip(outs, self.expected, strict=True)]
-        largest = max(d.abs().max().item() for d in differences)
-        return Errors(largest, math.sqrt(sum(d.square().sum().item() for d in differences)))
+    def _errors(self, results: Iterable[Iterable[Tensor]]) -> list[Errors]:
+        found = []
+        for parts, expected in zip(results, self.expected, strict=True):
+            differences = [part.double() - e for part, e in zip(parts, expected, strict=True)]
+            largest = max(d.abs().max().item() for d in differences)
+            found.append(Errors(largest, math.sqrt(sum(d.square().sum().item() for d in differences))))
+        return found
 
-    def errors(self, out: Tensor) -> Errors:
-        return self._errors([out[b : b + 1, :, h : h + 1] for b, h in self.pairs])
+    def errors(self, results: Results) -> list[Errors]:
+        return self._errors([[t[b : b + 1, :, h : h + 1] for b, h in self.pairs] for t in results])
 
-    def accepts(self, errors: Errors) -> bool:
-        within = errors.largest <= 2 * self.reference.largest + 2 * self.eps
-        return within and errors.norm <= 1.5 * self.reference.norm  # False for NaN
+    def accepts(self, errors: list[Errors]) -> bool:
+        return all(
+            e.largest <= 2 * reference.largest + 2 * eps and e.norm <= 1.5 * reference.norm  # False for NaN
+            for e, reference, eps in zip(errors, self.reference, self.eps, strict=True)
+        )
 
 
 # ---- how fast, in how much memory ----
 
 
-def repeats_of(call: Callable[[], Tensor], device: str) -> int:
+def repeats_of(call: Callable[[], object], device: str) -> int:
     """How many calls make a sample of SAMPLE_MS on a GPU; 1 on a CPU."""
     if device == "cpu":
         return 1
@@ -170,7 +209,7 @@ def repeats_of(call: Callable[[], Tensor], device: str) -> int:
     return max(1, min(MAX_REPEATS, math.ceil(SAMPLE_MS / ms)))
 
 
-def sample_ms(call: Callable[[], Tensor], repeats: int, device: str) -> float:
+def sample_ms(call: Callable[[], object], repeats: int, device: str) -> float:
     """Milliseconds a call; on a GPU the calls wait behind a sleeping kernel, so that host work is not in the figure."""
     if device == "cpu":
         start = time.perf_counter()
@@ -186,8 +225,8 @@ def sample_ms(call: Callable[[], Tensor], repeats: int, device: str) -> float:
     return begin.elapsed_time(end) / repeats
 
 
-def peak_extra_bytes(call: Callable[[], Tensor], device: str) -> int:
-    """The most memory that one call holds at a time beyond its inputs, the output counted."""
+def peak_extra_bytes(call: Callable[[], object], device: str) -> int:
+    """The most memory that one call holds at a time beyond its inputs, the results counted."""
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -212,25 +251,25 @@ class Wrong(Exception):
 
 def measure(case: Case, device: str, rounds: int, tick: Callable[[str], None]) -> list[dict]:
     """One row for each provider that takes the case."""
-    q, k, v = case.inputs(device)
-    oracle = Oracle(case, q, k, v)
+    inputs = case.inputs(device)
+    oracle = Oracle(case, inputs)
     calls, rows = {}, {}
     for name, make in PROVIDERS.items():
         tick(f"{case} {name}")
-        call = make(case, q, k, v)
         try:
-            out = call()
+            call = Pass(make, case, inputs)
+            results = call()
+            peak = peak_extra_bytes(call.step, device)
         except RuntimeError:  # out of memory, or a backend that does not take the case
             if name == OURS:
                 raise
             continue
-        errors = oracle.errors(out)
-        del out
+        errors = oracle.errors(results)
+        del results
         if name == OURS and not oracle.accepts(errors):
             raise Wrong(f"{case}: {errors} against float64, where written-out attention has {oracle.reference}")
-        peak = peak_extra_bytes(call, device)
         calls[name] = call, repeats_of(call, device)
-        rows[name] = {**asdict(case), "provider": name, "max_error": errors.largest, "peak_bytes": peak}
+        rows[name] = {**asdict(case), "provider": name, "max_error": max(e.largest for e in errors), "peak_bytes": peak}
 
     samples = {name: [] for name in calls}
     names = list(calls)
@@ -247,6 +286,15 @@ def measure(case: Case, device: str, rounds: int, tick: Callable[[str], None]) -
 
 
 # ---- who, where, and the answers ----
+
+
+def explanation(case: Case, device: str) -> cutlass_ext.Explanation:
+    """What this library runs for the case."""
+    q, k, v, dout = case.inputs(device)
+    if not case.backward:
+        return cutlass_ext.explain(q, k, v, causal=case.causal)
+    out, lse = cutlass_ext.fmha(q, k, v, causal=case.causal, return_lse=True)
+    return cutlass_ext.explain(cutlass_ext.fmha_backward, dout, q, k, v, out, lse, causal=case.causal)
 
 
 def output_of(*command: str) -> str | None:
@@ -276,8 +324,10 @@ def print_table(console, rows: list[dict]) -> None:
     """The case, then a line for each provider; the fastest in bold."""
     from rich.table import Table
 
-    title = f"Attention forward, {rows[0]['dtype']}; speedup over attention written out in PyTorch"
-    table = Table("(B, N, H, d)", "provider", title=title, title_justify="left")
+    title = f"Attention {passes(rows)}, {rows[0]['dtype']}; speedup over attention written out in PyTorch"
+    note = "Extra MB of a backward pass: the peak of forward and backward. Its max error: of dq, dk and dv."
+    caption = note if any(map(is_backward, rows)) else None
+    table = Table("(B, N, H, d)", "provider", title=title, title_justify="left", caption=caption)
     for heading in ("ms", "TFLOP/s", "speedup", "extra MB", "max error"):
         table.add_column(heading, justify="right")
     for case, group in grouped(rows):
@@ -297,22 +347,36 @@ def print_table(console, rows: list[dict]) -> None:
     console.print(table)
 
 
+def is_backward(row: dict) -> bool:
+    return row.get("backward", False)  # files from before there was a backward pass do not say
+
+
+def passes(rows: list[dict]) -> str:
+    return "forward and backward" if any(map(is_backward, rows)) else "forward"
+
+
 def grouped(rows: list[dict]) -> Iterator[tuple[Case, list[dict]]]:
     """The rows of each case, in the order of the suite."""
     groups: dict[Case, list[dict]] = {}
     for row in rows:
-        groups.setdefault(Case(**{f: row[f] for f in Case.__dataclass_fields__}), []).append(row)
+        groups.setdefault(Case(**{f: row[f] for f in Case.__dataclass_fields__ if f in row}), []).append(row)
     yield from groups.items()
 
 
 def plot(rows: list[dict], facts: dict, folder: Path) -> list[Path]:
-    """time.png, tflops.png and memory.png against N, from the rows of the series that a run holds."""
+    """time.png, tflops.png and memory.png against N, from the rows of the series that a run holds; the same of backward
+    passes, their names with backward_ in front."""
+    folder.mkdir(parents=True, exist_ok=True)
+    forward, backward = ([row for row in rows if is_backward(row) == b] for b in (False, True))
+    return plot_pass(forward, "", facts, folder) + plot_pass(backward, "backward_", facts, folder)
+
+
+def plot_pass(rows: list[dict], prefix: str, facts: dict, folder: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    folder.mkdir(parents=True, exist_ok=True)
     scaling = [row for row in rows if row["series"] == "scaling"] or [row for row in rows if row["series"] == "memory"]
     memory = [row for row in rows if row["series"] == "memory"]
     figures = (
@@ -333,8 +397,8 @@ def plot(rows: list[dict], facts: dict, folder: Path) -> list[Path]:
         first = points[0]
         heads = f"{first['heads']} head{'s' if first['heads'] > 1 else ''}"
         axes.set_title(
-            f"{heads}, d {first['head_dim']}, {first['dtype']}{', causal' if first['causal'] else ''}: "
-            f"{facts['gpu'] or 'CPU'}",
+            f"{heads}, d {first['head_dim']}, {first['dtype']}{', causal' if first['causal'] else ''}"
+            f"{', backward' if prefix else ''}: {facts['gpu'] or 'CPU'}",
             fontsize=10,
         )
         axes.set_xscale("log", base=2)
@@ -344,7 +408,7 @@ def plot(rows: list[dict], facts: dict, folder: Path) -> list[Path]:
         axes.set(xlabel="N (query and key rows)", ylabel=label)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-        paths.append(folder / f"{name}.png")
+        paths.append(folder / f"{prefix}{name}.png")
         figure.savefig(paths[-1], dpi=150)
         plt.close(figure)
     return paths
@@ -364,9 +428,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cutlass_ext.bench", description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
     parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--backward", action="store_true", help="the gradients of each case too")
     parser.add_argument("--rounds", type=int, help="samples of each provider (default: 30; 5 on a CPU)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, and what they hold for")
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="write time.png, tflops.png and memory.png")
+    parser.add_argument(
+        "--plot", type=Path, metavar="DIR", help="write time.png, tflops.png, memory.png; backward_time.png and so on"
+    )
     parser.add_argument("--commit", help="what to record as commit where there is no git repository")
     options = parser.parse_args(arguments)
     try:
@@ -387,10 +454,10 @@ def main(arguments: list[str] | None = None) -> int:
     facts["commit"] = options.commit or facts["commit"]
     if device == "cpu":
         console.print("No GPU: small sizes, on the CPU path (PyTorch's operators). No CUDA kernel is timed here.")
-    cases, rows = suite(device, options.dtype), []
+    cases, rows = suite(device, options.dtype, options.backward), []
     try:
-        explanation = cutlass_ext.explain(*cases[0].inputs(device), causal=cases[0].causal)
-        console.print(f"{cases[0]}: {explanation}", highlight=False)
+        for case in cases[: 1 + options.backward]:
+            console.print(f"{case}: {explanation(case, device)}", highlight=False)
         with progress_bar(console, len(cases) * (rounds + len(PROVIDERS))) as tick:
             for case in cases:
                 rows += measure(case, device, rounds, tick)

@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from cutlass_ext.bench import OURS, grouped, plot
+from cutlass_ext.bench import OURS, grouped, passes, plot
 
 ROOT = Path(__file__).resolve().parent.parent
 README_TABLE = re.compile(r"(<!-- measured -->\n).*(<!-- /measured -->)", re.DOTALL)
@@ -50,7 +50,8 @@ def page(measured: dict, name: str, plots: list[Path]) -> str:
         times[-1] += [speedup, against_best]
         memory.append([str(case), *(f"{r['peak_bytes'] / 1e6:.2f}" if r else "-" for r in in_order)])
         errors.append([str(case), *(f"{r['max_error']:.1e}" if r else "-" for r in in_order)])
-    heading = f"# Attention forward, {cases[0][0].dtype}: {measured['machine']['gpu'] or 'CPU'}"
+    heading = f"# Attention {passes(measured['rows'])}, {cases[0][0].dtype}: {measured['machine']['gpu'] or 'CPU'}"
+    of_both = "; of a backward pass, of forward and backward" if "backward" in heading else ""
     return "\n".join(
         [
             heading,
@@ -64,7 +65,7 @@ def page(measured: dict, name: str, plots: list[Path]) -> str:
             "The last two columns: how many times as fast ours is as attention written out, and as the best other.",
             "",
             table(["(B, N, H, d)", *providers, "written out / ours", "best other / ours"], times),
-            "## Extra memory at the peak of one call, MB, the output counted",
+            f"## Extra memory at the peak of one call, MB, the output counted{of_both}",
             "",
             table(["(B, N, H, d)", *providers], memory),
             "## Largest error against float64",
@@ -89,7 +90,7 @@ def readme_block(measured: dict, json_path: Path, plots: list[Path]) -> str:
     facts = {name: value for name, value in measured["machine"].items() if name != "library"}
     dtype = next(grouped(measured["rows"]))[0].dtype
     text = (
-        f"Forward, {dtype}:\n\n"
+        f"{passes(measured['rows']).capitalize()}, {dtype}:\n\n"
         + table(headings, lines)
         + f"\n{provenance(facts)}; all rows: [{where.stem}]({where.with_suffix('.md')}).\n\n"
     )

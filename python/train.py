@@ -1,0 +1,208 @@
+"""Trains a small GPT on the source of Python's own library through cutlass_ext, then its twin through PyTorch's SDPA.
+
+    python python/train.py                                      # on a GPU in bfloat16, if there is one
+    python python/train.py --compile --checkpoint --context 8192 --batch 4
+    python python/train.py --device cpu --steps 20 --plot build/train.png
+
+Both begin with the same weights and see the same characters in the same order: all that differs is who computes
+attention and its gradients. The two loss curves lie on each other. What they differ by is drawn below them: rounding,
+which training amplifies step by step. The model has RMSNorm, rotary embedding and grouped heads; characters are bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from generate import THETA, rotate
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import cutlass_ext as ce
+from cutlass_ext.bench import progress_bar
+
+CHARACTERS, TEXT_BYTES = 256, 4 << 20  # bytes there are; what is read of the library
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+ATTENTION = {"cutlass_ext": partial(ce.fmha, causal=True), "SDPA": sdpa}
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each on normalised rows and added to what came in."""
+
+    def __init__(self, args: argparse.Namespace, attention: Callable[..., Tensor]):
+        super().__init__()
+        self.attention, self.d, width = attention, args.width // args.heads, args.width
+        self.heads = [args.heads, args.kv_heads, args.kv_heads]  # of q, k and v
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.qkv = nn.Linear(width, sum(self.heads) * self.d, bias=False)
+        self.projection = nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (-1, self.d)).split(self.heads, 2)  # [B, N, heads, d]
+        x = x + self.projection(self.attention(rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(2))
+        return x + self.mlp(self.norms[1](x))
+
+
+class GPT(nn.Module):
+    """Logits `[B, N, 256]` of the next character, of characters `[B, N]`."""
+
+    def __init__(self, args: argparse.Namespace, attention: Callable[..., Tensor]):
+        super().__init__()
+        self.checkpoint, d = args.checkpoint, args.width // args.heads
+        self.embedding = nn.Embedding(CHARACTERS, args.width)
+        self.blocks = nn.ModuleList(Block(args, attention) for _ in range(args.layers))
+        self.head = nn.Sequential(nn.RMSNorm(args.width), nn.Linear(args.width, CHARACTERS, bias=False))
+        angle = torch.arange(args.context)[:, None] * THETA ** (-torch.arange(0, d, 2) / d)
+        self.register_buffer("angles", torch.stack([angle.cos(), angle.sin()]))
+
+    def forward(self, characters: Tensor) -> Tensor:
+        x = self.embedding(characters)
+        for block in self.blocks:
+            call = partial(checkpoint, block, use_reentrant=False) if self.checkpoint else block
+            x = call(x, *self.angles)
+        return self.head(x)
+
+
+@dataclass
+class Run:
+    """What training gave: the loss of each step, tokens a second, and on a GPU the most bytes in use."""
+
+    losses: list[float]
+    speed: float
+    peak: int | None
+
+
+def library_text() -> Tensor:
+    """The modules of Python's library in the order of their names, one after the other, up to TEXT_BYTES."""
+    text = bytearray()
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        text += path.read_bytes() if len(text) < TEXT_BYTES else b""
+    return torch.frombuffer(text[:TEXT_BYTES], dtype=torch.uint8)
+
+
+def train(args: argparse.Namespace, attention: Callable[..., Tensor], text: Tensor, tick: Callable[[str], None]) -> Run:
+    """A model of the seed whose attention is `attention`; `tick` is told each step the loss, as last looked at."""
+    cuda, dtype = args.device == "cuda", getattr(torch, args.dtype)
+    torch.manual_seed(args.seed)
+    model = GPT(args, attention).to(args.device)
+    forward = model
+    if args.compile:
+        torch.compiler.reset()  # or the second model is compiled as a variant of the first
+        forward = torch.compile(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.rate, args.steps, cycle_momentum=False)
+    begins = torch.randint(len(text) - args.context, (args.steps, args.batch, 1)).to(args.device)
+    window = torch.arange(args.context + 1, device=args.device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+
+    losses = []
+    last_untimed = 10 if args.steps > 20 else 0  # the first steps compile and allocate
+    for i in range(args.steps):
+        characters = text[begins[i] + window].long()  # [B, N + 1]
+        with torch.autocast(args.device, dtype, enabled=dtype != torch.float32):
+            logits = forward(characters[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), characters[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if i % 10 == 0:  # to read it is to wait for the GPU
+            shown = f"loss {loss.item():.3f}"
+        if i == last_untimed:
+            start = time.perf_counter()
+        tick(shown)
+    losses = torch.stack(losses).tolist()
+    speed = args.batch * args.context * (args.steps - 1 - last_untimed) / (time.perf_counter() - start)
+    return Run(losses, speed, torch.cuda.max_memory_allocated() if cuda else None)
+
+
+def plot(runs: dict[str, Run], differences: list[float], title: str, path: Path) -> None:
+    """The loss curves, the one wide and pale, the other thin upon it; and below them their differences."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (above, below) = plt.subplots(2, sharex=True, figsize=(6, 5), layout="constrained", height_ratios=(3, 1))
+    steps = range(1, len(differences) + 1)
+    for (name, run), style in zip(runs.items(), ({"linewidth": 5, "alpha": 0.4}, {"linewidth": 1}), strict=True):
+        above.plot(steps, run.losses, label=name, **style)
+    below.plot(steps, differences, color="gray", linewidth=1)
+    above.set_title(title, fontsize=9)
+    above.set(ylabel="loss, nats a character")
+    above.legend()
+    below.set(xlabel="step", ylabel="difference")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cuda = torch.cuda.is_available()
+    for name, small, large, meaning in (
+        ("steps", 150, 300, "of training, for each model"), ("batch", 8, 16, "sequences of a step"),
+        ("context", 128, 2048, "characters of a sequence"), ("layers", 2, 12, "of the model"),
+        ("heads", 4, 12, "query heads"), ("kv-heads", 2, 4, "key/value heads"), ("width", 128, 768, "of the model"),
+    ):  # fmt: skip
+        meaning += f" (on a CPU {small}, with a GPU {large})"
+        parser.add_argument(f"--{name}", type=int, default=large if cuda else small, help=meaning)
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate at its highest (0.001)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, and of what each step sees (0)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="(on a CPU float32, on a GPU bfloat16)")
+    parser.add_argument("--compile", action="store_true", help="both models through torch.compile")
+    parser.add_argument("--checkpoint", action="store_true", help="recompute each block in its backward pass")
+    parser.add_argument("--plot", type=Path, default=Path("build/train.png"), help="the picture (build/train.png)")
+    parser.add_argument("--threads", type=int, default=1, help="on a CPU (1: more are slower on one that is busy)")
+    args = parser.parse_args()
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    if args.width % (2 * args.heads) or args.heads % args.kv_heads:
+        parser.error("--width has to be a multiple of twice --heads, and --heads of --kv-heads")
+    return args
+
+
+def main() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    args, console, runs = parse_arguments(), Console(), {}
+    torch.set_num_threads(args.threads)
+    text = library_text().to(args.device)
+    with progress_bar(console, len(ATTENTION) * args.steps) as tick:
+        for name, attention in ATTENTION.items():
+            gc.collect()  # the model before this one hangs in cycles, and would count as memory of this one
+            runs[name] = train(args, attention, text, lambda shown, name=name: tick(f"{name} {shown}"))
+    model = f"{args.layers} layers of width {args.width}, {args.heads} heads on {args.kv_heads}"
+    title = f"{model}; {args.steps} steps of {args.batch} x {args.context}, {args.dtype} on {args.device}"
+    differences = [abs(a - b) for a, b in zip(*(run.losses for run in runs.values()), strict=True)]
+    plot(runs, differences, title, args.plot)
+
+    table = Table("attention", "final loss", "tokens/s", "peak memory", title=title, title_justify="left", min_width=80)
+    for name, run in runs.items():
+        peak = f"{run.peak / 1e9:.2f} GB" if run.peak else "-"
+        table.add_row(name, f"{run.losses[-1]:.5f}", f"{run.speed:.0f}", peak)
+    console.print(table)
+    print(f"largest difference of the two losses of a step: {max(differences):.1e}")
+    print(f"wrote {args.plot}")
+
+
+if __name__ == "__main__":
+    main()
