@@ -171,6 +171,8 @@ def _refusal(error: RuntimeError, operator, arguments: tuple) -> Exception | Non
 
 def _renamed(error: Exception, names: dict[str, str]) -> Exception:
     """The same exception for a caller who knows the arguments by other names."""
+    if not names:
+        return error
     return type(error)(re.sub(rf"\b({'|'.join(names)})\b", lambda name: names[name[1]], str(error)))
 
 

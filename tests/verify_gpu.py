@@ -2,8 +2,8 @@
 gpu_verified.json.
 
 `make verify-gpu` calls it, with the seconds of the soak. The file ties the result to the hash of csrc/, which
-tests/source_tree.py compares in CI; it is written only where everything passed. `--part` runs one half, for machines
-that are lent for minutes: what passed is kept in build/, and the file is written when both halves have, on the same
+tests/source_tree.py compares in CI; it is written only where everything passed. `--part` runs one part, for machines
+that are lent for minutes: what passed is kept in build/, and the file is written when all parts have, on the same
 sources.
 """
 
@@ -26,7 +26,8 @@ from source_tree import ROOT, VERIFIED, csrc_hash
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SOAK_PROCESSES = 8
 TEST_PROCESSES = 14  # they wait for the host more than for the GPU
-PASSED = ROOT / "build" / "gpu_passed.json"  # the halves that passed
+PARTS = ("sanitizer", "tests 1", "tests 2")  # sanitizers and soak; every second module of tests
+PASSED = ROOT / "build" / "gpu_passed.json"  # the parts that passed
 
 
 class Failed(Exception):
@@ -43,14 +44,14 @@ def sanitizer() -> str:
     sys.exit(f"compute-sanitizer is missing. Type:\n    {sys.executable} -m pip install {wheel}")
 
 
-def run_tests() -> dict[str, int]:
-    """Every GPU test, in several processes at once."""
+def run_tests(first: int) -> dict[str, int]:
+    """The GPU tests of every second module from the `first` on, in several processes at once."""
+    modules = sorted((ROOT / "tests" / "python").glob("test_*.py"))[first::2]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(TEST_PROCESSES), "--dist", "worksteal"]
-        done = subprocess.run(
-            [*command, f"--junitxml={report}"], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        command += [f"--junitxml={report}", *map(str, modules)]
+        done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode:
             raise Failed(f"{done.stdout[-20000:]}\nthe tests failed")
         suite = xml.parse(report).getroot().find("testsuite")
@@ -102,7 +103,7 @@ def run_sanitizers_and_soak(seconds: str) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seconds", nargs="?", default="120", help="of the soak")
-    parser.add_argument("--part", choices=("tests", "sanitizer"), help="one half: the tests, or sanitizers and soak")
+    parser.add_argument("--part", choices=PARTS, help="one part alone")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this wants a GPU and a CUDA build of PyTorch")
@@ -116,17 +117,26 @@ def main() -> None:
     passed = json.loads(PASSED.read_text()) if PASSED.exists() else {}
     if {name: passed.get(name) for name in where} != where:
         passed = where
-    try:
-        if options.part != "tests":
-            passed |= run_sanitizers_and_soak(options.seconds)
-        if options.part != "sanitizer":
-            passed |= {"tests": run_tests()}
-    except Failed as error:
-        sys.exit(f"{error}\ntests/gpu_verified.json is not written")
+    run = {
+        PARTS[0]: lambda: run_sanitizers_and_soak(options.seconds),
+        PARTS[1]: lambda: run_tests(0),
+        PARTS[2]: lambda: run_tests(1),
+    }
     PASSED.parent.mkdir(exist_ok=True)
-    PASSED.write_text(json.dumps(passed, indent=1) + "\n")
-    if missing := {"sanitizer", "soak", "tests"} - passed.keys():
-        return print(f"passed, and kept in {PASSED.relative_to(ROOT)}; missing: {', '.join(sorted(missing))}")
+    failures = []
+    for part in [options.part] if options.part else PARTS:
+        try:
+            passed[part] = run[part]()
+        except Failed as error:
+            failures.append(str(error))
+        PASSED.write_text(json.dumps(passed, indent=1) + "\n")
+    if failures:
+        sys.exit("\n".join(failures) + "\ntests/gpu_verified.json is not written")
+    if missing := [part for part in PARTS if part not in passed]:
+        return print(f"passed, and kept in {PASSED.relative_to(ROOT)}; missing: {', '.join(missing)}")
+    sanitizers_and_soak, *tests = [passed.pop(part) for part in PARTS]
+    passed |= sanitizers_and_soak
+    passed["tests"] = {what: sum(half[what] for half in tests) for what in tests[0]}
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
     VERIFIED.write_text(json.dumps(passed | {"date": date}, indent=1) + "\n")
     print(f"wrote {VERIFIED.relative_to(ROOT)}")

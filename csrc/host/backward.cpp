@@ -42,8 +42,11 @@ GradientLaunch launch_of(Call const& call, Kind kind) {
   int64_t const rows_a_head = of_keys ? int64_t(p.n_q) * (p.heads_q / p.heads_kv) : p.n_kv;
   int64_t const bytes_a_head = rows_a_head * (p.head_dim + p.head_dim_v) * p.element_bytes;
   int64_t const fits = call.device.l2_bytes / 2 / std::max<int64_t>(bytes_a_head, 1);
-  launch.scheduler =
-      Scheduler(p.batch, heads, length, block, 1, std::max<int64_t>(fits, 1), of_keys ? Axis::Keys : Axis::Rows);
+  // Under a causal mask the last tiles are short: three waves of tiles a section make the end of the last one even.
+  int64_t const tiles = Scheduler::tiles_of(length, block);
+  int64_t const level = p.window_right >= 0 ? 3 * call.device.multiprocessors / std::max<int64_t>(tiles, 1) : 1;
+  launch.scheduler = Scheduler(p.batch, heads, length, block, 1, std::max<int64_t>({fits, level, 1}),
+                               of_keys ? Axis::Keys : Axis::Rows);
   if (launch.scheduler.size() > INT32_MAX)
     fail("ValueError", of_keys ? "k" : "q", ": has ", launch.scheduler.size(),
          " tiles of rows; a launch has room for fewer than 2^31");

@@ -1,4 +1,4 @@
-// What the host makes of backward calls, on GPUs that are not there: which two kernels, how many tiles, which
+// What the host makes of backward calls, on GPUs that are not there: one kernel or two, how many tiles, which
 // workspace, what is cleared; and what it refuses, by name.
 #include <gtest/gtest.h>
 
@@ -15,12 +15,16 @@
 
 namespace cutlass_ext {
 
-// The part that is compiled by nvcc: it notes what it is called with.
+// The parts that are compiled by nvcc: they note what they are called with.
 static std::vector<std::string> done;
 static BackwardParams of_statistics;
 void compute_row_statistics(DType, BackwardParams const& params, cudaStream_t) {
   done.emplace_back("statistics");
   of_statistics = params;
+}
+void finish_dq(Kernel const&, BackwardParams const& params, cudaStream_t) {
+  EXPECT_NE(params.dq_sums, nullptr);
+  done.emplace_back("dQ");
 }
 
 namespace {
@@ -30,7 +34,7 @@ T* somewhere() {
   return reinterpret_cast<T*>(uintptr_t(1) << 30);  // device memory, never read
 }
 
-/// A backward call of contiguous tensors, and what is asked besides.
+/// A backward call of contiguous tensors, deterministic unless said otherwise, and what is asked besides.
 struct Call {
   BackwardParams p;
   Request request;
@@ -44,7 +48,9 @@ struct Call {
     p.q = p.k = p.v = p.dout = p.o = p.dq = p.dk = p.dv = somewhere<void>();
     p.lse = somewhere<float>();
     request.dtype = DType::BFloat16;
+    request.deterministic = true;
   }
+  Call& in_any_order() { return request.deterministic = false, *this; }
   Call& backend(char const* name) { return request.backend = name, *this; }
   Call& on(fake::Gpu other) { return gpu = other, *this; }
   Call& head_dim_v(int d_v) { return p.head_dim_v = d_v, *this; }
@@ -78,13 +84,13 @@ std::string line_of(Call const& call) {
     BackwardParams p;
     BackwardPlan const plan = plan_of(call, &p);
     if (!plan) return plan.refusal;
-    EXPECT_EQ(plan.of_keys.kernel->kind, Kind::KeyGradients);
-    EXPECT_EQ(plan.of_queries.kernel->kind, Kind::QueryGradients);
+    EXPECT_EQ(plan.of_keys.kernel->kind, plan.adds_to_queries() ? Kind::AllGradients : Kind::KeyGradients);
     std::ostringstream line;
     for (auto const* launch : {&plan.of_keys, &plan.of_queries}) {
+      if (!launch->kernel) continue;
       Kernel const& k = *launch->kernel;
-      line << (launch == &plan.of_keys ? "keys " : ", rows ") << k.family << " " << k.block_r << "x" << k.block_c
-           << " d" << k.head_dim << ", " << launch->scheduler.size() << " tiles";
+      line << (launch == &plan.of_keys ? plan.adds_to_queries() ? "all " : "keys " : ", rows ") << k.family << " "
+           << k.block_r << "x" << k.block_c << " d" << k.head_dim << ", " << launch->scheduler.size() << " tiles";
     }
     return line.str();
   } catch (std::runtime_error const& error) {
@@ -105,6 +111,16 @@ TEST(BackwardPlan, ChoosesTheFirstFamilyThatTakesTheCall) {
        {Call(2, 1000, 1000, 8, 4, 128).softcap(), Call(2, 1000, 1000, 8, 4, 128).unaligned_dout(),
         Call(2, 1000, 1000, 8, 4, 128).on(fake::kA100), Call(2, 1000, 1000, 8, 4, 128).backend("sm80")}) {
     EXPECT_EQ(line_of(call), "keys sm80 64x32 d128, 256 tiles, rows sm80 64x64 d128, 256 tiles");
+  }
+}
+
+TEST(BackwardPlan, AddsToQueriesWhereItIsFasterAndTheOrderIsFree) {
+  EXPECT_EQ(line_of(Call(2, 8192, 8192, 8, 4, 128).in_any_order()), "all sm90 64x128 d128, 512 tiles");
+  EXPECT_EQ(line_of(Call(2, 512, 512, 8, 4, 128).in_any_order()), line_of(Call(2, 512, 512, 8, 4, 128)));
+  for (Call call : {Call(2, 8192, 8192, 8, 4, 128).softcap(), Call(2, 8192, 8192, 8, 4, 128).backend("sm80"),
+                    Call(2, 8192, 8192, 8, 4, 64)}) {  // of which there is no such kernel
+    Call any_order = call;
+    EXPECT_EQ(line_of(any_order.in_any_order()), line_of(call));
   }
 }
 
@@ -132,7 +148,7 @@ TEST(BackwardPlan, RefusesByName) {
 std::string run_of(Call const& call, size_t* workspace) {
   BackwardParams p;
   BackwardPlan plan = plan_of(call, &p);
-  Kernel of_keys = *plan.of_keys.kernel, of_queries = *plan.of_queries.kernel;
+  Kernel of_keys = *plan.of_keys.kernel, of_queries = plan.adds_to_queries() ? of_keys : *plan.of_queries.kernel;
   of_keys.launch = [](Params const& params, Grid const& grid, cudaStream_t) {
     EXPECT_EQ(static_cast<int64_t>(grid.ctas.x), params.scheduler.size());
     done.emplace_back("keys");
@@ -158,6 +174,13 @@ TEST(BackwardRun, ComputesTheStatisticsOfRowsFirst) {
   EXPECT_EQ(workspace, 2u * 8 * 1024 * sizeof(RowStatistics));
   EXPECT_EQ(fake::cleared_bytes, 0u) << "every row and key is some tile's";
   EXPECT_NE(of_statistics.row_statistics, nullptr);
+}
+
+TEST(BackwardRun, ClearsTheSumsOfQueriesAndFinishesThem) {
+  size_t workspace;
+  EXPECT_EQ(run_of(Call(2, 1000, 1000, 8, 4, 128).in_any_order(), &workspace), "statistics, keys, dQ");
+  EXPECT_EQ(fake::cleared_bytes, 2u * 8 * 1024 * 128 * sizeof(float));
+  EXPECT_EQ(workspace, fake::cleared_bytes + 2u * 8 * 1024 * sizeof(RowStatistics));
 }
 
 TEST(BackwardRun, ClearsWhatMayLieOutsideEverySequence) {

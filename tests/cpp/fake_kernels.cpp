@@ -67,7 +67,7 @@ Kernel cluster(DType dtype, int shared, Features more = 0) {
   return {"sm90", Kind::Cluster, dtype, d, d, 8, 16, takes, 256, shared, new_entry(), takes_shape, nullptr};
 }
 
-/// The two of the backward pass: a CTA of the one has `b_c` keys, of the other `b_r` rows.
+/// The kernels of the backward pass: a CTA of dQ's has `b_r` rows, of the others `b_c` keys.
 Kernel gradients(Kind kind, char const* family, DType dtype, int d, int b_r, int b_c, Features takes) {
   return {family, kind, dtype, d, d, b_r, b_c, takes, 256, 98304, new_entry(), nullptr, nullptr};
 }
@@ -75,10 +75,15 @@ Entered of_gradients(DType t) {
   constexpr Features kPlain = Sink | Packed | kUnlike, kAll = kPlain | kScoreMods | UnalignedRows;
   constexpr Kind kKeys = Kind::KeyGradients, kRows = Kind::QueryGradients;
   return {
-      gradients(kKeys, "sm90", t, 64, 64, 128, kPlain),  gradients(kRows, "sm90", t, 64, 128, 64, kPlain),
-      gradients(kKeys, "sm90", t, 128, 64, 128, kPlain), gradients(kRows, "sm90", t, 128, 128, 64, kPlain),
-      gradients(kKeys, "sm80", t, 64, 64, 64, kAll),     gradients(kRows, "sm80", t, 64, 64, 64, kAll),
-      gradients(kKeys, "sm80", t, 128, 64, 32, kAll),    gradients(kRows, "sm80", t, 128, 64, 64, kAll),
+      gradients(kKeys, "sm90", t, 64, 64, 128, kPlain),
+      gradients(kRows, "sm90", t, 64, 128, 64, kPlain),
+      gradients(kKeys, "sm90", t, 128, 64, 128, kPlain),
+      gradients(kRows, "sm90", t, 128, 128, 64, kPlain),
+      gradients(kKeys, "sm80", t, 64, 64, 64, kAll),
+      gradients(kRows, "sm80", t, 64, 64, 64, kAll),
+      gradients(kKeys, "sm80", t, 128, 64, 32, kAll),
+      gradients(kRows, "sm80", t, 128, 64, 64, kAll),
+      gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain),
       gradients(kKeys, "sm80", t, 256, 32, 32, kAll),  // and there is no dQ of so large a head_dim
   };
 }

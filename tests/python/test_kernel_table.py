@@ -25,7 +25,8 @@ def kinds(features):
 
 
 def test_every_kind_is_there():
-    assert kinds(0) == {"persistent", "tiles", "short", "decode", "narrow", "cluster"}
+    gradients = {"key_gradients", "query_gradients", "all_gradients"}
+    assert kinds(0) == {"persistent", "tiles", "short", "decode", "narrow", "cluster"} | gradients
     rows = kernels_taking(0).splitlines()
     assert len(rows) > 80
     families = {row.split()[0] for row in rows}
@@ -41,21 +42,23 @@ def test_a_new_feature_is_refused_by_every_kernel(bits):
 def test_who_takes_what(bits):
     """What a kernel must not be given in silence; a kernel that learns a feature is entered here."""
     tiles, cache = {"persistent", "tiles"}, {"decode", "narrow", "cluster"}
+    of_both = {"key_gradients", "query_gradients"}
+    gradients = of_both | {"all_gradients"}
     expected = {
-        "Softcap": tiles | {"decode"},
-        "Alibi": tiles | {"decode"},
-        "Sink": tiles | {"short", "decode"},
-        "Packed": tiles | {"decode", "narrow"},
-        "KeyLengths": tiles | cache,
-        "LeftPadding": tiles | {"decode"},
-        "StartPositions": tiles | cache,
+        "Softcap": tiles | {"decode"} | of_both,
+        "Alibi": tiles | {"decode"} | of_both,
+        "Sink": tiles | {"short", "decode"} | gradients,
+        "Packed": tiles | {"decode", "narrow"} | gradients,
+        "KeyLengths": tiles | cache | gradients,
+        "LeftPadding": tiles | {"decode"} | gradients,
+        "StartPositions": tiles | cache | gradients,
         "FewerKeys": tiles | cache,
         "Pages": tiles | cache,
         "BatchIndex": {"decode"},
         "NewKeys": {"decode", "cluster"},
         "RotaryEmbedding": {"decode", "cluster"},
         "FixedSplits": tiles | {"decode"},
-        "UnalignedRows": {"tiles", "decode"},
+        "UnalignedRows": {"tiles", "decode"} | of_both,
     }
     assert expected.keys() == bits.keys()
     assert {name: kinds(bit) for name, bit in bits.items()} == expected

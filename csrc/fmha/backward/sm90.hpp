@@ -1,9 +1,11 @@
 // The backward pass on Hopper, one loop from two sides. A CTA holds a tile of one side of the scores and goes through
 // the tiles of the other that see it: with a tile of keys in hand it sums up dK and dV over the query rows (of all
 // heads that share the key head), with one of query rows dQ over the keys (FlashAttention-2, arXiv:2307.08691, section
-// 3.1, algorithm 2, with the sums of dQ in a launch of their own). Every sum has one owner, so that its order, and its
-// bits, are fixed. P and dS pass from accumulators to operands in registers; nothing goes through memory between the
-// products. One warp copies each of the two streams by TMA. Instantiated by csrc/kernels/sm90_backward_*.cu.
+// 3.1, algorithm 2, with the sums of dQ in a launch of their own). Every sum then has one owner, so that its order, and
+// its bits, are fixed, and P and dS pass from accumulators to operands in registers: seven products. A third kernel, of
+// five, goes by keys and adds what each tile makes of dQ to memory, in any order: dS passes through shared memory, so
+// that the warpgroups share out dS K. One warp copies each of the two streams by TMA. Instantiated by
+// csrc/kernels/sm90_backward_*.cu.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
