@@ -493,6 +493,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       release(shared.empty_v[ring.stage]);
     }
     warpgroup_wait<0>();
+    __syncwarp();  // all lanes are done with the statistics
     release(shared.empty[ring.stage]);
     ring = next;
     go_on();
