@@ -117,10 +117,9 @@ TEST(BackwardPlan, ChoosesTheFirstFamilyThatTakesTheCall) {
 TEST(BackwardPlan, AddsToQueriesWhereItIsFasterAndTheOrderIsFree) {
   EXPECT_EQ(line_of(Call(2, 8192, 8192, 8, 4, 128).in_any_order()), "all sm90 64x128 d128, 512 tiles");
   EXPECT_EQ(line_of(Call(2, 512, 512, 8, 4, 128).in_any_order()), line_of(Call(2, 512, 512, 8, 4, 128)));
-  for (Call call : {Call(2, 8192, 8192, 8, 4, 128).softcap(), Call(2, 8192, 8192, 8, 4, 128).backend("sm80"),
-                    Call(2, 8192, 8192, 8, 4, 64)}) {  // of which there is no such kernel
+  for (Call const& call : {Call(2, 8192, 8192, 8, 4, 128).softcap(), Call(2, 8192, 8192, 8, 4, 128).backend("sm80")}) {
     Call any_order = call;
-    EXPECT_EQ(line_of(any_order.in_any_order()), line_of(call));
+    EXPECT_EQ(line_of(any_order.in_any_order()), line_of(call)) << "there is no such kernel";
   }
 }
 

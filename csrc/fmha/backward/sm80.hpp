@@ -277,7 +277,7 @@ class GradientLoop {
       streams_.template between<true>(head, tile);
       if constexpr (First) product2<Streamed>(dP, columns_at, nothing);
     }
-    add_products<true, Streamed>(S, dP, ScoreMod::query_scale(params_), 0, rows_at());
+    add_products<true, Streamed>(S, dP, ScoreMod::gradient_scale(params_) * kLog2e, 0, rows_at());
     streams_.next();
   }
 
