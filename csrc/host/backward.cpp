@@ -6,6 +6,7 @@
 
 #include "choice.hpp"
 #include "error.hpp"
+#include "heuristics.hpp"
 #include "row_statistics.hpp"
 
 namespace cutlass_ext {
@@ -44,7 +45,7 @@ GradientLaunch launch_of(Call const& call, Kind kind) {
   int64_t const fits = call.device.l2_bytes / 2 / std::max<int64_t>(bytes_a_head, 1);
   // Under a causal mask the last tiles are short: three waves of tiles a section make the end of the last one even.
   int64_t const tiles = Scheduler::tiles_of(length, block);
-  int64_t const level = p.window_right >= 0 ? 3 * call.device.multiprocessors / std::max<int64_t>(tiles, 1) : 1;
+  int64_t const level = has_unequal_tiles(p) ? 3 * call.device.multiprocessors / std::max<int64_t>(tiles, 1) : 1;
   launch.scheduler = Scheduler(p.batch, heads, length, block, 1, std::max<int64_t>({fits, level, 1}),
                                of_keys ? Axis::Keys : Axis::Rows);
   if (launch.scheduler.size() > INT32_MAX)

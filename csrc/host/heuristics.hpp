@@ -223,6 +223,9 @@ inline int64_t even_section(int64_t pairs, int64_t section, int heads_per_kv) {
   return section;
 }
 
+/// Whether what comes after a row may be hidden from it: tiles of a head then have unequal work.
+inline bool has_unequal_tiles(Params const& p) { return p.window_right >= 0; }
+
 /// The section of a launch on a GPU that holds `p.resident_ctas` CTAs at once and has `l2_bytes` of L2, the heads of a
 /// tile counted as one: what fits an
 /// eighth of L2, since b8 N2048 d128 is 5% slower with half of it (an H200's 60 MB). Under a causal mask the last tiles
