@@ -26,9 +26,6 @@ bool leaves_gaps(Features features) {
   return features & (feature::Packed | feature::KeyLengths | feature::LeftPadding);
 }
 
-/// Whether one kernel with sums for dQ, five products instead of seven, is faster, and its order of adding allowed.
-bool adds_to_queries(Params const& p, Request const& request) { return !request.deterministic && p.n_q > 512; }
-
 GradientLaunch launch_of(Call const& call, Kind kind) {
   Params const& p = call.params;
   bool const of_keys = kind != Kind::QueryGradients;
@@ -39,14 +36,13 @@ GradientLaunch launch_of(Call const& call, Kind kind) {
   if (!launch.kernel) return launch;
   int const block = of_keys ? launch.kernel->block_c : launch.kernel->block_r;
   int const heads = of_keys ? p.heads_kv : p.heads_q, length = of_keys ? p.n_kv : p.n_q;
-  // What every tile of a head reads: the rows of its query heads and their gradients, or its keys and values.
+  // What every tile of a head reads: the rows of its query heads and their gradients, or its keys and values; and what
+  // it adds to.
   int64_t const rows_a_head = of_keys ? int64_t(p.n_q) * (p.heads_q / p.heads_kv) : p.n_kv;
-  int64_t const bytes_a_head = rows_a_head * (p.head_dim + p.head_dim_v) * p.element_bytes;
-  int64_t const fits = call.device.l2_bytes / 2 / std::max<int64_t>(bytes_a_head, 1);
-  // Under a causal mask the last tiles are short: three waves of tiles a section make the end of the last one even.
-  int64_t const tiles = Scheduler::tiles_of(length, block);
-  int64_t const level = has_unequal_tiles(p) ? 3 * call.device.multiprocessors / std::max<int64_t>(tiles, 1) : 1;
-  launch.scheduler = Scheduler(p.batch, heads, length, block, 1, std::max<int64_t>({fits, level, 1}),
+  int64_t const sums_a_row = kind == Kind::AllGradients ? launch.kernel->head_dim * sizeof(float) : 0;
+  int64_t const bytes_a_head = rows_a_head * ((p.head_dim + p.head_dim_v) * p.element_bytes + sums_a_row);
+  launch.scheduler = Scheduler(p.batch, heads, length, block, 1,
+                               gradient_section_for(p, Scheduler::tiles_of(length, block), bytes_a_head, call.device),
                                of_keys ? Axis::Keys : Axis::Rows);
   if (launch.scheduler.size() > INT32_MAX)
     fail("ValueError", of_keys ? "k" : "q", ": has ", launch.scheduler.size(),
@@ -68,7 +64,7 @@ BackwardPlan plan_backward(BackwardParams* params, Request const& request) {
   Features const features = features_of(*params) | (dout_is_aligned(*params) ? 0 : feature::UnalignedRows);
   Call const call{*params, request, current_device(), features};
   BackwardPlan plan;
-  if (adds_to_queries(*params, request)) plan.of_keys = launch_of(call, Kind::AllGradients);
+  if (!request.deterministic && adds_to_queries(*params)) plan.of_keys = launch_of(call, Kind::AllGradients);
   if (!plan.of_keys.kernel) {
     plan.of_keys = launch_of(call, Kind::KeyGradients);
     plan.of_queries = launch_of(call, Kind::QueryGradients);

@@ -2,6 +2,7 @@
 // the same. Launched by kernels/row_statistics.cu.
 #pragma once
 
+#include "../copy/cp_async.hpp"
 #include "../score.hpp"
 #include "../softmax.hpp"
 #include "params.hpp"
@@ -44,11 +45,8 @@ __global__ void __launch_bounds__(kStatisticsThreads)
     return static_cast<Element const*>(data) + sequence.batch * stride.batch + head * stride.head +
            sequence.q_row0 * stride.row;
   };
-  auto const is_aligned = [](void const* data, Strides const& stride) {
-    return reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
-           (stride.batch | stride.row | stride.head) % int64_t(16 / sizeof(Element)) == 0;
-  };
-  bool const aligned = is_aligned(params.dout, params.dout_stride) && is_aligned(params.o, params.o_stride);
+  bool const aligned =
+      is_aligned<Element>(params.dout, params.dout_stride) && is_aligned<Element>(params.o, params.o_stride);
   Element const* const dout = rows_of(params.dout, params.dout_stride);
   Element const* const out = rows_of(params.o, params.o_stride);
   int64_t const result_row0 = sequence.result_row0(params, head, 0);
@@ -56,19 +54,17 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   for (int pass = 0; pass < kTile / kRowsAPass; ++pass) {
     int const row = row0 + pass * kRowsAPass + threadIdx.x / 16;
     RowStatistics statistics{INFINITY, 0.f};
+    // All lanes of a warp take part in its sums: rows that do not exist have no columns.
+    int const last = min(row, n_q - 1), cols = row < n_q && !params.delta ? params.head_dim_v : 0;
+    float const product =
+        row_product(dout + last * params.dout_stride.row, out + last * params.o_stride.row, cols, aligned, lane);
     if (row < n_q) {
       float const lse = params.lse[result_row0 + row];
       // Of a row that sees no key `out` is 0, and its gradient may be anything: it counts nowhere.
       bool const sees_keys = sequence.visibility.keys_of_row(row).size() > 0;
-      float const product = params.delta
-                                ? 0.f
-                                : row_product(dout + row * params.dout_stride.row, out + row * params.o_stride.row,
-                                              params.head_dim_v, aligned, lane);
       float delta = params.delta ? params.delta[result_row0 + row] : sees_keys ? product : 0.f;
       if (params.dlse) delta -= params.dlse[result_row0 + row];
       if (lse > -INFINITY) statistics = {lse * kLog2e, delta};
-    } else if (!params.delta) {
-      row_product(dout, out, 0, aligned, lane);  // all lanes of a warp take part in its sums
     }
     if (lane == 0) to[row - row0] = statistics;
   }
