@@ -338,10 +338,11 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   };
   float const query_scale = ScoreMod::query_scale(params), scale = Traits::ScoreMods ? 1.f : query_scale;
   // Statistics of the thread's columns, two neighbours at a time, where those are query rows. A tile's are read in the
-  // turn before, in front of what this adds to dQ: behind it they would wait until memory has taken that. `deltas` too
-  // where registers allow it.
-  constexpr bool kKeepsDeltas = Traits::OfKeys && Traits::HeadDim <= 64 && Traits::HeadDimV <= 64;
-  constexpr int kPairs = Traits::OfKeys ? Step / 8 : 1;
+  // turn before, in front of what this adds to dQ: behind it they would wait until memory has taken that. As far as
+  // registers allow it: `lses` of heads of up to 128, `deltas` of up to 64.
+  constexpr bool kReadsAhead = Traits::OfKeys && Traits::HeadDim <= 128;
+  constexpr bool kKeepsDeltas = Traits::OfKeys && Traits::HeadDim <= 64;
+  constexpr int kPairs = kReadsAhead ? Step / 8 : 1;
   float2 lses[kPairs] = {};
   [[maybe_unused]] float2 deltas[kPairs] = {};
   int quad_lane = threadIdx.x % 4;
@@ -350,7 +351,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     return reinterpret_cast<float4 const*>(shared.statistics[stage])[quad_lane + pair * 4];
   };
   auto const read_statistics = [&](int stage) {
-    if constexpr (Traits::OfKeys) {
+    if constexpr (kReadsAhead) {
       CUTE_UNROLL
       for (int pair = 0; pair < kPairs; ++pair) {
         float4 const x = statistics_of(stage, pair);
@@ -380,8 +381,11 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   };
 
   // Of the rows of elements (i, j) and (i, j + 1) of scores.
-  auto const lses_of = [&](int i, int j) {
-    return Traits::OfKeys ? lses[j / 2 % kPairs] : make_float2(mine[i].lse_log2, mine[i].lse_log2);
+  auto const lses_of = [&](int stage, int i, int j) {
+    if constexpr (!Traits::OfKeys) return make_float2(mine[i].lse_log2, mine[i].lse_log2);
+    if constexpr (kReadsAhead) return lses[j / 2 % kPairs];
+    float4 const x = statistics_of(stage, j / 2);
+    return make_float2(x.x, x.z);
   };
   auto const deltas_of = [&](int stage, int i, int j) {
     if constexpr (!Traits::OfKeys) return make_float2(mine[i].delta, mine[i].delta);
@@ -390,7 +394,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     return make_float2(x.y, x.w);
   };
   // From the products in S to P, an operand, and in S to P times the derivative of the score.
-  auto weigh = [&](int t, int head) {
+  auto weigh = [&](int stage, int t, int head) {
     warpgroup_fence_operand(cS);
     // p - j of an element of scores that are changed: rows in hand are query rows, or keys.
     auto const offset_of = [](int i, int j) { return Traits::OfKeys ? key_of(j) - row_of(i) : row_of(i) - key_of(j); };
@@ -416,7 +420,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     for (int j = 0; j < Step / 4; j += 2) {
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
-        float2 const of_rows = lses_of(i, j);
+        float2 const of_rows = lses_of(stage, i, j);
         auto const weight = [&](int j, float lse) {
           float const score = S(i, j), p = exp2_approx(fmaf(score, scale, -lse));
           S(i, j) = p;
@@ -492,7 +496,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     };
     shared.full_v[stage].wait_for(ring.phase);
     if constexpr (SumsS) issue_dp(cdP, stage);
-    weigh(t, head);
+    weigh(stage, t, head);
     // Of wide heads the weights are worked out beside dP: the branches of a wait keep the assembler from moving the one
     // for dP in front of them. For narrow ones that is slower (6.68 ms for 6.14 at (2, 8192, 32 heads, d 64)).
     if constexpr (kReadsDS) {
