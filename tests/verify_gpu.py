@@ -2,9 +2,8 @@
 gpu_verified.json.
 
 `make verify-gpu` calls it, with the seconds of the soak. The file ties the result to the hash of csrc/, which
-tests/source_tree.py compares in CI; it is written only where everything passed. `--part` runs one part, for machines
-that are lent for minutes: what passed is kept in build/, and the file is written when all parts have, on the same
-sources.
+tests/source_tree.py compares in CI; it is written only where everything passed. `--part` runs one part: what passed is
+kept in build/, and not run again on the same sources; the file is written when all parts have.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from source_tree import ROOT, VERIFIED, csrc_hash
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SOAK_PROCESSES = 8
-TEST_PROCESSES = 14  # they wait for the host more than for the GPU
+TEST_PROCESSES = 14  # a GPU: they wait for the host more than for it
 PARTS = ("sanitizer", "tests 1", "tests 2")  # sanitizers and soak; every second module of tests
 PASSED = ROOT / "build" / "gpu_passed.json"  # the parts that passed
 
@@ -49,7 +48,8 @@ def run_tests(first: int) -> dict[str, int]:
     modules = sorted((ROOT / "tests" / "python").glob("test_*.py"))[first::2]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(TEST_PROCESSES), "--dist", "worksteal"]
+        processes = TEST_PROCESSES * torch.cuda.device_count()
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(processes), "--dist", "worksteal"]
         command += [f"--junitxml={report}", *map(str, modules)]
         done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode:
@@ -124,7 +124,7 @@ def main() -> None:
     }
     PASSED.parent.mkdir(exist_ok=True)
     failures = []
-    for part in [options.part] if options.part else PARTS:
+    for part in [options.part] if options.part else [part for part in PARTS if part not in passed]:
         try:
             passed[part] = run[part]()
         except Failed as error:

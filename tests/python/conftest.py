@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 
 import hypothesis
 import pytest
@@ -12,6 +13,10 @@ import torch
 
 import cutlass_ext
 
+# Where there are several GPUs, each process of pytest-xdist has another one first; before CUDA starts.
+if (gpus := torch.cuda.device_count()) > 1 and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+    first = int(worker.removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + i) % gpus) for i in range(gpus))
 GPU = torch.cuda.is_available()
 HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
 GPU_TIMEOUT_S, CPU_TIMEOUT_S = 120, 120
