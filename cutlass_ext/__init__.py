@@ -2,10 +2,12 @@
 
 `fmha` is the one function with all features; `flash_attn_*` and `scaled_dot_product_attention` are the same under the
 names of flash-attn and PyTorch; all are differentiable. `fmha_backward` and `merge_attention` are for those who cut the
-keys into parts themselves; `explain` says what would run. CPU tensors run through PyTorch's own operators.
+keys into parts themselves; `explain` says what would run, and `dropout_mask` what a seed drops.
+CPU tensors run through PyTorch's own operators.
 """
 
 from .backward import fmha_backward
+from .dropout import dropout_mask
 from .flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -23,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Explanation",
+    "dropout_mask",
     "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

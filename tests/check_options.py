@@ -16,13 +16,16 @@ from source_tree import ROOT
 MOST = 8
 SUFFIXES = ".cpp", ".cu", ".hpp", ".def", ".py"
 TOGETHER = dict.fromkeys(("params.hpp", "arguments.hpp", "arguments.cpp"), "params")
-TOGETHER |= dict.fromkeys(("interface.py", "backward.py", "flash_attn.py", "kvcache.py", "sdpa.py"), "signatures")
+SIGNATURES = "interface.py", "backward.py", "flash_attn.py", "kvcache.py", "sdpa.py", "dropout.py"
+TOGETHER |= dict.fromkeys(SIGNATURES, "signatures")
 TOGETHER |= dict.fromkeys(("host/plan.hpp", "host/plan.cpp", "host/choice.hpp"), "host/plan")
 # What was there before this rule, and acts in more places than a new option may: it may not spread.
 OLDER = {
     "start_pos": 16, "num_splits": 13, "window_left": 12, "window_right": 12, "sink": 9, "block_table": 9,
     "softmax_scale": 9, "seqused_k": 9,
 }  # fmt: skip
+# Words that mean something else in the kernels: what hides the scores of a tile there is called so since the first one.
+HOMONYMS = {"mask": re.compile(r"fmha/.*|host/.*|kernels/.*|torch/operators.cpp")}
 DECLARED = re.compile(r"^\s*\w+_OPTION\([^,]*,[^,]*,\s*(\w+)\s*,", re.MULTILINE)  # the third argument is the name
 CPP_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
@@ -58,7 +61,8 @@ def main() -> None:
     all_places = places()
     counted = []
     for name in options((ROOT / "csrc" / "options.def").read_text()):
-        found = [place for place, words in all_places.items() if name in words]
+        other = HOMONYMS.get(name)
+        found = [place for place, words in all_places.items() if name in words and not (other and other.match(place))]
         counted.append((len(found), OLDER.get(name, MOST), name, found))
     if not counted:
         sys.exit("csrc/options.def declares no option that this script can read")
