@@ -174,12 +174,14 @@ def fmha(
     left, right = (-1, -1) if window == (-1, -1) else window_sides("window", window)
     start, start_positions = (start_pos, None) if type(start_pos) is int else split_start(start_pos)
     names = NAMES
-    if block_mask is not None:
-        if mask is not None:
-            raise ValueError("block_mask: does not go with mask, which is given too; give one of them")
-        mask, names = mask_of(block_mask), NAMES | {"mask": "block_mask"}
-    if dropout_p != 0.0 and dropout_seed is None and isinstance(q, Tensor):
-        dropout_seed = draw_seed(q)
+    no_pairs = bias is mask is block_mask is dropout_seed is None and dropout_p == head_start == sequence_start == 0
+    if not no_pairs:
+        if block_mask is not None:
+            if mask is not None:
+                raise ValueError("block_mask: does not go with mask, which is given too; give one of them")
+            mask, names = mask_of(block_mask), NAMES | {"mask": "block_mask"}
+        if dropout_p != 0.0 and dropout_seed is None and isinstance(q, Tensor):
+            dropout_seed = draw_seed(q)
     needs_grad = False
     if is_grad_enabled():
         try:
@@ -197,18 +199,16 @@ def fmha(
             _check_gradients(needs_grad, alibi_slopes, block_table)
     arguments = q, k, v, causal, start, return_lse or needs_grad
     # Those at the end that a plain call leaves out would cost it 1.6 us, of the 4.5 that 21 arguments take.
-    of_pairs = not (bias is mask is dropout_seed is None and (dropout_p, head_start, sequence_start) == (0.0, 0, 0))
     absent = (
         cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is softmax_scale is alibi_slopes is sink
         is seqused_k is leftpad_k is start_positions is block_table is None
-    )  # fmt: skip
-    plain = left, right, softcap, num_splits, backend, deterministic
-    if of_pairs or not absent or plain != (-1, -1, 0.0, 0, "auto", False):
+    ) and no_pairs  # fmt: skip
+    if not absent or (left, right, softcap, num_splits, backend, deterministic) != (-1, -1, 0.0, 0, "auto", False):
         arguments += (
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, left, right, softmax_scale, softcap,
             alibi_slopes, sink, seqused_k, leftpad_k, start_positions, num_splits, backend, deterministic,
         )  # fmt: skip
-        if of_pairs:
+        if not no_pairs:
             arguments += bias, mask, dropout_p, dropout_seed, head_start, sequence_start
     if needs_grad:
         operator = autograd.differentiable(autograd.with_grad_torch if backend == "torch" else autograd.with_grad)

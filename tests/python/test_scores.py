@@ -781,6 +781,18 @@ def test_block_mask(target, kind, lengths):
     assert_same_bits(target.gradients(q, k, v, dout, dlse, block_mask=block_mask, **options), want)
 
 
+@COMPILE_TIMEOUT
+def test_block_mask_under_compile(target_fp32):
+    q, k, v = target_fp32.qkv(1, 200, 2, 32)
+    make = lambda: create_block_mask(BLOCKS["sliding"], None, None, 200, 200, device=target_fp32.device)  # noqa: E731
+    call = lambda q, block_mask: target_fp32.fmha(q, k, v, block_mask=block_mask)  # noqa: E731
+    want, block_mask = tried(target_fp32, lambda: call(q, make())), make()
+    fast, _ = compiled(call)
+    for _ in range(2):  # when the mask is made, and when it is kept
+        assert_same_bits(fast(q, block_mask), want)
+    assert_same_bits(call(q, block_mask), want)
+
+
 def test_blocks_alone_say_what_is_visible(target):
     """A BlockMask without a mask_mod, of blocks in any order."""
     counts, indices = (
