@@ -356,7 +356,7 @@ POSITIONS = [
 ]
 
 
-@pytest.mark.parametrize("dropout_p", [2**-16, 0.1, 0.5, 1 - 2**-16])
+@pytest.mark.parametrize("dropout_p", [2**-16, 0.1, 0.5, 0.99])
 @pytest.mark.parametrize("options", POSITIONS, ids=str)
 def test_the_same_bits_everywhere(target, options, dropout_p):
     """In the output, through an identity as V, and in each gradient: what `dropout_mask` and the oracle say."""
@@ -704,45 +704,47 @@ MASKS = [
 ]
 
 
+def by_pytorch(q, k, v, attn_mask, **options):
+    """PyTorch's answer in float32; its own dtype has roundings of its own."""
+    x = attn_mask.float() if attn_mask.is_floating_point() else attn_mask
+    return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), x, **options)
+
+
 @pytest.mark.parametrize("kind", ["bool", "float32", "own"])
 @pytest.mark.parametrize("shape", MASKS, ids=str)
 def test_sdpa(target, shape, kind):
     q, k, v = (target.randn(2, 4, n, 32) for n in (70, 90, 90))
     dtype = target.dtype if kind == "own" else torch.float32
     attn_mask = mask_of(target, shape, 0.8) if kind == "bool" else bias_of(target, shape, dtype)
-    ours, theirs = cutlass_ext.scaled_dot_product_attention, F.scaled_dot_product_attention
-    out = tried(target, lambda: ours(q, k, v, attn_mask))
+    out = tried(target, lambda: cutlass_ext.scaled_dot_product_attention(q, k, v, attn_mask))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        want = theirs(q, k, v, attn_mask)
-    if attn_mask.dim() == 0 and kind == "bool" and not attn_mask:
-        want = torch.zeros_like(want)
-    torch.testing.assert_close(out, want, **peer_tolerance(target.dtype))
+        want = by_pytorch(q, k, v, attn_mask)
+    torch.testing.assert_close(out, want.to(out.dtype), **peer_tolerance(target.dtype))
 
 
 def test_sdpa_of_several_leading_dimensions(target):
     q, k, v = (target.randn(2, 3, 4, n, 32) for n in (40, 50, 50))
     for shape in ((2, 3, 4, 40, 50), (3, 1, 1, 50), (2, 1, 4, 40, 50), (1, 1, 1, 40, 50), (40, 50)):
-        attn_mask = bias_of(target, shape, target.dtype)
-        out = tried(target, lambda x=attn_mask: cutlass_ext.scaled_dot_product_attention(q, k, v, attn_mask=x))
-        want = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
-        torch.testing.assert_close(out, want, **peer_tolerance(target.dtype))
+        x = bias_of(target, shape, target.dtype)
+        out = tried(target, lambda x=x: cutlass_ext.scaled_dot_product_attention(q, k, v, attn_mask=x))
+        torch.testing.assert_close(out, by_pytorch(q, k, v, x).to(out.dtype), **peer_tolerance(target.dtype))
     q, k, v = (t[0, 0] for t in (q, k, v))
-    attn_mask = mask_of(target, (4, 40, 50), 0.8)
-    out = tried(target, lambda: cutlass_ext.scaled_dot_product_attention(q, k, v, attn_mask))
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, attn_mask), **peer_tolerance(target.dtype))
+    x = mask_of(target, (4, 40, 50), 0.8)
+    out = tried(target, lambda: cutlass_ext.scaled_dot_product_attention(q, k, v, x))
+    torch.testing.assert_close(out, by_pytorch(q, k, v, x).to(out.dtype), **peer_tolerance(target.dtype))
 
 
 def test_sdpa_with_grouped_heads_and_gradients(target):
     q, k, v = (target.randn(2, heads, n, 32) for heads, n in ((8, 70), (2, 90), (2, 90)))
     dout = target.randn(2, 8, 70, 32)
     leaves = [t.requires_grad_() for t in (q, k, v, bias_of(target, (8, 70, 1), target.dtype))]
-    ours, theirs = cutlass_ext.scaled_dot_product_attention, F.scaled_dot_product_attention
-    out = tried(target, lambda: ours(*leaves, enable_gqa=True))
+    out = tried(target, lambda: cutlass_ext.scaled_dot_product_attention(*leaves, enable_gqa=True))
     got = tried(target, lambda: torch.autograd.grad(out, leaves, dout), backward=True)
-    want = torch.autograd.grad(theirs(*leaves, enable_gqa=True), leaves, dout)
+    want = torch.autograd.grad(by_pytorch(*leaves, enable_gqa=True), leaves, dout.float())
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape
-        torch.testing.assert_close(a, b, atol=16 * peer_tolerance(target.dtype)["atol"], rtol=0.05)
+        # the bias is the same for all keys of a row: its gradient is 0, as a sum of 90 roundings
+        torch.testing.assert_close(a, b.to(a.dtype), atol=32 * torch.finfo(target.dtype).eps, rtol=0.05)
 
 
 def test_sdpa_drops(target):
