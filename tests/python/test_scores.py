@@ -2,6 +2,7 @@
 gradients, alone, together and with every other feature; what must not leak; the same bits wherever dropout is drawn;
 through PyTorch, under its name, FlexAttention's and flash-attn's; the models that ask for them."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -217,6 +218,13 @@ def test_torch_16_bit(target_16_bit, kind):
     check(target_16_bit, q, k, v, **options, **with_pairs(target_16_bit, q, k, ALONE[kind]))
 
 
+@pytest.mark.parametrize("kind", ALONE)
+def test_torch_backend_on_cuda(gpu, kind):
+    target = dataclasses.replace(gpu, backend="torch")
+    (q, k, v), options = padded_cases.build(target, padded_cases.PLAIN | COMPANY["everything"])
+    check(target, q, k, v, **options, **with_pairs(target, q, k, ALONE[kind]))
+
+
 @st.composite
 def cases(draw):
     case = draw(padded_cases.cases())
@@ -248,6 +256,11 @@ def test_packed_dropout(target, feature):
     dout, dlse = of_out(target, batch.q, batch.v)
     got = tried(target, lambda: target.gradients(*batch, dout, dlse, **options), backward=True)
     expect_gradients_packed(*batch, dout, dlse, **options).check(got, small=True)
+
+
+def test_packed_dropout_of_torch_on_cuda(gpu):
+    """There sequences are padded, several at a time."""
+    test_packed_dropout(dataclasses.replace(gpu, backend="torch"), "everything")
 
 
 @pytest.mark.parametrize("n_q", [1, 5, 40])
