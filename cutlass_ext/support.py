@@ -1,0 +1,73 @@
+"""What `fmha` takes of a call that was not made for it. Used by the SDPA switch, `cutlass_ext.nn` and the adapters,
+which hand on to PyTorch what it does not take, and say so once."""
+
+import inspect
+import warnings
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .interface import fmha
+
+_PARAMETERS = frozenset(inspect.signature(fmha).parameters)
+_DTYPES = torch.float32, torch.float16, torch.bfloat16
+_LARGEST_HEAD_DIM = 256
+_warned: set[str] = set()
+
+
+def given(**options) -> dict:
+    """The options that ask for something: neither None, nor False, nor 0, which are what `fmha` has by default."""
+    return {
+        name: value
+        for name, value in options.items()
+        if value is not None and value is not False and not (type(value) in (int, float) and value == 0)
+    }
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor, **options) -> str | None:
+    """Why `fmha` would refuse a call with these `options`, or None where it would not.
+
+    The one place that knows. It reads nothing but names, shapes and dtypes, so a forward and a backward pass come to
+    the same answer, and torch.compile traces it. Head dims and strides that `readable` mends are no reason.
+    """
+    for name in given(**options):
+        if name not in _PARAMETERS:
+            return f"fmha has no {name} yet"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in _DTYPES and not (x.dtype == torch.float64 and x.device.type == "cpu"):
+            return f"{name} has dtype {str(x.dtype)[6:]}"
+        if x.dtype != q.dtype:
+            return f"{name} has dtype {str(x.dtype)[6:]} and q {str(q.dtype)[6:]}"
+        if not 0 < x.shape[-1] <= _LARGEST_HEAD_DIM:
+            return f"{name} has head_dim {x.shape[-1]}, which is not from 1 to {_LARGEST_HEAD_DIM}"
+    return None
+
+
+def warn_once(who: str, reason: str) -> None:
+    """Says, the first time, that PyTorch computes what `who` was asked for, and why."""
+    if torch.compiler.is_compiling():
+        return
+    text = f"{who}: PyTorch's own attention computes this call: {reason}"
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def readable(x: Tensor) -> Tensor:
+    """`x` as `fmha` reads it: a head dim that is no multiple of 8 (4 in more than 16 bits) is padded with zeros, and a
+    last dimension that is not contiguous copied."""
+    step = 8 if x.element_size() == 2 else 4
+    if x.shape[-1] % step:
+        return pad(x, (0, -x.shape[-1] % step))
+    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, **options):
+    """`fmha` of any head dims up to 256 and any strides, with those of the options that are `given`."""
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    results = fmha(readable(q), readable(k), readable(v), softmax_scale=scale, **given(**options))
+    d_v = v.shape[-1]
+    if isinstance(results, Tensor):
+        return results[..., :d_v]
+    return results[0][..., :d_v], results[1]
