@@ -18,11 +18,14 @@ from .interface import Explanation, explain, fmha
 from .kvcache import flash_attn_with_kvcache
 from .merge import merge_attention
 from .sdpa import scaled_dot_product_attention
+from .switch import activate, deactivate
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Explanation",
+    "activate",
+    "deactivate",
     "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
