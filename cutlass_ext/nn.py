@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import Parameter
 
-from .support import attend, refusal, warn_once
+from .support import attend, given, refusal, warn_once
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -222,7 +222,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             options = {"causal": causal, "mask": mask, "bias": bias, "dropout_p": dropout_p}
             reason = refusal(q, k, v, **options)
             if reason is None:
-                return attend(q, k, v, **options), None
+                return attend(q, k, v, **given(**options)), None
             warn_once("MultiheadAttention", reason)
         if causal and (masks or need_weights):
             masks = [*masks, torch.ones(1, 1, q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()]

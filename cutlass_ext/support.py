@@ -1,5 +1,5 @@
-"""What `fmha` takes of a call that was not made for it. Used by the SDPA switch, `cutlass_ext.nn` and the adapters,
-which hand on to PyTorch what it does not take, and say so once."""
+"""What `fmha` takes of a call that was not made for it. Used by flash-attn's names, the SDPA switch, `cutlass_ext.nn`
+and the adapters; all but the first hand on to PyTorch what it does not take, and say so once."""
 
 import inspect
 import warnings
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .backward import fmha_backward
 from .interface import fmha
 
 _PARAMETERS = frozenset(inspect.signature(fmha).parameters)
@@ -57,17 +58,30 @@ def warn_once(who: str, reason: str) -> None:
 def readable(x: Tensor) -> Tensor:
     """`x` as `fmha` reads it: a head dim that is no multiple of 8 (4 in more than 16 bits) is padded with zeros, and a
     last dimension that is not contiguous copied."""
-    step = 8 if x.element_size() == 2 else 4
-    if x.shape[-1] % step:
-        return pad(x, (0, -x.shape[-1] % step))
+    if not isinstance(x, Tensor):
+        return x  # which the operator refuses by its name
+    d = x.shape[-1]
+    if d % 8 and d % (step := 8 if x.element_size() == 2 else 4):
+        return pad(x, (0, -d % step))
     return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, **options):
-    """`fmha` of any head dims up to 256 and any strides, with those of the options that are `given`."""
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    results = fmha(readable(q), readable(k), readable(v), softmax_scale=scale, **given(**options))
+def attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, **options):
+    """`fmha` of any head dims up to 256, and of any strides."""
+    alike = isinstance(q, Tensor) and isinstance(k, Tensor) and q.shape[-1:] == k.shape[-1:]
+    tensors = (readable(q), readable(k), readable(v)) if alike else (q, k, v)  # padding would hide what is not
+    if softmax_scale is None and tensors[0] is not q:
+        softmax_scale = q.shape[-1] ** -0.5
+    results = fmha(*tensors, softmax_scale=softmax_scale, **options)
+    if tensors[2] is v:
+        return results
     d_v = v.shape[-1]
-    if isinstance(results, Tensor):
-        return results[..., :d_v]
-    return results[0][..., :d_v], results[1]
+    return results[..., :d_v] if isinstance(results, Tensor) else (results[0][..., :d_v], results[1])
+
+
+def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options):
+    """`fmha_backward` of what `attend` gave."""
+    scale = options.pop("softmax_scale", None) or q.shape[-1] ** -0.5
+    tensors = [readable(x) for x in (dout, q, k, v, out)]
+    dq, dk, dv, *more = fmha_backward(*tensors, lse, softmax_scale=scale, **options)
+    return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], *more

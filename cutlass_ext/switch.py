@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .backward import fmha_backward
-from .support import attend, given, readable, refusal, warn_once
+from .support import attend, attend_backward, given, refusal, warn_once
 
 NAME = "cutlass_ext"
 _on: dict[str, ExitStack] = {}  # by device; closing one restores what PyTorch had
@@ -136,24 +135,20 @@ def _bias(o: SimpleNamespace) -> Tensor | None:
 
 # ------------------------------------------------------------------------------------------------ on [B, N, H, d]
 def _options(o: SimpleNamespace, seed: Tensor | None) -> dict:
-    return {
-        "causal": o.is_causal, "softmax_scale": o.query.shape[-1] ** -0.5 if o.scale is None else o.scale,
-        "dropout_p": o.dropout_p, "dropout_seed": seed,
-    }  # fmt: skip
+    return {"causal": o.is_causal, "softmax_scale": o.scale, "dropout_p": o.dropout_p, "dropout_seed": seed}
 
 
 def _forward(o: SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor, Tensor]:
     """`out`, `lse` and the seed of dropout, int64 `[2]`, anything without."""
     seed = torch.empty(2, dtype=torch.int64, device=q.device)
-    out, lse = attend(q, k, v, return_lse=True, **_options(o, seed.random_() if o.dropout_p else None), **options)
+    options = given(**options, **_options(o, seed.random_() if o.dropout_p else None))
+    out, lse = attend(q, k, v, return_lse=True, **options)
     return out, lse, seed
 
 
 def _backward(o: SimpleNamespace, dout, q, k, v, out, lse: Tensor, seed: Tensor, **options) -> tuple[Tensor, ...]:
     options |= given(**_options(o, seed if o.dropout_p else None))
-    dout, q_, k_, v_, out = (readable(x) for x in (dout, q, k, v, out))
-    dq, dk, dv, *dbias = fmha_backward(dout, q_, k_, v_, out, lse, **options)
-    return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], *dbias
+    return attend_backward(dout, q, k, v, out, lse, **options)
 
 
 def _heads_second(*tensors: Tensor) -> list[Tensor]:

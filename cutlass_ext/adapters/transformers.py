@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..support import attend, refusal, warn_once
+from ..support import attend, given, refusal, warn_once
 
 NAME = "cutlass_ext"
 
@@ -266,7 +266,7 @@ def attention(
     tensors = [x.transpose(1, 2) for x in (query, key, value)]
     if "cu_seqlens_q" in visible:
         tensors = [x.flatten(0, 1) for x in tensors]
-    out = attend(*tensors, softmax_scale=scaling, **options)
+    out = attend(*tensors, softmax_scale=scaling, **given(**options))
     return out.view(query.shape[0], query.shape[2], *out.shape[-2:]), None
 
 

@@ -31,13 +31,13 @@ class Calls:
 
     def __init__(self, monkeypatch):
         self.forward = self.backward = 0
-        for name in ("attend", "fmha_backward"):
+        for name in ("attend", "attend_backward"):
             monkeypatch.setattr(switch, name, self.counted(name, getattr(switch, name)))
 
     def counted(self, name, function):
         def call(*args, **kwargs):
             self.forward += name == "attend"
-            self.backward += name == "fmha_backward"
+            self.backward += name == "attend_backward"
             return function(*args, **kwargs)
 
         return call
