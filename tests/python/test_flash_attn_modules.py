@@ -108,7 +108,7 @@ def test_flash_attention_3_refuses_by_name(installed, name):
     with pytest.raises(NotImplementedError, match="qv"):
         function(**dict.fromkeys(names, q), **tensors, qv=q)
     with pytest.raises(TypeError, match="nonsense"):
-        function(**dict.fromkeys(names, q), nonsense=1)
+        function(**dict.fromkeys(names, q), **tensors, nonsense=1)
 
 
 # ------------------------------------------------------------------------------------------------ single passes
