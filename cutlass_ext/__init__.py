@@ -6,7 +6,10 @@ keys into parts themselves; `explain` says what would run. `activate` has PyTorc
 has its modules, `adapters` are for other packages. CPU tensors run through PyTorch's own operators.
 """
 
-from . import nn
+from . import (
+    nn,
+    torch_rules,  # noqa: F401  (importing it tells PyTorch)
+)
 from .backward import fmha_backward
 from .flash_attn import (
     flash_attn_func,

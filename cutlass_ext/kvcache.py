@@ -206,3 +206,4 @@ def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: Ten
 
 _read, _read_torch = register("fmha_kvcache", lse_if_asked(_on_any_device))
 _append, _append_torch = register("fmha_kvcache_append", lse_if_asked(_on_any_device))
+OPERATORS = _read, _read_torch, _append, _append_torch
