@@ -19,12 +19,6 @@ def target(request):
     return request.param
 
 
-@pytest.fixture(autouse=True)
-def pytorchs_backward_passes():
-    """Not all of them are deterministic on a GPU."""
-    torch.use_deterministic_algorithms(False)
-
-
 def pair(target, **options):
     """PyTorch's module and ours, of the same weights, none of which is 0."""
     theirs = nn.MultiheadAttention(E, H, device=target.device, dtype=target.dtype, **options)

@@ -94,7 +94,8 @@ def test_any_head_dim(target, calls, d):
     want = results(F.scaled_dot_product_attention, q, k, v)
     with cutlass_ext.activate(target.device):
         assert_alike(results(F.scaled_dot_product_attention, q, k, v), want)
-    assert calls.forward == 1
+    written_out = target.cuda and target.dtype == torch.float32 and d % 4  # by PyTorch, which asks nobody then
+    assert calls.forward == (0 if written_out else 1)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "learned"])

@@ -44,12 +44,6 @@ def device(request):
     return request.param.device
 
 
-@pytest.fixture(autouse=True)
-def eager_takes_what_it_takes():
-    """Of the backward passes that eager and the models' own layers take, not all are deterministic on a GPU."""
-    torch.use_deterministic_algorithms(False)
-
-
 def pair(cls, config, device, **tokens):
     """Two models of the same weights: ours, and eager's."""
     torch.manual_seed(0)
