@@ -132,8 +132,9 @@ def mask(
         keys = None if none_hidden and may_skip else (first, end)
 
     sees_left = window.left < 0 or kv_length <= window.left
-    is_last = q_length == 1 and type(start) is int and start + 1 >= kv_length
-    sees_right = window.right < 0 or is_last or (type(start) is int and start == 0)
+    # Without a mask several rows begin with the first key, and a row alone is the last.
+    place = kv_length - 1 if q_length == 1 else 0
+    sees_right = window.right < 0 or (type(start) is int and start == place)
     if may_skip and keys is None and sees_left and sees_right:
         return None
     start = torch.as_tensor(start, device=device).expand(batch_size)

@@ -125,6 +125,17 @@ def test_generate_gives_the_same_tokens(name, cache, device, alone):
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("prompt", [1, 5])
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_generate_from_a_short_prompt(name, cache, prompt, device, alone):
+    """A token alone, in a cache that has room for more."""
+    models, ids = decoder(name, device), tokens(device, 2, prompt)
+    options = {"max_new_tokens": 9, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    got, want = (model.generate(ids, attention_mask=torch.ones_like(ids), **options) for model in models)
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_generate_with_beams(name, device, alone):
     models = decoder(name, device)
