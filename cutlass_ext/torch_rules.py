@@ -63,9 +63,9 @@ def _register_vmap(operator) -> None:
             if names[i] not in shared:
                 x = arguments[i] if in_dims[i] is not None else arguments[i].expand(V, *arguments[i].shape)
                 arguments[i] = x.flatten(0, 1)
-        results = operator(*arguments)
+        results, B = operator(*arguments), arguments[0].shape[0] // V
         dims = tuple(0 if x.dim() > 1 else None for x in results)  # what nobody asked for is empty
-        return tuple(x if d is None else x.unflatten(0, (V, -1)) for x, d in zip(results, dims, strict=True)), dims
+        return tuple(x if d is None else x.unflatten(0, (V, B)) for x, d in zip(results, dims, strict=True)), dims
 
     torch.library.register_vmap(operator, rule, lib=library)
 

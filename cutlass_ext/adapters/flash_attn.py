@@ -95,6 +95,7 @@ def _modules() -> dict[str, ModuleType]:
     public["flash_attn_with_kvcache"] = flash_attn_with_kvcache
     passes = {x.__name__: x for x in (_flash_attn_forward, _flash_attn_varlen_forward)}
     passes |= {x.__name__: x for x in (_flash_attn_backward, _flash_attn_varlen_backward)}
+    passes |= {f"_wrapped{name}": x for name, x in passes.items()}  # the same, as operators of PyTorch there
     content = {
         "flash_attn": public | {"__version__": VERSION},
         "flash_attn.flash_attn_interface": public | passes,

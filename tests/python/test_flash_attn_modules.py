@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import inspect
+import subprocess
 import sys
 
 import pytest
@@ -30,7 +31,11 @@ def test_imports_of_all_kinds(installed):
     import flash_attn.layers.rotary
     from flash_attn import flash_attn_func, flash_attn_with_kvcache  # noqa: F401
     from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input  # noqa: F401
-    from flash_attn.flash_attn_interface import _flash_attn_forward, flash_attn_varlen_qkvpacked_func  # noqa: F401
+    from flash_attn.flash_attn_interface import (  # noqa: F401
+        _flash_attn_forward,
+        _wrapped_flash_attn_backward,
+        flash_attn_varlen_qkvpacked_func,
+    )
     from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb  # noqa: F401
     from flash_attn_interface import flash_attn_varlen_func  # noqa: F401
 
@@ -67,6 +72,25 @@ def test_the_real_one_stays_unless_told_otherwise(monkeypatch):
     assert sys.modules["flash_attn"] is not real and "flash_attn.losses" not in sys.modules
     adapter.uninstall()
     assert sys.modules["flash_attn"] is real and sys.modules["flash_attn.losses"] is inner
+
+
+DIFFUSERS = """
+import torch
+import cutlass_ext.adapters.flash_attn
+cutlass_ext.adapters.flash_attn.install()
+from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
+q, k, v = (torch.randn(1, 8, 2, 16, dtype=torch.bfloat16) for _ in "qkv")
+with attention_backend("flash"):
+    got = dispatch_attention_fn(q, k, v)
+assert torch.equal(got, cutlass_ext.flash_attn_func(q, k, v))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
+def test_diffusers_finds_it():
+    """In a process of its own: what diffusers sees when it is imported it keeps."""
+    done = subprocess.run([sys.executable, "-c", DIFFUSERS], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 # ------------------------------------------------------------------------------------------------ FlashAttention-3
