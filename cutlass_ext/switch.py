@@ -4,6 +4,7 @@ PyTorch chooses one of a few operators by a call's shapes and dtypes, flash atte
 have gradients of their own. While the switch is on, this library computes those operators.
 """
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -93,9 +94,13 @@ class _Registered:
 def _turn_on(device: str = "cuda") -> _Registered:
     stack = ExitStack()
     library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
-    for name, compute in _OPERATORS[device].items():
-        if hasattr(torch.ops.aten, name):  # not every PyTorch has every one
-            _replace(library, name, compute, device.upper())
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Warning only once for all operators"
+        )  # that a kernel is replaced, as it is to be
+        for name, compute in _OPERATORS[device].items():
+            if hasattr(torch.ops.aten, name):  # not every PyTorch has every one
+                _replace(library, name, compute, device.upper())
     if device == "cuda":
         stack.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
         torch.backends.cuda.enable_cudnn_sdp(False)
