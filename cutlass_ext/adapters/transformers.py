@@ -33,8 +33,11 @@ def register() -> None:
     sinks, packed sequences (`position_ids`, or `cu_seq_lens_q` and so on), dynamic and static caches, continuous
     batching with paged caches (of transformers 5.23), and training work. What `fmha` does not take PyTorch's SDPA
     computes, or the model's own `eager` where SDPA knows no softcap or sink, with a warning, once, that names the
-    reason. Rows that are padding have outputs of 0 where causal masks hide everything from them; `eager` gives them the
-    mean of all values.
+    reason.
+
+    Rows that are padding have outputs of 0 where causal masks hide everything from them; `eager` gives them the mean of
+    all values. Under torch.compile give an `attention_mask`, or `cu_seq_lens_q` and so on: without either, positions
+    may mean packed sequences, and the mask is written out. A mask with holes is an error there.
 
     Raises:
         RuntimeError: transformers is older than 5.0.
@@ -107,8 +110,10 @@ def mask(
         "allow_is_causal_skip": allow_is_causal_skip, "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
     }  # fmt: skip
     window = _window_of(mask_function)
-    if window is None or (torch.compiler.is_compiling() and attention_mask is not None):
-        return masking_utils.sdpa_mask(**arguments, **options)  # what it holds cannot be looked at while tracing
+    if torch.compiler.is_compiling() and window is None:
+        window = _traced_window(allow_is_causal_skip, **options)
+    if window is None:
+        return masking_utils.sdpa_mask(**arguments, **options)
     if window.sequences is not None:
         return _packed(window)
     # A model that may not get None concatenates masks; but where rows come one by one the same argument tells of a
@@ -126,10 +131,14 @@ def mask(
         end = first + own.sum(-1)
         j = torch.arange(kv_length, device=device)
         no_holes = own == ((j >= first[:, None]) & (j < end[:, None]))
-        none_hidden, no_holes = torch.stack([own.all(), no_holes.all()]).tolist()
-        if not no_holes:
-            return masking_utils.sdpa_mask(**arguments, **options)
-        keys = None if none_hidden and may_skip else (first, end)
+        if torch.compiler.is_compiling():  # nothing of a tensor can be looked at: a wrong assumption must not pass
+            torch._assert_async(no_holes.all(), "attention_mask: has holes, which torch.compile cannot take here")
+            keys = first, end
+        else:
+            none_hidden, no_holes = torch.stack([own.all(), no_holes.all()]).tolist()
+            if not no_holes:
+                return masking_utils.sdpa_mask(**arguments, **options)
+            keys = None if none_hidden and may_skip else (first, end)
 
     sees_left = window.left < 0 or kv_length <= window.left
     # Without a mask several rows begin with the first key, and a row alone is the last.
@@ -163,6 +172,15 @@ def _window_of(function) -> _Window | None:
         case "remap_positions_for_packed_sequence":
             return _window_of(inside["mask_function"])
     return None
+
+
+def _traced_window(allow_is_causal_skip: bool, local_size=None, use_vmap=False, config=None, **_) -> _Window | None:
+    """The window of a sliding mask while torch.compile traces, which cannot look into closures.
+
+    It is one where there is a size, not that of chunks, and nothing was added: the mask could not be left out then.
+    """
+    is_sliding = local_size is not None and getattr(config, "attention_chunk_size", None) is None
+    return _Window(local_size - 1, 0) if is_sliding and allow_is_causal_skip and not use_vmap else None
 
 
 def _intersection(windows: list[_Window | None]) -> _Window | None:
