@@ -30,6 +30,8 @@ def _function_of(operator, backward: Callable, setup_context: Callable | None) -
     defaults = [argument.default_value for argument in operator._schema.arguments]
 
     class Function(torch.autograd.Function):
+        generate_vmap_rule = True  # of the operators' own
+
         @staticmethod
         def forward(*arguments):
             return operator(*arguments)

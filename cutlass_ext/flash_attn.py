@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ._ops import renaming
-from .interface import fmha
+from .support import attend
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
@@ -90,7 +90,8 @@ def flash_attn_func(
     `(left, right)` leaves `p - left` to `p + right`. Rows that see no key are 0.
 
     Args:
-        q: `[B, N_q, H_q, d]`.
+        q: `[B, N_q, H_q, d]`. Head dims that are no multiple of 8 are padded, and a tensor whose last dimension is not
+            contiguous is copied, as flash-attn does.
         k: `[B, N_kv, H_kv, d]`; `H_q` is a multiple of `H_kv`.
         v: `[B, N_kv, H_kv, d_v]`.
         dropout_p: the probability with which a weight is dropped, as in `fmha`, whose seed PyTorch's generator draws.
@@ -122,7 +123,7 @@ def flash_attn_func(
     Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
     """
     sink = engine_arguments(q, v, out, s_aux, engine)
-    results = fmha(
+    results = attend(
         q, k, v, causal=causal, start_pos="end", window=window_size, softmax_scale=softmax_scale, softcap=softcap,
         alibi_slopes=alibi_slopes, sink=sink, return_lse=return_attn_probs or return_softmax_lse, num_splits=num_splits,
         deterministic=deterministic, dropout_p=dropout_p,
@@ -197,7 +198,7 @@ def flash_attn_varlen_func(
     if block_table is not None and cu_seqlens_k is not None:
         seqused_k = _lengths_between(cu_seqlens_k, cu_seqlens_q) if seqused_k is None else seqused_k
         cu_seqlens_k = None
-    results = fmha(
+    results = attend(
         q, k, v, causal=causal, start_pos="end", window=(-1, -1) if window_size is None else window_size,
         softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, seqused_k=seqused_k,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
