@@ -58,7 +58,7 @@ def _warn_of_old_driver() -> None:
 
 _warn_of_old_driver()
 
-_library = torch.library.Library("cutlass_ext", "FRAGMENT")
+library = torch.library.Library("cutlass_ext", "FRAGMENT")
 _names: dict = {}  # of an operator's arguments: torch.compile does not read schemas
 
 
@@ -95,27 +95,29 @@ def register(
     check = getattr(torch.ops.cutlass_ext, re.sub("_append$|_with_grad$", "", name) + "_check").default
     schema = operator._schema
 
-    def named(arguments: tuple) -> SimpleNamespace:
-        values = {argument.name: argument.default_value for argument in schema.arguments}  # PyTorch leaves defaults out
-        return SimpleNamespace(**values | dict(zip(values, arguments, strict=False)))
-
     @torch.no_grad()
     def on_any_device(*arguments) -> Tensors:
         check(*arguments)
-        return compute(named(arguments))
+        return compute(SimpleNamespace(**named(operator, arguments)))
 
     def traced(*arguments) -> Tensors:
-        return shapes(named(arguments))
+        return shapes(SimpleNamespace(**named(operator, arguments)))
 
-    _library.define(f"{name}_torch" + str(schema).removeprefix(schema.name))
-    _library.impl(name, on_any_device, "CPU")
+    library.define(f"{name}_torch" + str(schema).removeprefix(schema.name))
+    library.impl(name, on_any_device, "CPU")
     for device in ("CPU", "CUDA"):
-        _library.impl(f"{name}_torch", on_any_device, device)
+        library.impl(f"{name}_torch", on_any_device, device)
     for registered in (name, f"{name}_torch"):
-        torch.library.register_fake(f"cutlass_ext::{registered}", traced, lib=_library)
+        torch.library.register_fake(f"cutlass_ext::{registered}", traced, lib=library)
     both = operator, getattr(torch.ops.cutlass_ext, f"{name}_torch").default
     _names.update(dict.fromkeys(both, tuple(argument.name for argument in schema.arguments)))
     return both
+
+
+def named(operator, arguments: tuple) -> dict:
+    """An operator's arguments by their names; PyTorch leaves out those at the end that have their defaults."""
+    values = {argument.name: argument.default_value for argument in operator._schema.arguments}
+    return values | dict(zip(values, arguments, strict=False))
 
 
 def run(operator, arguments: tuple, names: dict[str, str]) -> Tensors:
@@ -142,7 +144,7 @@ def refuse_grad(operator, arguments: tuple, of: str) -> None:
 
 def register_autograd(operator, backward: Callable, setup_context: Callable | None = None) -> None:
     """The gradients of an operator that `register` gave, as `torch.library.register_autograd` takes them."""
-    torch.library.register_autograd(operator, backward, setup_context=setup_context, lib=_library)
+    torch.library.register_autograd(operator, backward, setup_context=setup_context, lib=library)
 
 
 def position(operator, name: str) -> int:

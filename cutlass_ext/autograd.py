@@ -21,6 +21,7 @@ func_is_active = torch._C._are_functorch_transforms_active  # whether torch.func
 _DETERMINISTIC = position(with_grad, "deterministic")
 # Where the arguments stand whose gradients are the results dq, dk, ... of the backward operator.
 _DIFFERENTIATED = [position(with_grad, gradient.name[1:]) for gradient in backward._schema.returns]
+_BIAS = _DIFFERENTIATED[-1]
 
 
 def _function_of(operator, backward: Callable, setup_context: Callable | None) -> Callable:
@@ -29,6 +30,8 @@ def _function_of(operator, backward: Callable, setup_context: Callable | None) -
     defaults = [argument.default_value for argument in operator._schema.arguments]
 
     class Function(torch.autograd.Function):
+        generate_vmap_rule = True  # of the operators' own
+
         @staticmethod
         def forward(*arguments):
             return operator(*arguments)
@@ -63,11 +66,12 @@ def _gradients(operator, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple
     inputs[_DETERMINISTIC] |= torch.are_deterministic_algorithms_enabled()
     dout = torch.zeros_like(out) if dout is None else _readable(dout)
     dlse = None if dlse is None else dlse.contiguous()
+    bias_grad = inputs[_BIAS] is not None and ctx.needs_input_grad[_BIAS]
     q, k, v, *options = inputs  # the gradients take the same options, in the same order
-    results = run(differentiable(operator), (dout, q, k, v, out, lse, None, dlse, *options), {})
+    results = run(differentiable(operator), (dout, q, k, v, out, lse, None, dlse, bias_grad, *options), {})
     gradients: list[Tensor | None] = [None] * len(inputs)
     for i, gradient in zip(_DIFFERENTIATED, results, strict=True):
-        gradients[i] = None if inputs[i] is None else gradient
+        gradients[i] = None if inputs[i] is None or (i == _BIAS and not bias_grad) else gradient
     return tuple(gradients)
 
 

@@ -38,15 +38,23 @@ def fmha_backward(
     block_table: Tensor | None = None,
     backend: Backend = "auto",
     deterministic: bool = False,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    head_start: int = 0,
+    sequence_start: int = 0,
+    bias_grad: bool = True,
 ) -> tuple[Tensor, ...]:
-    r"""The gradients of `out, lse = fmha(..., return_lse=True)` in q, k, v and sink, from those of out and lse.
+    r"""The gradients of `out, lse = fmha(..., return_lse=True)` in q, k, v, sink and bias, from those of out and lse.
 
-    With the scores `s_ij` of `fmha`, and `s'_ij` their derivative in `softmax_scale * <q_i, k_j>` (1 without softcap),
+    With the scores `s_ij` and the dropout `keep_ij` of `fmha`, and `s'_ij` the derivative of scores in
+    `softmax_scale * <q_i, k_j>` (1 without softcap),
 
         p_ij = exp(s_ij - lse_i)                            delta_i = <dout_i, out_i> - dlse_i
-        dv_j = sum_i p_ij dout_i                            ds_ij = p_ij (<dout_i, v_j> - delta_i) s'_ij
-        dq_i = softmax_scale sum_j ds_ij k_j                dk_j = softmax_scale sum_i ds_ij q_i
-        dsink_h = -sum_i exp(sink_h - lse_i) delta_i
+        dv_j = sum_i keep_ij p_ij dout_i                    dbias_ij = p_ij (keep_ij <dout_i, v_j> - delta_i)
+        dq_i = softmax_scale sum_j dbias_ij s'_ij k_j       dk_j = softmax_scale sum_i dbias_ij s'_ij q_i
+        dsink_h = -sum_i exp(sink_h - lse_i) delta_i        dbias: summed over sequences, heads, rows that share it
 
     Nothing in them asks that `lse` and `delta` be of these keys alone. With those of all keys, of which k and v are a
     part (`merge_attention` gives that lse), dk and dv are right as they are, and dq is the part's share of a sum.
@@ -59,14 +67,17 @@ def fmha_backward(
         delta: as lse: the rows' sums of `dout * out`, less dlse, which is not given then. By default computed of out.
         dlse: as lse: the gradient of lse, 0 by default.
         causal, start_pos, window, softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k, cu_seqlens_q,
-            cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in the call of `fmha`.
+            cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias, mask, head_start, sequence_start: as in the call of `fmha`.
         block_table: must be None: keys in pages have no gradients.
         backend: as in `fmha`.
         deterministic: the same bits, run after run; without it those of dq may differ. Also on where
             `torch.use_deterministic_algorithms(True)` is.
+        dropout_p, dropout_seed: as in the call of `fmha`, which the seed has to be given, too.
+        bias_grad: whether the gradient of bias is computed, where there is one.
 
     Returns:
-        `(dq, dk, dv)`, contiguous, shapes and dtype of q, k and v; with a sink `(dq, dk, dv, dsink)`, float32 `[H_q]`.
+        `(dq, dk, dv)`, contiguous, shapes and dtype of q, k and v; with a sink then `dsink`, float32 `[H_q]`; with a
+        bias, and bias_grad, then `dbias`, shape and dtype of the bias.
         Rows that see no key, keys outside `leftpad_k` and `seqused_k`, and rows in no sequence have gradients of 0,
         whatever bits q, k, v, dout and out hold there.
 
@@ -78,13 +89,19 @@ def fmha_backward(
     """
     check_bool("causal", causal)
     check_bool("deterministic", deterministic)
+    check_bool("bias_grad", bias_grad)
     left, right = window_sides("window", window)
     start, start_positions = split_start(start_pos)
     arguments = (
-        dout, q, k, v, out, lse, delta, dlse, causal, start, False, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        dout, q, k, v, out, lse, delta, dlse, bias_grad, causal, start, False, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         max_seqlen_k, block_table, left, right, softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k,
-        start_positions, 0, backend, deterministic or torch.are_deterministic_algorithms_enabled(),
+        start_positions, 0, backend, deterministic or torch.are_deterministic_algorithms_enabled(), bias, mask,
+        dropout_p, dropout_seed, head_start, sequence_start,
     )  # fmt: skip
     operator = autograd.backward_torch if backend == "torch" else autograd.backward
-    dq, dk, dv, dsink = run(autograd.differentiable(operator), arguments, NAMES)
-    return (dq, dk, dv) if sink is None else (dq, dk, dv, dsink)
+    *gradients, dsink, dbias = run(autograd.differentiable(operator), arguments, NAMES)
+    if sink is not None:
+        gradients.append(dsink)
+    if bias is not None and bias_grad:
+        gradients.append(dbias)
+    return tuple(gradients)

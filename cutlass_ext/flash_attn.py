@@ -1,7 +1,8 @@
 """The names, arguments, defaults and alignment of flash-attn 2.8, so that an import line is all that changes.
 
 Called by users. Three things differ from flash-attn, all on purpose: a row that sees no key has `softmax_lse = -inf`
-(there `+inf`), `softmax_lse` is not shifted under causal ALiBi and has a gradient, and there is no dropout yet.
+(there `+inf`), `softmax_lse` is not shifted under causal ALiBi and has a gradient, and dropout drops by position
+(`fmha`, `dropout_mask`), with a probability in steps of 2^-16, not 2^-8.
 
 Serving engines call the same names with more keywords, those of vLLM's fork and of FlashAttention-3. They are taken by
 name, here and in `kvcache.py`, and refused by name where they would change a result.
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ._ops import renaming
-from .interface import fmha
+from .support import attend
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
@@ -89,10 +90,11 @@ def flash_attn_func(
     `(left, right)` leaves `p - left` to `p + right`. Rows that see no key are 0.
 
     Args:
-        q: `[B, N_q, H_q, d]`.
+        q: `[B, N_q, H_q, d]`. Head dims that are no multiple of 8 are padded, and a tensor whose last dimension is not
+            contiguous is copied, as flash-attn does.
         k: `[B, N_kv, H_kv, d]`; `H_q` is a multiple of `H_kv`.
         v: `[B, N_kv, H_kv, d_v]`.
-        dropout_p: must be 0: there is no dropout.
+        dropout_p: the probability with which a weight is dropped, as in `fmha`, whose seed PyTorch's generator draws.
         softmax_scale: factor of the scores; `1 / sqrt(d)` by default.
         causal: hide the keys after the row's position.
         window_size: `(left, right)` in tokens, -1 unbounded.
@@ -101,7 +103,7 @@ def flash_attn_func(
         deterministic: the same gradients, bit for bit, run after run; without it `dq` may differ in its last bits.
             Results always have the same bits.
         return_attn_probs: return `(out, softmax_lse, None)`. The probabilities themselves are never written out, so
-            the third is None, as it is in flash-attn without dropout.
+            the third is None, with dropout too.
         num_splits: as in `fmha`; 0: the library chooses.
         return_softmax_lse: return `(out, softmax_lse)`, as vLLM's functions do; `return_attn_probs` comes first.
         out: shape, dtype and device of the result, which is copied into it, in a launch of its own, and is `out` then.
@@ -115,17 +117,16 @@ def flash_attn_func(
         differentiable.
 
     Raises:
-        NotImplementedError: dropout, what `engine` must not be, or `out` where an input requires grad.
+        NotImplementedError: what `engine` must not be, or `out` where an input requires grad.
         TypeError, ValueError: as `fmha`.
 
     Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
     """
-    _check_dropout(dropout_p)
     sink = engine_arguments(q, v, out, s_aux, engine)
-    results = fmha(
+    results = attend(
         q, k, v, causal=causal, start_pos="end", window=window_size, softmax_scale=softmax_scale, softcap=softcap,
         alibi_slopes=alibi_slopes, sink=sink, return_lse=return_attn_probs or return_softmax_lse, num_splits=num_splits,
-        deterministic=deterministic,
+        deterministic=deterministic, dropout_p=dropout_p,
     )  # fmt: skip
     results = engine_results(results, out)
     return (*results, None) if return_attn_probs else results
@@ -187,23 +188,22 @@ def flash_attn_varlen_func(
         differentiable.
 
     Raises:
-        NotImplementedError: dropout, what `engine` must not be, or `out` or `block_table` where an input requires grad.
+        NotImplementedError: what `engine` must not be, or `out` or `block_table` where an input requires grad.
         TypeError, ValueError: as `fmha`.
 
     Source: FlashAttention-2 (arXiv:2307.08691), PagedAttention (arXiv:2309.06180, section 4.1); the interface of
     flash-attn 2.8.
     """
-    _check_dropout(dropout_p)
     sink = engine_arguments(q, v, out, s_aux, engine)
     if block_table is not None and cu_seqlens_k is not None:
         seqused_k = _lengths_between(cu_seqlens_k, cu_seqlens_q) if seqused_k is None else seqused_k
         cu_seqlens_k = None
-    results = fmha(
+    results = attend(
         q, k, v, causal=causal, start_pos="end", window=(-1, -1) if window_size is None else window_size,
         softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, seqused_k=seqused_k,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         block_table=block_table, return_lse=return_attn_probs or return_softmax_lse, num_splits=num_splits,
-        deterministic=deterministic,
+        deterministic=deterministic, dropout_p=dropout_p,
     )  # fmt: skip
     results = engine_results(results, out)
     return (*results, None) if return_attn_probs else results
@@ -218,11 +218,6 @@ def _lengths_between(cu_seqlens_k: Tensor, cu_seqlens_q: Tensor) -> Tensor:
         shapes = list(cu_seqlens_k.shape), list(cu_seqlens_q.shape)
         raise ValueError(f"cu_seqlens_k: has shape {shapes[0]}; expected [batch + 1] of cu_seqlens_q, {shapes[1]}")
     return cu_seqlens_k.diff()
-
-
-def _check_dropout(dropout_p: float) -> None:
-    if dropout_p != 0.0:
-        raise NotImplementedError(f"dropout_p: is {dropout_p}; expected 0, there is no dropout yet")
 
 
 def _packs(unpacked: Callable, **names: str) -> Callable[[Callable], Callable]:

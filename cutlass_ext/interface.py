@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from . import autograd
 from ._ops import run
 from .autograd import func_is_active
+from .block_mask import mask_of
 
 Backend = Literal["auto", "simt", "sm80", "sm90", "torch"]
 StartPos = int | Tensor | Literal["end"]
@@ -45,6 +46,13 @@ def fmha(
     num_splits: int = 0,
     backend: Backend = "auto",
     deterministic: bool = False,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    block_mask: object | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    head_start: int = 0,
+    sequence_start: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Exact multi-head attention, `softmax(softmax_scale * q k^T + ...) v`, without writing out the scores.
 
@@ -52,17 +60,20 @@ def fmha(
 
     - `leftpad_k <= j < seqused_k` (by default `0 <= j < N_kv`),
     - not `causal`, or `j <= p`,
-    - `left < 0`, or `j >= p - left`, and `right < 0`, or `j <= p + right`, where `window = (left, right)`.
+    - `left < 0`, or `j >= p - left`, and `right < 0`, or `j <= p + right`, where `window = (left, right)`,
+    - no `mask` is given, or it is true at the row and the key.
 
     The scores, in this order, and the outputs are
 
         s_ij = softmax_scale * <q_i, k_j>
         s_ij = softcap * tanh(s_ij / softcap)               where softcap > 0
         s_ij = s_ij - alibi_slopes_h * |p - j|              where slopes are given
-        out_i = sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sink_h))
+        s_ij = s_ij + bias_ij                               where a bias is given
+        out_i = sum_j exp(s_ij) keep_ij v_j / (sum_j exp(s_ij) + exp(sink_h))
         lse_i = log(sum_j exp(s_ij) + exp(sink_h))
 
-    and a row that sees no key gives `out = 0` and `lse = -inf` (or the sink's logit). What lies before `leftpad_k`, or
+    where `keep_ij` is 1, or with dropout 0 or `1 / (1 - dropout_p)`: it drops weights of out alone. A row that sees no
+    key gives `out = 0` and `lse = -inf` (or the sink's logit). What lies before `leftpad_k`, or
     at or past `seqused_k`, never reaches an output, not even NaN.
 
     Sequences of different lengths may be packed one after the other, without padding: q, k and v then have no batch
@@ -119,23 +130,42 @@ def fmha(
             (PyTorch's own operators, on any device), or `"auto"`. `explain` says what `"auto"` chooses.
         deterministic: the same gradients, bit for bit, run after run; without it `dq` may differ in its last bits.
             `torch.use_deterministic_algorithms(True)` does the same. `out` and `lse` always have the same bits.
+        bias: `[1 or B, 1 or H_q, 1 or N_q, N_kv]`, float32, float16 or bfloat16 whatever q is (float64 beside float64),
+            any strides: added to the scores; -inf hides a key. Row `i` and key `j` are those of the sequence, padding
+            in front counted. It may require grad, alone too: its gradient has its own shape, so a bias that is shared
+            by sequences, heads or rows should be given with dimensions of 1, not expanded.
+        mask: bool `[1 or B, 1 or H_q, 1 or N_q, N_kv]`, any strides: true where a key is visible. It goes with causal,
+            windows and lengths, each of which may hide a key. A NaN that bias has where a mask hides does not count.
+        block_mask: a `torch.nn.attention.flex_attention.BlockMask`, instead of mask. What it shows is kept with it as
+            a bool tensor, so that its `mask_mod` is evaluated once.
+        dropout_p: the probability with which a weight is dropped after the softmax, 0 to less than 1, rounded to
+            multiples of 2^-16.
+        dropout_seed: int64 `[2]` on q's device. The same seed drops the same weights, in every call, backend and batch,
+            and `dropout_mask` shows which; calls that are to differ should differ in it. By default PyTorch's generator
+            of q's device draws it, so `torch.manual_seed` fixes it, checkpoints repeat it and CUDA graphs redraw it.
+        head_start: what head 0 counts as for dropout, so that GPUs that have a part of the heads draw what one of all
+            would.
+        sequence_start: what sequence 0 counts as, the same of a batch in parts.
 
     Returns:
         `out` `[B, N_q, H_q, d_v]` or `[total_q, H_q, d_v]`, contiguous, dtype of q; with `return_lse` also `lse`
         `[B, H_q, N_q]` or `[H_q, total_q]`, float32, the natural logarithm of each row's sum. Both are differentiable
-        in q, k, v and sink, once. Rows that see no key, padding and rows in no sequence have gradients of 0, whatever
-        bits stand there. The same inputs give the same bits. In a captured CUDA graph the call may be replayed as often
-        as wanted, but two instances of one graph must not run at the same time: they share what the call computes in.
+        in q, k, v, sink and bias, once. Rows that see no key, padding and rows in no sequence have gradients of 0,
+        whatever bits stand there. The same inputs give the same bits. In a captured CUDA graph the call may be replayed
+        as often as wanted, but two instances of one graph must not run at the same time: they share what the call
+        computes in.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: a shape, stride, device or value that does not fit; the text names the argument.
-        NotImplementedError: what is not built yet, among it gradients of slopes, of keys in pages, and of gradients.
+        NotImplementedError: what is not built yet, among it gradients of slopes, of keys in pages, and of gradients;
+            bias or mask of packed sequences.
 
     Source: FlashAttention (arXiv:2205.14135, section 3.1) and FlashAttention-2 (arXiv:2307.08691, section 3.1), with
     the online softmax of arXiv:1805.02867 (section 3). Features: GQA (arXiv:2305.13245, section 2.2), ALiBi
     (arXiv:2108.12409, section 3), attention sinks (arXiv:2309.17453, section 3), softcap (Gemma 2, arXiv:2408.00118,
-    section 2).
+    section 2), bias (T5, arXiv:1910.10683, section 2.1), dropout (arXiv:1706.03762, section 5.4) by Philox4x32-7
+    (Salmon et al., SC 2011).
     """
     if causal is not True and causal is not False:
         check_bool("causal", causal)
@@ -143,6 +173,15 @@ def fmha(
         check_bool("deterministic", deterministic)
     left, right = (-1, -1) if window == (-1, -1) else window_sides("window", window)
     start, start_positions = (start_pos, None) if type(start_pos) is int else split_start(start_pos)
+    names = NAMES
+    no_pairs = bias is mask is block_mask is dropout_seed is None and dropout_p == head_start == sequence_start == 0
+    if not no_pairs:
+        if block_mask is not None:
+            if mask is not None:
+                raise ValueError("block_mask: does not go with mask, which is given too; give one of them")
+            mask, names = mask_of(block_mask), NAMES | {"mask": "block_mask"}
+        if dropout_p != 0.0 and dropout_seed is None and isinstance(q, Tensor):
+            dropout_seed = draw_seed(q)
     needs_grad = False
     if is_grad_enabled():
         try:
@@ -152,6 +191,7 @@ def fmha(
                 or v.requires_grad
                 or (sink is not None and sink.requires_grad)
                 or (alibi_slopes is not None and alibi_slopes.requires_grad)
+                or (bias is not None and bias.requires_grad)
             )
         except AttributeError:  # no tensor, which the operator refuses
             needs_grad = False
@@ -162,17 +202,19 @@ def fmha(
     absent = (
         cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is softmax_scale is alibi_slopes is sink
         is seqused_k is leftpad_k is start_positions is block_table is None
-    )  # fmt: skip
+    ) and no_pairs  # fmt: skip
     if not absent or (left, right, softcap, num_splits, backend, deterministic) != (-1, -1, 0.0, 0, "auto", False):
         arguments += (
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, left, right, softmax_scale, softcap,
             alibi_slopes, sink, seqused_k, leftpad_k, start_positions, num_splits, backend, deterministic,
         )  # fmt: skip
+        if not no_pairs:
+            arguments += bias, mask, dropout_p, dropout_seed, head_start, sequence_start
     if needs_grad:
         operator = autograd.differentiable(autograd.with_grad_torch if backend == "torch" else autograd.with_grad)
     else:
         operator = autograd.forward_torch if backend == "torch" else autograd.forward
-    out, lse = run(operator, arguments, NAMES)
+    out, lse = run(operator, arguments, names)
     return (out, lse) if return_lse else out
 
 
@@ -227,6 +269,9 @@ class _Explaining(TorchFunctionMode):
             function = getattr(torch.ops.cutlass_ext, f"{name}_explain")
             backend, kernel, B_r, B_c, splits, ctas, reason = function(*args)
             raise _Explained(Explanation(backend, kernel, (B_r, B_c), splits, ctas, reason))
+        if function is torch.randint:  # a seed of dropout, which is not to be missing from the calls that are made
+            kwargs = {"device": "cpu"} | (kwargs or {})
+            kwargs.setdefault("generator", torch.Generator(kwargs["device"]))
         return function(*args, **kwargs or {})
 
 
@@ -247,6 +292,11 @@ def _check_gradients(needs_grad: bool, alibi_slopes: Tensor | None, block_table:
         raise NotImplementedError(
             f"{name}: {reason}; call under torch.no_grad() or torch.inference_mode(), or pass detached tensors"
         )
+
+
+def draw_seed(q: Tensor) -> Tensor:
+    """A seed for dropout, by an operator of PyTorch on q's device, where nothing waits for it."""
+    return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
 
 
 def check_bool(name: str, value: bool) -> None:

@@ -161,8 +161,9 @@ def _on_any_device(o: SimpleNamespace) -> Results:
         if o.rotary_cos is not None:
             bounded = any(0 <= side < UNBOUNDED for side in (o.window_left, o.window_right))
             rows = torch.arange(N_q, device=q.device) * int(o.causal or bounded)
-            q = _rotated(q, cached[:, None] + rows, o)
-            k = _rotated(k, cached[:, None] + new, o)
+            how = o.rotary_cos, o.rotary_sin, o.rotary_interleaved
+            q = rotated(q, cached[:, None] + rows, *how)
+            k = rotated(k, cached[:, None] + new, *how)
         _write(o.k_cache, o.v_cache, k, o.v, cached[:, None] + new, table.long())
         used = cached + N_new
     lengths = lengths_of(o, N_q, capacity, used, o.cache_leftpad)
@@ -172,15 +173,15 @@ def _on_any_device(o: SimpleNamespace) -> Results:
     return attention(q, keys, values, lengths, o)
 
 
-def _rotated(x: Tensor, positions: Tensor, o: SimpleNamespace) -> Tensor:
-    """`x` `[B, N, H, d]` with its first `2 * rotary_cos.shape[1]` columns rotated by `positions` `[B, N]`."""
-    columns = 2 * o.rotary_cos.shape[1]
-    positions = positions.long().clamp(0, o.rotary_cos.shape[0] - 1)
-    c, s = (table[positions].float().unsqueeze(2) for table in (o.rotary_cos, o.rotary_sin))
+def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`x` `[B, N, H, d]` with its first `2 * cos.shape[1]` columns rotated by `positions` `[B, N]`."""
+    columns = 2 * cos.shape[1]
+    positions = positions.long().clamp(0, cos.shape[0] - 1)
+    c, s = (table[positions].float().unsqueeze(2) for table in (cos, sin))
     turning = x[..., :columns].float()
-    a, b = (turning[..., 0::2], turning[..., 1::2]) if o.rotary_interleaved else turning.chunk(2, -1)
+    a, b = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
     pair = a * c - b * s, b * c + a * s
-    turned = torch.stack(pair, -1).flatten(-2) if o.rotary_interleaved else torch.cat(pair, -1)
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
     return torch.cat([turned.to(x.dtype), x[..., columns:]], -1)
 
 
@@ -205,3 +206,4 @@ def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: Ten
 
 _read, _read_torch = register("fmha_kvcache", lse_if_asked(_on_any_device))
 _append, _append_torch = register("fmha_kvcache_append", lse_if_asked(_on_any_device))
+OPERATORS = _read, _read_torch, _append, _append_torch

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .philox import kept, threshold_of
+
 # Score elements of a block: on a CPU they should stay in the cache, on a GPU they should outlast a launch.
 _CPU_BLOCK = 2**20
 _GPU_BLOCK = 2**24
@@ -22,7 +24,7 @@ _MAX_ROWS = 128  # of a block: more of them compute more hidden scores under cau
 _MIN_ROWS = 32  # of a block: fewer of them read K and V more often than their arithmetic pays for
 
 Results = tuple[Tensor, Tensor]  # out, lse
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, dsink
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, dsink, dbias
 
 
 def fmha(o: SimpleNamespace) -> Results:
@@ -56,6 +58,7 @@ class Lengths(NamedTuple):
     start: int | Tensor  # position of the first query row
     used: Tensor | None  # keys at or past it are not the sequence's
     leftpad: Tensor | None  # nor are those before it
+    first: int = 0  # which of the call's sequences is the first of these
 
 
 def lengths_of(
@@ -86,9 +89,14 @@ def empty_results(q: Tensor, v: Tensor, return_lse: bool = True) -> Results:
 
 
 def empty_gradients(o: SimpleNamespace) -> Gradients:
-    """Of the shapes of q, k, v and sink, contiguous; `dsink` is empty where there is no sink."""
+    """Of the shapes of q, k, v, sink and bias, contiguous; `dsink` is empty where there is no sink, `dbias` where it
+    is not asked for."""
     dsink = o.q.new_empty(0 if o.sink is None else o.sink.shape, dtype=dtype_of_scores(o.q))
-    return o.q.new_empty(o.q.shape), o.k.new_empty(o.k.shape), o.v.new_empty(o.v.shape), dsink
+    if o.bias is not None and o.bias_grad:
+        dbias = o.bias.new_empty(o.bias.shape)
+    else:
+        dbias = o.q.new_empty(0, dtype=torch.float32)
+    return o.q.new_empty(o.q.shape), o.k.new_empty(o.k.shape), o.v.new_empty(o.v.shape), dsink, dbias
 
 
 class _Block(NamedTuple):
@@ -123,6 +131,13 @@ class _Blocks:
         self.start = lengths.start.view(B, 1, 1, 1, 1) if isinstance(lengths.start, Tensor) else lengths.start
         slopes = o.alibi_slopes
         self.slopes = None if slopes is None else slopes.reshape(-1, H_kv, self.G, 1, 1).expand(B, -1, -1, -1, -1)
+        self.bias, self.mask = (self.scores_by_heads(getattr(o, name, None)) for name in ("bias", "mask"))
+        self.threshold = threshold_of(getattr(o, "dropout_p", 0.0))
+        if self.threshold > 0:
+            self.seed, self.kept_scale = o.dropout_seed, 1 / (1 - o.dropout_p)
+            sequences = torch.arange(B, device=q.device) + (lengths.first + o.sequence_start)
+            heads = torch.arange(H_q, device=q.device) + o.head_start
+            self.sequences, self.q_heads = sequences.view(B, 1, 1, 1, 1), heads.view(1, H_kv, self.G, 1, 1)
         self.keys = torch.arange(N_kv, device=q.device)
         self.outside = _outside(self.keys, lengths)
         self.rows, self.heads = _block_shape(q.is_cuda, N_q, N_kv, self.G, d + d_v)
@@ -142,12 +157,13 @@ class _Blocks:
                 i = slice(first_row, min(first_row + self.rows, N_q))
                 j, hidden = _visible_keys(start, i, N_kv, self.left, self.right)
                 Q = q_heads[b, h, :, i].to(self.dtype) * self.softmax_scale
-                masked = hidden or self.outside is not None
+                of_tensors = (self.outside, self.bias, self.mask)
+                masked = hidden or any(x is not None for x in of_tensors)
                 yield _Block(b, h, i, j, Q, K[:, :, j], V[:, :, j], hidden, masked)
 
     def scores(self, block: _Block, keep_tanh: bool = False) -> tuple[Tensor, Tensor | None]:
         """`S` `[b, h, G, i, j]`, -inf where a key is hidden; and if it is to be kept, the softcap's tanh."""
-        b, h, i, j = block[:4]
+        b, h, _, j = block[:4]
         S = self.product(block.Q, block.K.mT)
         tanh = None
         if self.softcap > 0:
@@ -156,10 +172,13 @@ class _Blocks:
             S.mul_(self.softcap)
         ahead = None  # j - p: how far a key stands ahead of the row
         if self.slopes is not None or block.by_position:
-            start = self.start[b] if isinstance(self.start, Tensor) else self.start
-            ahead = self.keys[j] - (torch.arange(i.start, i.stop, device=S.device).unsqueeze(-1) + start)
+            ahead = self.keys[j] - self.positions(block)
         if self.slopes is not None:
             S.addcmul_(self.slopes[b, h], ahead.abs().to(self.dtype), value=-1.0)
+        if self.bias is not None:
+            S.add_(self.of_block(self.bias, block))
+        if self.mask is not None:
+            S.masked_fill_(~self.of_block(self.mask, block), -torch.inf)
         if ahead is not None and self.right >= 0:
             S.masked_fill_(ahead > self.right, -torch.inf)
         if ahead is not None and self.left >= 0:
@@ -167,6 +186,31 @@ class _Blocks:
         if self.outside is not None:
             S.masked_fill_(self.outside[b, None, None, None, j], -torch.inf)
         return S, tanh
+
+    def positions(self, block: _Block) -> Tensor:
+        """Of a block's rows: `[i, 1]`, or `[b, 1, 1, i, 1]` where sequences have starts of their own."""
+        start = self.start[block.b] if isinstance(self.start, Tensor) else self.start
+        return torch.arange(block.i.start, block.i.stop, device=self.keys.device).unsqueeze(-1) + start
+
+    def dropped(self, block: _Block) -> Tensor | None:
+        """`[b, h, G, i, j]`: where dropout takes a weight away; None where there is none."""
+        if self.threshold == 0:
+            return None
+        sequences, heads = self.sequences[block.b], self.q_heads[:, block.h]
+        return ~kept(self.seed, self.threshold, sequences, heads, self.positions(block), block.j)
+
+    def drop(self, x: Tensor, dropped: Tensor | None) -> Tensor:
+        """`x`, in place, times what dropout makes of its weights: 0, or 1 / (1 - dropout_p)."""
+        return x if dropped is None else x.mul_(self.kept_scale).masked_fill_(dropped, 0.0)
+
+    def scores_by_heads(self, x: Tensor | None) -> Tensor | None:
+        """`[1 or B, 1 or H_q, 1 or N_q, N_kv]` as a view `[1 or B, 1 or H_kv, 1 or G, 1 or N_q, N_kv]`."""
+        return x if x is None else x.unflatten(1, (-1, self.G)) if x.shape[1] > 1 else x.unsqueeze(1)
+
+    def of_block(self, x: Tensor, block: _Block) -> Tensor:
+        """What of a view of `scores_by_heads` is for a block, broadcast where it is 1."""
+        rows = (part if n > 1 else slice(None) for part, n in zip(block.rows, x.shape[:-1], strict=True))
+        return x[(*rows, block.j)]
 
     def product(self, rows: Tensor, of_keys: Tensor) -> Tensor:
         """Of rows `[b, h, G, i, x]` with a matrix of their key head, `[b, h, x, y]`: `[b, h, G, i, y]`."""
@@ -213,7 +257,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: SimpleNamesp
             l = P.sum(-1, keepdim=True)
             if sink is not None:
                 l += torch.exp(sink - m)
-            O = blocks.product(P, block.V)
+            O = blocks.product(blocks.drop(P, blocks.dropped(block)), block.V)
             out_heads[block.rows] = O.div_(l).masked_fill_(l == 0, 0.0)
             lse_heads[block.rows] = l.log_().add_(m)
     return out, lse
@@ -223,16 +267,16 @@ def attention_backward(o: SimpleNamespace, lengths: Lengths) -> Gradients:
     """Padded sequences: the gradients of `attention`, from its results (FlashAttention-2, arXiv:2307.08691, section
     3.1), computed in what the scores are.
 
-        P = exp(S - lse),  dV = P^T dO,  dS = P (dO V^T - delta),  dQ = dS K,  dK = dS^T Q
-        dsink = -sum exp(sink - lse) delta
+        P = exp(S - lse),  dV = (D P)^T dO,  dS = P (D dO V^T - delta),  dQ = dS K,  dK = dS^T Q
+        dsink = -sum exp(sink - lse) delta,  dbias = dS, summed where the bias is broadcast
 
-    with delta = rowsum(dO O) - dlse. Rows that see no key, and keys outside their sequence, have gradients of 0: what
-    stands there is replaced before it meets a zero.
+    with delta = rowsum(dO O) - dlse and dropout's factors D, 0 or 1 / (1 - dropout_p). Rows that see no key, and keys
+    outside their sequence, have gradients of 0: what stands there is replaced before it meets a zero.
     """
-    dq, dk, dv, dsink = empty_gradients(o)
+    dq, dk, dv, dsink, dbias = empty_gradients(o)
     dsink.zero_()
     if o.q.numel() == 0:
-        return dq, dk.zero_(), dv.zero_(), dsink
+        return dq, dk.zero_(), dv.zero_(), dsink, dbias.zero_()
     blocks = _Blocks(o.q, o.k, o.v, lengths, o)
     dq_heads, dO_heads = blocks.by_heads(dq), blocks.by_heads(o.dout)
     O_heads = None if o.out is None else blocks.by_heads(o.out)
@@ -240,6 +284,8 @@ def attention_backward(o: SimpleNamespace, lengths: Lengths) -> Gradients:
     lse_heads = blocks.rows_by_heads(o.lse.masked_fill(o.lse == -torch.inf, torch.inf))
     delta_heads, dlse_heads = (None if x is None else blocks.rows_by_heads(x) for x in (o.delta, o.dlse))
     dK, dV = (x.new_zeros(x.transpose(1, 2).shape, dtype=blocks.dtype) for x in (o.k, o.v))
+    dS_sums = torch.zeros_like(dbias, dtype=blocks.dtype)
+    of_bias = blocks.scores_by_heads(dS_sums) if dbias.dim() > 1 else None
     with _float32_products(o.q.device.type):
         for block in blocks:
             sees_keys = block.j.start < block.j.stop
@@ -267,15 +313,21 @@ def attention_backward(o: SimpleNamespace, lengths: Lengths) -> Gradients:
             if not sees_keys:
                 dq_heads[block.rows] = 0.0
                 continue
+            dropped = blocks.dropped(block)
+            dP = blocks.drop(blocks.product(dO, block.V.mT), dropped)
+            dS = dP.sub_(delta).mul_(P)
+            P = blocks.drop(P, dropped)
             dV[block.b, block.h, block.j] += (P.mT @ dO).sum(2)  # head by head: one long sum rounds more
-            dS = blocks.product(dO, block.V.mT).sub_(delta).mul_(P)
+            if of_bias is not None:
+                part = blocks.of_block(of_bias, block)
+                part += (dS if empty is None else dS.masked_fill(empty, 0.0)).sum_to_size(part.shape)
             if tanh is not None:
                 dS.mul_(tanh.square_().neg_().add_(1.0))
             if empty is not None:
                 dS.masked_fill_(empty, 0.0)  # delta may be anything there
             dq_heads[block.rows] = blocks.product(dS, block.K).mul_(blocks.softmax_scale)
             dK[block.b, block.h, block.j] += (dS.mT @ Q).sum(2)
-    return dq, dk.copy_(dK.transpose(1, 2)), dv.copy_(dV.transpose(1, 2)), dsink
+    return dq, dk.copy_(dK.transpose(1, 2)), dv.copy_(dV.transpose(1, 2)), dsink, dbias.copy_(dS_sums)
 
 
 class _Sequences(NamedTuple):
@@ -325,7 +377,7 @@ def _sequences(o: SimpleNamespace) -> Iterator[_Sequences]:
     step = 1 if on_cpu else max(_GPU_BLOCK // max(padded, 1), 1)
     for first in range(0, q_length.shape[0], step):
         b = slice(first, first + step)
-        some = Lengths(*(x[b] if isinstance(x, Tensor) else x for x in batch))
+        some = Lengths(*(x[b] if isinstance(x, Tensor) else x for x in batch))._replace(first=first)
         if on_cpu:
             n_q, n_k = int(q_length[first]), int((k_length if batch.used is None else batch.used)[first])
             some = some._replace(start=int(some.start))
@@ -359,7 +411,8 @@ def _packed_backward(o: SimpleNamespace) -> Gradients:
     """Packed sequences: the gradients of `_packed_attention`; those of rows in no sequence are 0."""
     total_q, total_k = len(o.q), len(o.k)
     dq, dk, dv = (x.new_zeros(len(x) + 1, *x.shape[1:]) for x in (o.q, o.k, o.v))  # the last row is padding's
-    dsink = empty_gradients(o)[3].zero_()
+    dsink, dbias = empty_gradients(o)[3:]  # no bias goes with packed sequences
+    dsink.zero_()
     for some in _sequences(o):
         options = some.options
         is_padding = ~some.is_row.unsqueeze(-1)
@@ -370,12 +423,12 @@ def _packed_backward(o: SimpleNamespace) -> Gradients:
         for name, of_padding in (("lse", -torch.inf), ("delta", 0.0), ("dlse", 0.0)):
             if (x := getattr(o, name)) is not None:
                 setattr(options, name, x.T[some.rows].masked_fill(is_padding, of_padding).transpose(1, 2))
-        block_dq, block_dk, block_dv, block_dsink = attention_backward(options, some.lengths)
+        block_dq, block_dk, block_dv, block_dsink, _ = attention_backward(options, some.lengths)
         dq[some.q_places(total_q)] = block_dq
         places = some.k_places(total_k)
         dk[places], dv[places] = block_dk, block_dv
         dsink += block_dsink
-    return dq[:total_q], dk[:total_k], dv[:total_k], dsink
+    return dq[:total_q], dk[:total_k], dv[:total_k], dsink, dbias
 
 
 def _check_ends(of: str, cu_seqlens: Tensor, total: int, longest: int) -> None:

@@ -41,3 +41,18 @@ with torch.no_grad():
     # A window, a cap on the scores, grouped key/value heads, and the log-sum-exp of each row.
     out, lse = ce.fmha(q, k[:, :, :2], v[:, :, :2], causal=True, window=(63, 0), softcap=30.0, return_lse=True)
     print("out", tuple(out.shape), "lse", tuple(lse.shape))
+
+    # A bias of each head that the batch shares, as T5 has it, and a mask of padding: in PyTorch one attn_mask.
+    bias = torch.randn(1, heads, n, n, device=device)
+    words = (torch.arange(n, device=device) < torch.tensor([[n], [170]], device=device))[:, None, None]
+    out = ce.fmha(q, k, v, bias=bias, mask=words)
+    attn_mask = bias.masked_fill(~words, -torch.inf)
+    theirs = torch.nn.functional.scaled_dot_product_attention(*bhsd, attn_mask=attn_mask)
+    print("a bias and a mask:           ", difference(out, theirs.transpose(1, 2)))
+
+    # Dropout goes by position: a seed says which weights are dropped, in the gradients too.
+    seed = torch.tensor([20, 26], device=device)
+    kept = ce.dropout_mask(batch, heads, n, n, 0.1, seed)
+    weights = torch.softmax(bhsd[0] @ bhsd[1].mT / d**0.5, -1) * kept / 0.9
+    out = ce.fmha(q, k, v, dropout_p=0.1, dropout_seed=seed)
+    print("dropout:                     ", difference(out, (weights @ bhsd[2]).transpose(1, 2)))

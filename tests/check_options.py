@@ -2,8 +2,9 @@
 
 `make test` runs it. A place is a file of csrc/ or cutlass_ext/ whose code names the option, as a word; prose does not
 count. Files that are parts of one thing are one place: the field of a parameter and what fills it; the signatures that
-users call; the oracle and the tests. cutlass_ext/bench.py, a program that calls the library, is none. CONTRIBUTING ("A
-new option") walks through the places. An option may have MOST of them; the worst come first.
+users call; the oracle and the tests. What calls the library as users do is none, nor what is right without a new
+option's name (CALLERS). CONTRIBUTING ("A new option") walks through the places. An option may have MOST of them; the
+worst come first.
 """
 
 import io
@@ -16,13 +17,17 @@ from source_tree import ROOT
 MOST = 8
 SUFFIXES = ".cpp", ".cu", ".hpp", ".def", ".py"
 TOGETHER = dict.fromkeys(("params.hpp", "arguments.hpp", "arguments.cpp"), "params")
-TOGETHER |= dict.fromkeys(("interface.py", "backward.py", "flash_attn.py", "kvcache.py", "sdpa.py"), "signatures")
+SIGNATURES = "interface.py", "backward.py", "flash_attn.py", "kvcache.py", "sdpa.py", "dropout.py"
+TOGETHER |= dict.fromkeys(SIGNATURES, "signatures")
 TOGETHER |= dict.fromkeys(("host/plan.hpp", "host/plan.cpp", "host/choice.hpp"), "host/plan")
+CALLERS = {"bench.py", "info.py", "nn.py", "support.py", "switch.py", "torch_rules.py"}  # and adapters/
 # What was there before this rule, and acts in more places than a new option may: it may not spread.
 OLDER = {
     "start_pos": 16, "num_splits": 13, "window_left": 12, "window_right": 12, "sink": 9, "block_table": 9,
     "softmax_scale": 9, "seqused_k": 9,
 }  # fmt: skip
+# Words that mean something else in the kernels: what hides the scores of a tile there is called so since the first one.
+HOMONYMS = {"mask": re.compile(r"fmha/.*|host/.*|kernels/.*|torch/operators.cpp")}
 DECLARED = re.compile(r"^\s*\w+_OPTION\([^,]*,[^,]*,\s*(\w+)\s*,", re.MULTILINE)  # the third argument is the name
 CPP_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
@@ -47,7 +52,7 @@ def places() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for folder in ("csrc", "cutlass_ext", "tests/python"):
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in SUFFIXES and path.name != "bench.py":
+            if path.suffix in SUFFIXES and path.name not in CALLERS and path.parent.name != "adapters":
                 of_path = path.relative_to(ROOT / folder).as_posix()
                 name = "tests" if folder == "tests/python" else TOGETHER.get(path.name, TOGETHER.get(of_path, of_path))
                 found.setdefault(name, set()).update(words_of(path))
@@ -58,7 +63,8 @@ def main() -> None:
     all_places = places()
     counted = []
     for name in options((ROOT / "csrc" / "options.def").read_text()):
-        found = [place for place, words in all_places.items() if name in words]
+        other = HOMONYMS.get(name)
+        found = [place for place, words in all_places.items() if name in words and not (other and other.match(place))]
         counted.append((len(found), OLDER.get(name, MOST), name, found))
     if not counted:
         sys.exit("csrc/options.def declares no option that this script can read")

@@ -118,6 +118,18 @@ def compare_gradients(dtype: torch.dtype, n_q, n_kv, d: int, d_v: int, features:
         torch.testing.assert_close(a.cpu(), b, **tolerance, msg=lambda text: f"{what}: {text}")
 
 
+def pair_cases():
+    """(dtype, N_q, N_kv, d, d_v, features) of calls with bias, mask and dropout, of which a family may not take all."""
+    seed = torch.tensor([3, -5])
+    for dtype, (n_q, n_kv), d in itertools.product(TOLERANCES, ((1, 33), (33, 130), (130, 65)), (64, 128)):
+        row = torch.randn(2, 1, 1, n_kv)
+        yield dtype, n_q, n_kv, d, d, {"bias": torch.randn(1, 4, n_kv, n_q).mT, "causal": True, "start_pos": "end"}
+        yield dtype, n_q, n_kv, d, d, {"bias": torch.randn(2, 4, n_q, n_kv).to(dtype), "softcap": 20.0}
+        yield dtype, n_q, n_kv, d, d, {"bias": row, "mask": row > -1, "window": (17, 5)}
+        yield dtype, n_q, n_kv, d, d, {"mask": torch.rand(2, 1, n_q, n_kv) < 0.6}
+        yield dtype, n_q, n_kv, d, d, {"dropout_p": 0.3, "dropout_seed": seed, "sink": torch.randn(4)}
+
+
 def packed_cases(many):
     """(dtype, lengths of the queries, of the keys, d, d_v, features), with calls of `many` work items or without."""
     for dtype in TOLERANCES:
@@ -263,4 +275,11 @@ if __name__ == "__main__":
     for case in cache_cases():
         compare_cache(*case)
         count += 1
-    print(f"{count} calls agree with the CPU")
+    refused = 0
+    for case, function in itertools.product(pair_cases(), ("forward", "backward")):
+        try:
+            compare(*case, 0) if function == "forward" else compare_gradients(*case)
+            count += 1
+        except NotImplementedError:
+            refused += 1
+    print(f"{count} calls agree with the CPU, {refused} were refused")

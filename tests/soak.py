@@ -51,7 +51,8 @@ WORK = {"cuda": 1 << 28, "cpu": 1 << 24}  # multiplications of a call's two prod
 ELEMENTS = {"cuda": 1 << 21, "cpu": 1 << 19}  # of a tensor
 UNBOUNDED = 1 << 30  # a window side of so much or more is none
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
+FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = FLOATS | {"int32": torch.int32, "int64": torch.int64, "bool": torch.bool}
 
 
 # ------------------------------------------------------------------------------------------------ where tensors lie
@@ -124,7 +125,7 @@ class Arena:
         for name in dict.fromkeys(layout.buffer for layout in layouts.values()):
             parts = [layout for layout in layouts.values() if layout.buffer == name]
             size, dtype = max(part.end for part in parts) + 2 * GUARD + 8, DTYPES[parts[0].dtype]
-            fill = HUGE if dtype == torch.int32 else poison
+            fill = HUGE if dtype in (torch.int32, torch.int64) else poison  # of a mask: all is visible
             self.buffers[name] = torch.full((size,), fill, dtype=dtype, device=device)
         for name, layout in layouts.items():
             # elements that an expanded tensor has several times are written once
@@ -132,6 +133,8 @@ class Arena:
             once = self.buffers[layout.buffer].as_strided(shape, layout.strides, GUARD + layout.offset)
             if name in values:
                 once.copy_(torch.tensor(values[name]).view(shape))
+            elif layout.dtype == "bool":
+                once.copy_(torch.rand(shape, device=device, generator=self.generator) < 0.7)
             else:
                 once.normal_(generator=self.generator)
 
@@ -159,13 +162,13 @@ class Arena:
 
 
 def bits(x):
-    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 # ------------------------------------------------------------------------------------------------ drawing
 @dataclasses.dataclass
 class Call:
-    """One call in words: nothing here is on a device. `values` are the contents of the int32 tensors."""
+    """One call in words: nothing here is on a device. `values` are the contents of the tensors of integers."""
 
     seed: int
     function: str
@@ -271,6 +274,31 @@ def draw_options(rng, sizes, positions=True):
     return options, vectors
 
 
+def draw_pairs(rng, call, sizes, of_scores=True):
+    """Bias, mask and dropout, each with a chance of its own: tensors of scores of any strides, shared or not."""
+
+    def of_all_scores(name, dtype):
+        full = sizes.batch, sizes.heads_q, sizes.n_q
+        shape = [rng.choice((1, n)) for n in full]
+        while math.prod(shape) * sizes.n_kv > ELEMENTS[call.device]:
+            shape[shape.index(max(shape))] = 1
+        layout = drawn(rng, (*shape, sizes.n_kv), name, dtype, expandable=True)
+        if rng.random() < 0.2:  # keys apart
+            layout = dataclasses.replace(layout, strides=tuple(2 * stride for stride in layout.strides))
+        call.layouts[name] = layout
+
+    if of_scores and rng.random() < 0.2:
+        of_all_scores("bias", rng.choice(list(FLOATS)))
+    if of_scores and rng.random() < 0.2:
+        of_all_scores("mask", "bool")
+    if rng.random() < 0.2:
+        call.options["dropout_p"] = rng.choice((2**-16, 0.1, 0.1, 0.5, 0.9))
+        int_vectors(call, dropout_seed=[rng.randint(-(2**63), 2**63 - 1) for _ in range(2)])
+        call.layouts["dropout_seed"].dtype = "int64"
+        if rng.random() < 0.3:
+            call.options |= {name: rng.randint(0, 100) for name in ("head_start", "sequence_start")}
+
+
 def draw_backend(rng, device, dtype):
     families = () if device == "cpu" else ("simt",) if dtype == "float32" else ("sm80", "sm90", "sm90")
     return rng.choice(("auto",) * 6 + families * 2 + ("torch",))
@@ -332,10 +360,15 @@ def draw_padded(rng, call):
         used = [rng.randint(0, s.n_kv) for _ in range(s.batch)] if rng.random() < 0.3 else None
         first = [rng.randint(0, n) for n in used or [s.n_kv] * s.batch] if rng.random() < 0.2 else None
         int_vectors(call, start_pos=start, seqused_k=used, leftpad_k=first)
+        draw_pairs(rng, call, s)
         call.options["backend"] = draw_backend(rng, call.device, call.dtype)
     if name == "scaled_dot_product_attention":
         call.facts["lead"] = rng.choice(((s.batch,), (1, s.batch), (s.batch, 1), None if s.batch == 1 else (s.batch,)))
         call.options["enable_gqa"] = s.heads_q != s.heads_kv or rng.random() < 0.5
+        draw_pairs(rng, call, s)
+        call.layouts.pop("bias" if "mask" in call.layouts else "", None)
+        for name in ("dropout_p", "dropout_seed", "head_start", "sequence_start"):  # PyTorch's draws its own
+            call.options.pop(name, None), call.layouts.pop(name, None), call.values.pop(name, None)
 
 
 def draw_packed(rng, call):
@@ -377,6 +410,7 @@ def draw_packed(rng, call):
     if ours:
         first = [rng.randint(0, n) for n in used or lengths_k] if rng.random() < 0.2 else None
         int_vectors(call, start_pos=call.options.pop("start_pos"), leftpad_k=first)
+        draw_pairs(rng, call, s, of_scores=False)
         call.options["backend"] = draw_backend(rng, call.device, call.dtype)
 
 
@@ -489,6 +523,7 @@ def draw_paged(rng, call):
     if ours:
         pads = [rng.randint(0, n) for n in lengths_k] if rng.random() < 0.2 else None
         int_vectors(call, start_pos=call.options.pop("start_pos"), leftpad_k=pads)
+        draw_pairs(rng, call, dataclasses.replace(s, n_kv=capacity), of_scores=not packed)
         call.options["backend"] = draw_backend(rng, call.device, call.dtype)
 
 
@@ -555,6 +590,7 @@ def outside(n, firsts, lasts, device):
 def scores(call, arena):
     """What changes scores, as the oracle takes it."""
     names = "causal", "window", "softmax_scale", "softcap", "alibi_slopes", "sink", "start_pos", "leftpad_k"
+    names += "bias", "mask", "dropout_p", "dropout_seed", "head_start", "sequence_start"
     arguments = {name: call.options[name] for name in names if name in call.options}
     arguments |= {name: arena[name] for name in names if name in call.layouts}
     if call.function.startswith("flash"):
@@ -573,8 +609,16 @@ class Padded:
     def plant(self):
         used, first = (self.call.values.get(name) for name in ("seqused_k", "leftpad_k"))
         B, n = self.k.shape[:2]
+        hidden = outside(n, first or [0] * B, used or [n] * B, self.k.device)
         for name in "kv":
-            poisoned(self.arena, name, outside(n, first or [0] * B, used or [n] * B, self.k.device))
+            poisoned(self.arena, name, hidden)
+        if "bias" in self.call.layouts:
+            bias, hidden = self.arena["bias"], hidden[:, None, None]
+            hidden = hidden if len(bias) == B else hidden.all(0, keepdim=True)
+            mask = self.arena["mask"] if "mask" in self.call.layouts else None
+            if mask is not None and all(n in (1, m) for n, m in zip(mask.shape, bias.shape, strict=True)):
+                hidden = hidden | ~mask
+            poisoned(self.arena, "bias", hidden.expand(bias.shape))
 
     def arguments(self):
         """The function, and its keywords."""
@@ -588,6 +632,12 @@ class Padded:
                 bhsd = arguments[name].transpose(1, 2)
                 arguments[name] = bhsd[0] if lead is None else bhsd.unflatten(0, lead)
             renamed = {"q": "query", "k": "key", "v": "value", "causal": "is_causal", "softmax_scale": "scale"}
+            renamed |= {"bias": "attn_mask", "mask": "attn_mask"}
+            for name in ("bias", "mask"):
+                if name in arguments:
+                    ones = (1,) * len(lead or (1,))
+                    x, split = arguments[name], ones if len(arguments[name]) == 1 else lead
+                    arguments[name] = x[0] if lead is None else x.unflatten(0, split)
         elif call.function.startswith("flash"):
             renamed = {"window": "window_size"}
             arguments["return_softmax_lse" if call.function.endswith("kvcache") else "return_attn_probs"] = lse
@@ -647,7 +697,7 @@ def gradient_arguments(problem):
 
 
 class PaddedGradients(Padded):
-    """dq, dk, dv, and dsink where there is a sink."""
+    """dq, dk, dv, dsink where there is a sink, and dbias where there is a bias."""
 
     arguments = gradient_arguments
 
@@ -797,7 +847,7 @@ class Cached(Padded):
 
 
 def same_bits(got, want, what):
-    names = ("out", "lse") if len(got) < 3 else ("dq", "dk", "dv", "dsink")
+    names = ("out", "lse") if len(got) < 3 else ("dq", "dk", "dv", "dsink or dbias", "dbias")
     for a, b, name in zip(got, want, names[: len(got)], strict=True):
         different = bits(a.contiguous()) != bits(b.contiguous())
         assert not different.any(), (
@@ -817,16 +867,18 @@ def perform(call) -> str:
     problem = kind(call, arena)
     problem.plant()
     arena.keep()
-    function, arguments = problem.arguments()
     stream = contextlib.nullcontext()
-    if call.way == "stream":
-        stream = torch.cuda.stream(torch.cuda.Stream())
-        torch.cuda.synchronize()
     try:
+        function, arguments = problem.arguments()
+        if call.way == "stream":
+            stream = torch.cuda.stream(torch.cuda.Stream())
+            torch.cuda.synchronize()
         with stream:
             got = function(**arguments)
-    except NotImplementedError:
-        if call.options.get("backend", "auto") in ("auto", "torch"):
+    except NotImplementedError as refused:
+        # What no kernel takes yet is refused by the argument's name, and "auto" has none to choose.
+        new = device.type == "cuda" and str(refused).split(":")[0] in ("bias", "mask", "dropout_p")
+        if call.options.get("backend", "auto") in ("auto", "torch") and not new:
             raise
         return "refused"
     if device.type == "cuda":

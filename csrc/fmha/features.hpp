@@ -40,6 +40,9 @@ constexpr int kKinds = static_cast<int>(Kind::AllGradients) + 1;
   FEATURE(NewKeys, "k", p.k_new, (p.k_new = nullptr, p.n_new = 0))                                               \
   FEATURE(RotaryEmbedding, "rotary_cos", p.rotary.cos, p.rotary.cos = nullptr)                                   \
   FEATURE(FixedSplits, "num_splits", p.fixed_splits, p.fixed_splits = false)                                     \
+  FEATURE(Bias, "bias", p.bias.data, p.bias.data = nullptr)                                                      \
+  FEATURE(Mask, "mask", p.mask.bits, p.mask.bits = nullptr)                                                      \
+  FEATURE(Dropout, "dropout_p", p.dropout.seed, p.dropout.seed = nullptr)                                        \
   FEATURE(UnalignedRows, "q, k, v", !rows_are_aligned(p), void())
 
 namespace feature {

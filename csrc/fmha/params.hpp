@@ -106,6 +106,49 @@ struct Scores {
   CUTE_HOST_DEVICE float sink_of(int head) const { return sink ? sink[head] : -INFINITY; }
 };
 
+/// The dtype of a bias, whatever q, k and v are of.
+enum class BiasType : int { Float32, Float16, BFloat16 };
+
+/// Natural-log units, added to the scores after softcap and beside ALiBi; -inf hides a key. Row i and key j are those
+/// of the sequence, padding in front counted.
+struct Bias {
+  void const* data = nullptr;  // [1 or B, 1 or H_q, 1 or N_q, N_kv]; null: none
+  BiasType type = BiasType::Float32;
+  int64_t batch = 0, head = 0, row = 0, key = 0;  // element strides, 0 where broadcast
+};
+
+/// Which keys a row may see, in bits, as kernels/pack_mask.cu packs them of a bool tensor: bit j % 32 of word j / 32 is
+/// key j, bits at or past N_kv are 0. Rows and keys as those of a bias.
+struct Mask {
+  uint32_t const* bits = nullptr;        // [1 or B, 1 or H_q, 1 or N_q, words]; null: none
+  int64_t batch = 0, head = 0, row = 0;  // strides in words, 0 where broadcast
+
+  CUTE_HOST_DEVICE static int words_of(int n_kv) { return n_kv / 32 + (n_kv % 32 != 0); }
+};
+
+/// Dropout by position, so that whoever computes a pair of a row and a key draws the same for it: Philox4x32-7 (Salmon
+/// et al., SC 2011) with the 64 bits of seed[0] as key and the counter
+///   (key position / 8, row position, head + low half of x, sequence + high half of x),   x = seed[1] * kSpread,
+/// words modulo 2^32, the low ones first. Its 128 bits are those of eight keys in a row: of key 2w and 2w + 1 the low
+/// and the high half of word w. A pair is kept where its 16 bits are `threshold` or more.
+struct Dropout {
+  /// Odd. Seeds that count calls by their second word would draw the next head's numbers without it.
+  static constexpr uint64_t kSpread = 0x9E3779B97F4A7C15;
+
+  int64_t const* seed = nullptr;  // [2], on the device; null: no dropout
+  uint32_t threshold = 0;         // round(p 2^16), at least 1
+  float scale = 1.f;              // of what is kept: 1 / (1 - p)
+  int head_start = 0;             // what head 0 and sequence 0 count as
+  int sequence_start = 0;
+};
+
+/// What pairs of a row and a key have of their own.
+struct Pairs {
+  Bias bias;
+  Mask mask;
+  Dropout dropout;
+};
+
 /// The tensors that are written.
 struct Results {
   void* o = nullptr;     // [B, N_q,  H_q,  d_v]; packed: [total_q, H_q, d_v]
@@ -143,7 +186,7 @@ struct Cache {
 };
 
 /// What a CTA asks for first stands first: 64 bytes of parameters come from memory at a time, and each time it waits.
-struct Params : Lengths, Work, Problem, Scores, Results, Cache {
+struct Params : Lengths, Work, Problem, Scores, Results, Cache, Pairs {
   /// Results of one split: elements of lse.
   CUTE_HOST_DEVICE int64_t result_rows() const { return int64_t(stored_batch()) * heads_q * stored_rows(); }
 };

@@ -59,6 +59,36 @@ void set_places(Arguments const& a, Params* p) {
   }
 }
 
+/// The stride of a dimension of a tensor of scores: 0 where it has one element for all.
+int64_t broadcast_stride(Tensor const& t, int i, int64_t stride) { return t.size(i) == 1 ? 0 : stride; }
+
+/// Bias, mask and dropout. The bits of the mask are those that operators.cpp packs; until then its bytes stand for
+/// them.
+void set_pairs(Arguments const& a, Params* p) {
+  if (Tensor const& t = a.bias) {
+    p->bias.data = t.data;
+    p->bias.type = t.dtype == kFloat32   ? BiasType::Float32
+                   : t.dtype == kFloat16 ? BiasType::Float16
+                                         : BiasType::BFloat16;
+    p->bias.batch = broadcast_stride(t, 0, t.stride(0));
+    p->bias.head = broadcast_stride(t, 1, t.stride(1));
+    p->bias.row = broadcast_stride(t, 2, t.stride(2));
+    p->bias.key = t.stride(3);
+  }
+  if (Tensor const& t = a.mask) {
+    int64_t const words = Mask::words_of(static_cast<int>(t.size(3)));
+    p->mask.bits = t.as<uint32_t>();
+    p->mask.batch = broadcast_stride(t, 0, t.size(1) * t.size(2) * words);
+    p->mask.head = broadcast_stride(t, 1, t.size(2) * words);
+    p->mask.row = broadcast_stride(t, 2, words);
+  }
+  auto const threshold = static_cast<uint32_t>(std::round(a.dropout_p * 65536.0));
+  if (threshold > 0) {
+    p->dropout = {a.dropout_seed.as<int64_t>(), threshold, static_cast<float>(1.0 / (1.0 - a.dropout_p)),
+                  static_cast<int>(a.head_start), static_cast<int>(a.sequence_start)};
+  }
+}
+
 void set_cache(Arguments const& a, Params* p) {
   p->n_cached = static_cast<int>(a.cache_len.value_or(p->n_kv));
   p->seqused_k = a.cache_seqlens.as<int>();
@@ -94,6 +124,7 @@ Arguments::Arguments(Operator of, StableIValue const* stack) : of(of) {
     read(*stack++, &lse);
     read_optional(*stack++, &delta);
     read_optional(*stack++, &dlse);
+    read(*stack++, &bias_grad);
   }
   if (is_cache()) {
     read_optional(*stack++, &k_new);
@@ -120,7 +151,7 @@ std::string schema_of(Operator of, std::string const& name, bool appends, char c
                              : appends   ? "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache"
                                          : "(Tensor q, Tensor k_cache, Tensor v_cache");
   if (is_cache) text += ", Tensor? k=None, Tensor? v=None";
-  if (is_backward) text += ", Tensor? out, Tensor lse, Tensor? delta=None, Tensor? dlse=None";
+  if (is_backward) text += ", Tensor? out, Tensor lse, Tensor? delta=None, Tensor? dlse=None, bool bias_grad=True";
   auto const add = [&](char const* schema, char const* option, char const* default_value) {
     text = text + ", " + schema + " " + option + "=" + default_value;
   };
@@ -175,6 +206,7 @@ Params params_of(Arguments const& a) {
   p.window_left = bounded_window(a.window_left);
   p.window_right = a.causal ? 0 : bounded_window(a.window_right);
   if (a.is_cache()) set_cache(a, &p);
+  set_pairs(a, &p);
   return p;
 }
 

@@ -20,6 +20,7 @@ struct Arguments {
   Tensor q, k, v;                      // k and v are the caches of fmha_kvcache
   Tensor k_new, v_new;                 // of fmha_kvcache
   Tensor dout, out, lse, delta, dlse;  // of fmha_backward
+  bool bias_grad = false;              // of fmha_backward: whether dbias is asked for
 #define SHARED_OPTION(schema, type, name, default_value) type name{};
 #define PREFILL_OPTION(schema, type, name, default_value) type name{};
 #define CACHE_OPTION(schema, type, name, default_value) type name{};
@@ -38,6 +39,8 @@ struct Arguments {
   int32_t dtype_of_scores() const { return q.dtype == kFloat64 ? kFloat64 : kFloat32; }
   int64_t batch() const { return packed() ? cu_seqlens_q.size(0) - 1 : q.size(0); }
   int64_t sinks() const { return sink ? q.size(-2) : 0; }
+  /// What the fifth gradient is of; none where nobody asked for it.
+  Tensor const* with_dbias() const { return bias && bias_grad ? &bias : nullptr; }
   int64_t new_keys() const { return k_new ? k_new.size(1) : 0; }
   int64_t page_rows() const { return k.size(1); }
   /// Keys that a sequence of a cache or of pages has room for.

@@ -267,6 +267,59 @@ void check_scores(Arguments const& a) {
   }
 }
 
+/// A tensor of scores, any of whose dimensions but the last may be 1, and whose strides may be anything.
+void check_of_scores(char const* name, Tensor const& t, Arguments const& a) {
+  if (a.packed()) {
+    fail("NotImplementedError", name, ": does not go with cu_seqlens_q yet, which packs the sequences; expected None, ",
+         "or padded sequences");
+  }
+  int64_t const of_call[] = {a.batch(), a.q.size(-2), a.q.size(-3), a.block_table ? a.capacity() : a.k.size(-3)};
+  bool fits = t.dim() == 4 && t.size(3) == of_call[3];
+  for (int i = 0; fits && i < 3; ++i) fits = t.size(i) == 1 || t.size(i) == of_call[i];
+  if (!fits) {
+    fail("ValueError", name, ": has shape ", t.shape_text(),
+         "; expected [1 or batch, 1 or heads_q, 1 or rows of q, keys] = [1 or ", of_call[0], ", 1 or ", of_call[1],
+         ", 1 or ", of_call[2], ", ", of_call[3], "]");
+  }
+  check_same_device(name, t, a.q);
+}
+
+void check_bias_and_mask(Arguments const& a) {
+  if (a.bias) {
+    int32_t const dtype = a.bias.dtype;
+    bool const takes_float64 = a.q.dtype == kFloat64;
+    if (dtype != kFloat32 && dtype != kFloat16 && dtype != kBFloat16 && !(takes_float64 && dtype == kFloat64)) {
+      fail("TypeError", "bias: has dtype ", dtype_name(dtype), "; expected float32, float16 or bfloat16",
+           dtype == kBool  ? "; a bool mask is another argument, mask"
+           : takes_float64 ? ", or float64"
+                           : "");
+    }
+    check_of_scores("bias", a.bias, a);
+  }
+  if (a.mask) {
+    if (a.mask.dtype != kBool) {
+      fail("TypeError", "mask: has dtype ", dtype_name(a.mask.dtype),
+           "; expected bool, true where a key is visible; what is added to scores is another argument, bias");
+    }
+    check_of_scores("mask", a.mask, a);
+  }
+}
+
+void check_dropout(Arguments const& a) {
+  if (!(a.dropout_p >= 0.0 && std::round(a.dropout_p * 65536.0) < 65536.0)) {
+    fail("ValueError", "dropout_p: is ", a.dropout_p, "; expected a probability from 0 to less than 1 - 2^-17, of ",
+         "which it has steps of 2^-16");
+  }
+  if (a.dropout_p > 0.0 && !a.dropout_seed)
+    fail("ValueError", "dropout_seed: is None beside a dropout_p of ", a.dropout_p, "; expected an int64 tensor [2]");
+  check_vector("dropout_seed", a.dropout_seed, a.q, kInt64, 2, "[2]");
+  for (auto const& [name, start] :
+       {std::pair("head_start", a.head_start), std::pair("sequence_start", a.sequence_start)}) {
+    if (start < 0 || start > INT32_MAX)
+      fail("ValueError", name, ": is ", start, "; expected a number from 0 to less than 2^31");
+  }
+}
+
 void check_positions(Arguments const& a) {
   check_vector("start_pos", a.start_positions, a.q, kInt32, a.batch(), "[batch]");
   if (a.start_pos && (*a.start_pos <= -kMaxLength || *a.start_pos >= kMaxLength))
@@ -354,6 +407,8 @@ void check(Arguments const& a) {
   check_vector("leftpad_k", a.leftpad_k, a.q, kInt32, a.batch(), "[batch]");
   check_positions(a);
   check_scores(a);
+  check_bias_and_mask(a);
+  check_dropout(a);
   check_execution(a);
   if (a.is_backward()) check_gradients(a);
 }

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "../host/pack_mask.hpp"
 #include "arguments.hpp"
 
 namespace cutlass_ext {
@@ -25,6 +26,18 @@ AtenTensorHandle no_lse(int device) {
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(found->second.handle, 1, &size, &stride, 0, &handle));
   return handle;
+}
+
+/// The bits of a call's mask, which the launches to come read.
+Allocation pack(Tensor const& t, cudaStream_t stream, Params* params) {
+  if (!t) return {};
+  auto const size = [&](int i) { return static_cast<int>(t.size(i)); };
+  ByteMask const bytes{t.as<uint8_t>(), size(0),     size(1),     size(2),    size(3),
+                       t.stride(0),     t.stride(1), t.stride(2), t.stride(3)};
+  Allocation bits({t.size(0), t.size(1), t.size(2), Mask::words_of(bytes.keys)}, kInt32, t.device_index);
+  pack_mask(bytes, static_cast<uint32_t*>(bits.data), stream);
+  params->mask.bits = static_cast<uint32_t const*>(bits.data);
+  return bits;
 }
 
 /// out, and lse: empty where nobody asked for it.
@@ -52,6 +65,7 @@ void forward(Arguments const& a, StableIValue* results) {
   params.o_stride = {rows * row_stride, row_stride, head_dim_v};
   std::vector<Allocation> workspace;
   params.lse = static_cast<float*>(lse.data);
+  Allocation const bits = pack(a.mask, current_stream(device), &params);
   run(planned, params, current_stream(device), [&](size_t bytes) {
     workspace.push_back(Allocation({int64_t(bytes + 3) / 4}, kFloat32, device));
     return workspace.back().data;
@@ -68,7 +82,16 @@ BackwardPlan backward_plan_of(Arguments const& a, BackwardParams* params) {
   return planned;
 }
 
-/// dq, dk, dv, and dsink: empty where there is no sink.
+/// Where the gradient of a tensor of scores goes, which is contiguous.
+void set_dbias(Tensor const& of, void* data, BackwardParams* params) {
+  int64_t const row = of.size(3), head = of.size(2) * row, batch = of.size(1) * head;
+  params->dbias = data;
+  params->dbias_batch = of.size(0) == 1 ? 0 : batch;
+  params->dbias_head = of.size(1) == 1 ? 0 : head;
+  params->dbias_row = of.size(2) == 1 ? 0 : row;
+}
+
+/// dq, dk, dv, dsink, empty where there is no sink, and dbias, empty where nobody asked for it.
 void backward(Arguments const& a, StableIValue* results) {
   check(a);
   int const device = a.q.device_index;
@@ -86,10 +109,17 @@ void backward(Arguments const& a, StableIValue* results) {
   Allocation dk = allocate(batch, keys, params.heads_kv, params.head_dim, &params.dk_stride);
   Allocation dv = allocate(batch, keys, params.heads_kv, params.head_dim_v, &params.dv_stride);
   Allocation dsink({a.sinks()}, kFloat32, device);
+  Tensor const* const of_scores = a.with_dbias();
+  Allocation dbias = of_scores
+                         ? Allocation({of_scores->size(0), of_scores->size(1), of_scores->size(2), of_scores->size(3)},
+                                      of_scores->dtype, device)
+                         : Allocation({0}, kFloat32, device);
   params.dq = dq.data;
   params.dk = dk.data;
   params.dv = dv.data;
   if (a.sinks() > 0) params.dsink = static_cast<float*>(dsink.data);
+  if (of_scores) set_dbias(*of_scores, dbias.data, &params);
+  Allocation const bits = pack(a.mask, current_stream(device), &params);
   std::vector<Allocation> workspace;
   run_backward(planned, params, current_stream(device), [&](size_t bytes) {
     workspace.push_back(Allocation({int64_t(bytes + 3) / 4}, kFloat32, device));
@@ -99,6 +129,7 @@ void backward(Arguments const& a, StableIValue* results) {
   results[1] = torch::stable::detail::from(dk.release());
   results[2] = torch::stable::detail::from(dv.release());
   results[3] = torch::stable::detail::from(dsink.release());
+  results[4] = torch::stable::detail::from(dbias.release());
 }
 
 StableIValue string_value(std::string const& text) { return torch::stable::detail::from(text); }
@@ -176,7 +207,7 @@ void add_checks(Library& library) {
 constexpr char kExplanation[] =
     "(str backend, str kernel, int tile_rows, int tile_keys, int splits, int ctas, str reason)";
 constexpr char const* kResults = "(Tensor out, Tensor lse)";
-constexpr char const* kGradients = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink)";
+constexpr char const* kGradients = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dbias)";
 
 }  // namespace
 

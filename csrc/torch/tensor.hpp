@@ -22,7 +22,8 @@ namespace cutlass_ext {
 // Dtypes as the shim numbers them.
 inline int32_t const kFloat64 = aoti_torch_dtype_float64(), kFloat32 = aoti_torch_dtype_float32(),
                      kFloat16 = aoti_torch_dtype_float16(), kBFloat16 = aoti_torch_dtype_bfloat16(),
-                     kInt32 = aoti_torch_dtype_int32();
+                     kInt32 = aoti_torch_dtype_int32(), kInt64 = aoti_torch_dtype_int64(),
+                     kBool = aoti_torch_dtype_bool();
 
 inline char const* dtype_name(int32_t dtype) {
   using torch::headeronly::ScalarType;

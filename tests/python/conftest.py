@@ -100,11 +100,11 @@ class Target:
             kwargs.setdefault("num_splits", 1)
         return cutlass_ext.fmha(q, k, v, **{"backend": self.backend, "return_lse": True} | kwargs)
 
-    def gradients(self, q, k, v, dout, dlse=None, *, sink=None, **kwargs):
-        """Of q, k, v, and of a sink where there is one, by autograd through `cutlass_ext.fmha`."""
-        leaves = [t.detach().requires_grad_() for t in (q, k, v, sink) if t is not None]
-        if sink is not None:
-            kwargs["sink"] = leaves[3]
+    def gradients(self, q, k, v, dout, dlse=None, *, sink=None, bias=None, **kwargs):
+        """Of q, k, v, and of a sink and a bias where there are, by autograd through `cutlass_ext.fmha`."""
+        leaves = [t.detach().requires_grad_() for t in (q, k, v, sink, bias) if t is not None]
+        others = iter(leaves[3:])
+        kwargs |= {name: next(others) for name, t in (("sink", sink), ("bias", bias)) if t is not None}
         results = self.fmha(*leaves[:3], **kwargs)
         if self.cuda:
             poison_like_gradients(*leaves)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import torch
 
 CHUNK_ELEMENTS = 1 << 23  # scores held at a time, so that a long case fits next to the tensors under test
@@ -25,6 +26,29 @@ def visible(positions, keys, *, causal, window, leftpad, len_kv):
     return seen
 
 
+def keeps(dropout_p, seed, sequence, heads, positions, keys):
+    """Which weights dropout keeps: bool [heads, positions, keys]. Philox4x32-7, on unsigned numbers."""
+    word = np.uint64(0xFFFFFFFF)
+    low, high = (lambda x: x & word), (lambda x: x >> np.uint64(32))
+    seed, spread = [int(x) % 2**64 for x in seed.tolist()], 0x9E3779B97F4A7C15
+    spread = seed[1] * spread % 2**64
+    j, p, h = (np.asarray(x.cpu() if isinstance(x, torch.Tensor) else x, np.int64) for x in (keys, positions, heads))
+    c = [
+        low((j // 8).astype(np.uint64))[None, None], low(p.astype(np.uint64))[None, :, None],
+        low(h.astype(np.uint64) + np.uint64(spread % 2**32))[:, None, None],
+        np.full((1, 1, 1), (sequence + (spread >> 32)) % 2**32, np.uint64),
+    ]  # fmt: skip
+    key = [seed[0] % 2**32, seed[0] >> 32]
+    for _ in range(7):
+        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        c = [high(b) ^ c[1] ^ np.uint64(key[0]), low(b), high(a) ^ c[3] ^ np.uint64(key[1]), low(a)]
+        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
+    words = np.stack(np.broadcast_arrays(*c))
+    word_of, shift = np.broadcast_to(j % 8 // 2, words.shape[1:])[None], np.uint64(16) * (j % 2).astype(np.uint64)
+    bits = np.take_along_axis(words, word_of, 0)[0] >> shift & np.uint64(0xFFFF)
+    return torch.from_numpy(bits.astype(np.int64) >= math.floor(dropout_p * 65536 + 0.5))
+
+
 def rounded(x, dtype):
     """`x` as `dtype` holds it, and its gradient untouched."""
     return x + (x.to(dtype).to(x.dtype) - x).detach()
@@ -32,7 +56,8 @@ def rounded(x, dtype):
 
 def attention(
     q, k, v, *, causal=False, start_pos=0, window=(-1, -1), softmax_scale=None, softcap=0.0, alibi_slopes=None,
-    sink=None, seqused_k=None, leftpad_k=None, rows=None, compute=torch.float64, round_to=None,
+    sink=None, seqused_k=None, leftpad_k=None, bias=None, mask=None, dropout_p=0.0, dropout_seed=None, head_start=0,
+    sequence_start=0, rows=None, compute=torch.float64, round_to=None,
 ):  # fmt: skip
     """Section 2, one sequence at a time. Same arguments as `cutlass_ext.fmha`; `rows` picks query rows.
 
@@ -55,6 +80,7 @@ def attention(
     if sink is not None:
         lse = sink.to(compute)[None, :, None].expand_as(lse).clone()
     largest = 0.0
+    bias, mask = (None if x is None else x.expand(batch, heads_q, n_q, n_kv) for x in (bias, mask))
 
     for b in range(batch):
         first, last = leftpads[b], lengths[b]
@@ -66,7 +92,8 @@ def attention(
         v_b = v[b, first:last].to(compute).transpose(0, 1).repeat_interleave(heads_q // heads_kv, 0)
         chunk = max(1, CHUNK_ELEMENTS // (heads_q * len(keys)))
         for r in range(0, len(rows), chunk):
-            position = starts[b] + rows[r : r + chunk]
+            i = rows[r : r + chunk]
+            position = starts[b] + i
             s = scale * (q[b, rows[r : r + chunk]].to(compute).transpose(0, 1) @ k_b.mT)
             if round_to is not None and s.requires_grad:
                 s.register_hook(lambda ds: ds.to(round_to).to(compute))
@@ -75,7 +102,12 @@ def attention(
             if slopes is not None:
                 s = s - slopes[b, :, None, None] * (position[:, None] - keys[None, :]).abs()
             seen = visible(position, keys, causal=causal, window=window, leftpad=first, len_kv=last)
-            largest = max(largest, (s * seen).abs().max().item())
+            if bias is not None:
+                of_pairs = bias[b, :, i, first:last].to(compute)
+                s, seen = s + of_pairs, seen & (of_pairs != float("-inf"))
+            if mask is not None:
+                seen = seen & mask[b, :, i, first:last]
+            largest = max(largest, s.masked_fill(~seen, 0.0).abs().max().item())
             s = s.masked_fill(~seen, float("-inf"))
             if sink is not None:
                 s = torch.cat([s, sink.to(compute)[:, None, None].expand(heads_q, len(position), 1)], dim=-1)
@@ -88,6 +120,10 @@ def attention(
             p = (p / row_sum.masked_fill(row_sum == 0, 1.0))[..., : len(keys)]
             if round_to is not None:
                 p = rounded(p, round_to)
+            if dropout_p > 0:
+                heads = torch.arange(heads_q) + head_start
+                keep = keeps(dropout_p, dropout_seed, b + sequence_start, heads, position, keys).to(device)
+                p = p * keep / (1 - dropout_p)
             o = p @ v_b
             if round_to is not None:
                 change = (o.to(round_to).to(compute) - o).detach()
@@ -178,20 +214,25 @@ def expect(q, k, v, *, rows=None, **kwargs) -> Expected:
     return Expected(out, lse, ref_out, ref_lse, q.dtype, largest, rows, q.shape[-1])
 
 
+def of_sequence(b, options):
+    """What of the options of packed sequences is for sequence `b` alone."""
+    of_each = {"start_pos", "seqused_k", "leftpad_k"}
+    own = {
+        name: x[b : b + 1]
+        if isinstance(x, torch.Tensor) and (name in of_each or (name == "alibi_slopes" and x.dim() == 2))
+        else x
+        for name, x in options.items()
+    }
+    return own | {"sequence_start": options.get("sequence_start", 0) + b}
+
+
 def expect_packed(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, **kwargs) -> Expected:
     """`expect` for packed sequences, each of them alone: out [total_q, H_q, d_v], lse [H_q, total_q]."""
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    per_sequence = {"start_pos", "seqused_k", "leftpad_k"}
     alone = []
     for b in range(len(ends_q) - 1):
         rows, keys = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
-        own = {
-            name: x[b : b + 1]
-            if isinstance(x, torch.Tensor) and (name in per_sequence or (name == "alibi_slopes" and x.dim() == 2))
-            else x
-            for name, x in kwargs.items()
-        }
-        alone.append(expect(q[None, rows], k[None, keys], v[None, keys], **own))
+        alone.append(expect(q[None, rows], k[None, keys], v[None, keys], **of_sequence(b, kwargs)))
 
     def joined(field, dim, *empty_shape):
         parts = [getattr(e, field)[0] for e in alone]
@@ -208,7 +249,7 @@ def expect_packed(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max
 # ------------------------------------------------------------------------------------------------ gradients
 @dataclasses.dataclass
 class ExpectedGradients:
-    """The oracle's and the reference's gradients, by name: dq, dk, dv, and dsink where there is a sink."""
+    """The oracle's and the reference's gradients, by name: dq, dk, dv, dsink where there is a sink, dbias."""
 
     oracle: dict[str, torch.Tensor]
     ref: dict[str, torch.Tensor]
@@ -216,6 +257,7 @@ class ExpectedGradients:
     noise: dict[str, float]  # what rounding makes of a gradient that is 0, as a difference of large numbers
     largest_score: float
     terms: int  # of the longest sum: of a score, or of dK and dV
+    bias_dtype: torch.dtype | None = None
 
     def check(self, got, *, small=False, what=""):
         """Section 3 on each of them. `small` allows what rounding in float32 makes of few rows and keys, as `Expected`
@@ -224,26 +266,25 @@ class ExpectedGradients:
         assert len(got) == len(self.oracle), f"{what}: {len(got)} gradients, should be {list(self.oracle)}"
         eps = torch.finfo(self.dtype).eps
         for (name, oracle), t in zip(self.oracle.items(), got, strict=True):
-            dtype = torch.float32 if name == "dsink" else self.dtype
+            dtype = {"dsink": torch.float32, "dbias": self.bias_dtype}.get(name, self.dtype)
             assert t.dtype == dtype, f"{what}: {name} is {t.dtype}, should be {dtype}"
             chain = max(1.0, self.terms**0.5 / 4)
             slack = chain * (1 + self.largest_score) * torch.finfo(torch.float32).eps if small else 0.0
             noise = self.noise[name] if small or name == "dsink" else 0.0
             assert_section3(
-                t, self.ref[name], oracle, eps=eps, slack=slack, absolute=noise,
+                t, self.ref[name], oracle, eps=max(eps, torch.finfo(dtype).eps), slack=slack, absolute=noise,
                 one_row=small or name == "dsink", what=f"{what} {name}",
             )  # fmt: skip
 
 
 @torch.enable_grad()
-def gradients(q, k, v, dout, dlse=None, *, sink=None, compute=torch.float64, round_to=None, **options):
+def gradients(q, k, v, dout, dlse=None, *, sink=None, bias=None, compute=torch.float64, round_to=None, **options):
     """Of `attention`, by autograd through it, in `compute`; the largest |s|, and the largest norms of dO O, of a row
     and of a head. `dlse` counts where lse is finite."""
-    leaves = {"dq": q, "dk": k, "dv": v} | ({} if sink is None else {"dsink": sink})
-    leaves = {name: t.detach().to(compute).requires_grad_() for name, t in leaves.items()}
-    out, lse, largest = attention(
-        *list(leaves.values())[:3], sink=leaves.get("dsink"), compute=compute, round_to=round_to, **options
-    )
+    leaves = {"dq": q, "dk": k, "dv": v, "dsink": sink, "dbias": bias}
+    leaves = {name: t.detach().to(compute).requires_grad_() for name, t in leaves.items() if t is not None}
+    options |= {"sink": leaves.get("dsink"), "bias": leaves.get("dbias")}
+    out, lse, largest = attention(*list(leaves.values())[:3], compute=compute, round_to=round_to, **options)
     results = [(out, dout.to(compute))]
     if dlse is not None:
         results.append((lse, dlse.to(compute).masked_fill(lse.isinf(), 0.0)))
@@ -254,7 +295,8 @@ def gradients(q, k, v, dout, dlse=None, *, sink=None, compute=torch.float64, rou
         found = torch.autograd.grad(outputs, list(leaves.values()), grad_outputs, allow_unused=True)
     found = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(leaves.items(), found, strict=True)}
     if round_to is not None:
-        found = {name: t if name == "dsink" else t.to(round_to).to(compute) for name, t in found.items()}
+        round_all = {name: round_to for name in ("dq", "dk", "dv")} | ({} if bias is None else {"dbias": bias.dtype})
+        found = {name: t.to(round_all.get(name, compute)).to(compute) for name, t in found.items()}
     products = (dout.to(compute) * out.detach()).square().nansum(-1)
     norms = [max(x.sqrt().flatten().tolist(), default=0.0) for x in (products, products.sum((0, 1)))]
     return found, largest, norms
@@ -279,7 +321,12 @@ def expect_gradients(q, k, v, dout, dlse=None, **options) -> ExpectedGradients:
         "dq": of_ds * scale * longest(k), "dk": of_ds * scale * longest(q) * rows**0.5, "dv": 0.0,
         "dsink": eps * of_head,
     }  # fmt: skip
-    return ExpectedGradients(oracle, ref, q.dtype, noise, largest, max(q.shape[-1], rows))
+    terms, bias = max(q.shape[-1], rows), options.get("bias")
+    if bias is None:
+        return ExpectedGradients(oracle, ref, q.dtype, noise, largest, terms)
+    summed = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1] / max(bias.numel(), 1)
+    noise["dbias"] = of_ds * summed**0.5
+    return ExpectedGradients(oracle, ref, q.dtype, noise, largest, max(terms, int(summed)), bias.dtype)
 
 
 def expect_gradients_packed(
@@ -298,10 +345,7 @@ def expect_gradients_packed(
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for b in range(len(ends_q) - 1):
         rows, keys = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
-        own = {
-            name: x[b : b + 1] if isinstance(x, torch.Tensor) and (name != "alibi_slopes" or x.dim() == 2) else x
-            for name, x in options.items()
-        }
+        own = of_sequence(b, options)
         dlse_b = None if dlse is None else dlse[None, :, rows]
         alone = expect_gradients(
             q[None, rows], k[None, keys], v[None, keys], dout[None, rows], dlse_b, sink=sink, **own

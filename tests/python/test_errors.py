@@ -291,8 +291,9 @@ FLASH = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_fu
 @pytest.mark.parametrize(
     "name,error,value",
     [
-        ("dropout_p", NI, 0.1),
-        ("dropout_p", NI, 1.0),
+        ("dropout_p", V, -0.1),
+        ("dropout_p", V, 1.0),
+        ("dropout_p", T, "half"),
         ("softmax_scale", V, 0.0),
         ("softmax_scale", V, -1.0),
         ("softcap", V, -1.0),
@@ -354,7 +355,7 @@ VARLEN, VARLEN_KV, VARLEN_QKV = (f"flash_attn_varlen_{kind}func" for kind in (""
 @pytest.mark.parametrize(
     "function,name,error,value",
     [
-        *[(f, "dropout_p", NI, 0.1) for f in (VARLEN, VARLEN_KV, VARLEN_QKV)],
+        *[(f, "dropout_p", V, 1.0) for f in (VARLEN, VARLEN_KV, VARLEN_QKV)],
         *[(f, "window_size", V, (-2, 0)) for f in (VARLEN, VARLEN_KV, VARLEN_QKV)],
         (VARLEN, "k", V, torch.zeros(TOTAL, 3, D)),
         (VARLEN, "max_seqlen_q", V, None),
@@ -382,8 +383,11 @@ def test_wrong_argument_of_flash_attn_varlen(device, function, name, error, valu
 @pytest.mark.parametrize(
     "name,error,spoilt",
     [
-        ("attn_mask", NI, {"attn_mask": torch.ones(N, N, dtype=torch.bool)}),
-        ("dropout_p", NI, {"dropout_p": 0.5}),
+        ("attn_mask", V, {"attn_mask": torch.ones(N, N + 1, dtype=torch.bool)}),
+        ("attn_mask", V, {"attn_mask": torch.ones(1, B, HEADS, N, N)}),
+        ("attn_mask", T, {"attn_mask": torch.ones(N, N, dtype=torch.int32)}),
+        ("attn_mask", T, {"attn_mask": 1.0}),
+        ("dropout_p", V, {"dropout_p": 1.5}),
         ("scale", V, {"scale": 0.0}),
         ("scale", V, {"scale": -2.0}),
         ("is_causal", T, {"is_causal": "yes"}),

@@ -48,7 +48,7 @@ def test_the_operators_have_the_defaults_of_the_functions(function, name):
 
 def engine_names(function):
     """Arguments of the function that the operators know under other names or not at all."""
-    return ("out", "s_aux", "engine") if function is CACHE else ()
+    return {CACHE: ("out", "s_aux", "engine"), PREFILL: ("block_mask",)}.get(function, ())
 
 
 class Recorded(Exception):
@@ -67,6 +67,7 @@ def test_every_argument_arrives_under_its_name(function, monkeypatch):
     sides = "window_left", "window_right"
     places = {"window": sides, "window_size": sides, "return_softmax_lse": ("return_lse",)}
     given = dict.fromkeys(("causal", "return_lse", "return_softmax_lse", "deterministic"), True)
+    given |= {"dropout_p": 0.5, "bias_grad": False}
     given |= {"rotary_interleaved": False, "start_pos": 3, "window": (5, 6), "window_size": (5, 6), "backend": "simt"}
     parameters = {n: p for n, p in inspect.signature(function).parameters.items() if n not in engine_names(function)}
     required = {n: torch.ones(1) for n, p in parameters.items() if p.default is inspect.Parameter.empty}

@@ -25,8 +25,10 @@ struct Gradients {
   void* dv = nullptr;      // as v, contiguous
   float* dsink = nullptr;  // [H_q]; null: not asked for
   Strides dq_stride, dk_stride, dv_stride;
-  RowStatistics* row_statistics = nullptr;  // workspace, laid out by StatisticsRows
-  float* dq_sums = nullptr;                 // workspace of kernels that add to dQ: as many rows, of the tile's head_dim
+  void* dbias = nullptr;                                   // of the bias's shape and dtype; null: not asked for
+  int64_t dbias_batch = 0, dbias_head = 0, dbias_row = 0;  // element strides, 0 where the bias has one for all
+  RowStatistics* row_statistics = nullptr;                 // workspace, laid out by StatisticsRows
+  float* dq_sums = nullptr;  // workspace of kernels that add to dQ: as many rows, of the tile's head_dim
 };
 
 /// Of Results, `o` and `lse` are read: what the forward gave.

@@ -1,0 +1,14 @@
+// The launch that makes bits of a mask of bytes. Called by torch/operators.cpp.
+#pragma once
+
+#include <cstdint>
+
+#include "../fmha/pack_mask.hpp"
+#include "device.hpp"
+
+namespace cutlass_ext {
+
+/// Writes `bits`, [batch, heads, rows, Mask::words_of(keys)], contiguous.
+void pack_mask(ByteMask const& mask, uint32_t* bits, cudaStream_t stream);
+
+}  // namespace cutlass_ext

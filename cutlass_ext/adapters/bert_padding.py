@@ -1,0 +1,63 @@
+"""flash-attn's `bert_padding`: padded batches to packed rows and back. `adapters.flash_attn.install` puts it there."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
+    """Rows `indices` `[n]` of `x` `[rows, ...]`; differentiable."""
+    return x.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """`[first_axis_dim, ...]`, 0 but for `values` `[n, ...]` in the rows `indices`; differentiable."""
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """The rows of a padded batch that a mask selects, one after the other.
+
+    Args:
+        hidden_states: `[B, N, ...]`.
+        attention_mask: `[B, N]`, bool or int: rows of a sequence.
+        unused_mask: `[B, N]`, the same: rows that are kept, but belong to no sequence's length.
+
+    Returns:
+        The rows `[total, ...]`; their places in the flattened batch, int64 `[total]`; `cu_seqlens`, int32 `[B + 1]`;
+        the longest of the sequences, for which the host waits; and their lengths without unused rows, int32 `[B]`.
+    """
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths, used = (mask.sum(-1, dtype=torch.int32) for mask in (kept, attention_mask))
+    return *_packed(hidden_states, kept, lengths), used
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """`unpad_input` of batches whose rows hold several sequences one after the other.
+
+    Args:
+        hidden_states: `[B, N, ...]`.
+        attention_mask_in_length: int `[B, N]`: the lengths of the sequences of each row of the batch, then zeros.
+
+    Returns:
+        The first four of `unpad_input`, with a `cu_seqlens` of as many sequences as there are.
+    """
+    i = torch.arange(attention_mask_in_length.shape[1], device=attention_mask_in_length.device)
+    kept = i < attention_mask_in_length.sum(-1, keepdim=True)
+    lengths = attention_mask_in_length[attention_mask_in_length > 0].int()
+    return _packed(hidden_states, kept, lengths)
+
+
+def _packed(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    indices = kept.flatten().nonzero().flatten()
+    cu_seqlens = pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, int(lengths.max())
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """`[batch, seqlen, ...]`, 0 but for the rows `hidden_states` `[total, ...]` at the places `indices`."""
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

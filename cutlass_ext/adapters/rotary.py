@@ -1,0 +1,154 @@
+"""flash-attn's `layers.rotary`, through PyTorch's operators. `adapters.flash_attn.install` puts it in place."""
+
+import torch
+from torch import Tensor, nn
+
+from ..kvcache import rotated
+
+
+def apply_rotary_emb(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Rotates the first columns of rows by their positions (arXiv:2104.09864, section 3.2); differentiable.
+
+    Args:
+        x: `[B, N, H, d]`, or packed `[total, H, d]` with `cu_seqlens`.
+        cos, sin: `[positions, rotary_dim / 2]`; `rotary_dim` columns are rotated.
+        interleaved: columns `2i, 2i + 1` are a pair; otherwise `i, i + rotary_dim / 2`.
+        inplace: write the result to `x`.
+        seqlen_offsets: the position of each sequence's first row, an int or int32 `[B]`.
+        cu_seqlens: int32 `[B + 1]`, where packed sequences begin and end.
+        max_seqlen: taken, and not needed.
+
+    Returns:
+        Shape and dtype of `x`, computed in float32; `x` itself with `inplace`.
+    """
+    if cu_seqlens is None:
+        positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+        offsets = seqlen_offsets.unsqueeze(-1) if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
+        out = rotated(x, positions + offsets, cos, sin, interleaved)
+    else:
+        rows = torch.arange(x.shape[0], device=x.device)
+        sequence = torch.bucketize(rows, cu_seqlens[1:-1], right=True)
+        offsets = seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
+        out = rotated(x[None], (rows - cu_seqlens[sequence] + offsets)[None], cos, sin, interleaved)[0]
+    return x.copy_(out) if inplace else out
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_qkv_(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
+    """`apply_rotary_emb` of q and k, in place.
+
+    Args:
+        qkv: `[B, N, 3, H, d]`, or `[B, N, H_q + 2 H_kv, d]` with `num_heads_q`.
+        cos, sin: of q; of k, too, where `cos_k` and `sin_k` are None.
+        cos_k, sin_k: of k.
+        interleaved, seqlen_offsets: as in `apply_rotary_emb`.
+        num_heads_q: `H_q`.
+
+    Returns:
+        `qkv`.
+
+    Raises:
+        ValueError: `num_heads_q` is None where `qkv` has four dimensions.
+    """
+    if qkv.dim() == 5:
+        q, k, _ = qkv.unbind(2)
+    elif num_heads_q is None:
+        raise ValueError(f"num_heads_q: is None; expected the query heads of qkv, of shape {list(qkv.shape)}")
+    else:
+        num_heads_k = (qkv.shape[2] - num_heads_q) // 2
+        q, k, _ = qkv.split([num_heads_q, num_heads_k, num_heads_k], 2)
+    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
+    apply_rotary_emb(
+        k, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k, interleaved, True, seqlen_offsets
+    )
+    return qkv
+
+
+def apply_rotary_emb_kv_(
+    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
+) -> Tensor:
+    """`apply_rotary_emb` of the keys in `kv` `[B, N, 2, H, d]`, in place. Returns `kv`."""
+    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    return kv
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary embedding of q and k by positions from `seqlen_offset` on, in place.
+
+    Args:
+        dim: columns that are rotated.
+        base: of the frequencies `base^(-2i / dim)`.
+        interleaved: as in `apply_rotary_emb`.
+        scale_base: must be None: there is no xPos.
+        device: of the frequencies.
+
+    Raises:
+        NotImplementedError: `scale_base`.
+    """
+
+    def __init__(
+        self, dim: int, base: float = 10000.0, interleaved: bool = False, scale_base: float | None = None, device=None
+    ):
+        super().__init__()
+        if scale_base is not None:
+            raise NotImplementedError(f"scale_base: is {scale_base}; expected None, there is no xPos")
+        self.dim, self.base, self.interleaved = dim, float(base), interleaved
+        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+
+    def _frequencies(self, device) -> Tensor:
+        return self.base ** -(torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Rotates `qkv`, or q in its place and the keys of `kv`.
+
+        Args:
+            qkv: as in `apply_rotary_emb_qkv_`; with `kv` it is q, `[B, N, H_q, d]`.
+            kv: `[B, N, 2, H_kv, d]`.
+            seqlen_offset: as `seqlen_offsets` in `apply_rotary_emb`.
+            max_seqlen: one more than the last position, needed where `seqlen_offset` is a tensor.
+            num_heads_q: as in `apply_rotary_emb_qkv_`.
+
+        Returns:
+            `qkv`, or q and `kv`.
+
+        Raises:
+            ValueError: `max_seqlen` is None where `seqlen_offset` is a tensor, whose values the host does not read.
+        """
+        if isinstance(seqlen_offset, Tensor) and max_seqlen is None:
+            raise ValueError("max_seqlen: is None; expected the number of positions, as seqlen_offset is a tensor")
+        positions = max_seqlen if max_seqlen is not None else qkv.shape[1] + seqlen_offset
+        # A module cast to 16 bits has lost the frequencies, and angles want float32 in any case.
+        inv_freq = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._frequencies(qkv.device)
+        angles = torch.outer(torch.arange(positions, device=qkv.device, dtype=torch.float32), inv_freq)
+        cos, sin = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, cos, sin, None, None, self.interleaved, seqlen_offset, num_heads_q)
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, cos, sin, self.interleaved, seqlen_offset)

@@ -1,0 +1,71 @@
+"""`dropout_mask`: which weights the dropout of `fmha` keeps. Called by users, and by whoever checks what ran."""
+
+import torch
+from torch import Tensor
+
+from .interface import StartPos, split_start
+from .philox import kept, threshold_of
+
+_BLOCK = 2**22  # elements that are drawn at a time: the words of a draw take 64 bits here
+
+
+def dropout_mask(
+    B: int,
+    H: int,
+    N_q: int,
+    N_kv: int,
+    dropout_p: float,
+    dropout_seed: Tensor,
+    *,
+    start_pos: StartPos = 0,
+    head_start: int = 0,
+    sequence_start: int = 0,
+) -> Tensor:
+    """What `fmha(..., dropout_p=dropout_p, dropout_seed=dropout_seed)` keeps, on every backend and for its gradients.
+
+    Whether a weight is kept follows from where it stands alone: from its sequence, query head, and the positions of its
+    row and key. So it is the same whatever else is in the batch, is packed, or is another GPU's.
+
+    Args:
+        B, H, N_q, N_kv: sequences, query heads, query rows and keys.
+        dropout_p: the probability that a weight is dropped, 0 to less than 1, rounded to multiples of 2^-16.
+        dropout_seed: int64 `[2]`; the mask is on its device.
+        start_pos: the position of the first query row, as in `fmha`: an int, an int32 tensor `[B]`, or `"end"`,
+            `N_kv - N_q`.
+        head_start, sequence_start: as in `fmha`: what head 0 and sequence 0 count as.
+
+    Returns:
+        bool `[B, H, N_q, N_kv]`, true where a weight is kept, and then multiplied by `1 / (1 - dropout_p)`.
+
+    Raises:
+        TypeError: a dropout_seed that is no int64 tensor.
+        ValueError: a dropout_seed of another shape, a dropout_p or start_pos that does not fit.
+
+    Source: Philox4x32 with 7 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). The key is
+    the first word of the seed; the counter is key position / 8, position of the row, query head, sequence, with the
+    second word spread over the last two; a draw's 128 bits are eight keys' numbers of 16 bits.
+    """
+    if not isinstance(dropout_seed, Tensor) or dropout_seed.dtype != torch.int64:
+        given = dropout_seed.dtype if isinstance(dropout_seed, Tensor) else type(dropout_seed).__name__
+        raise TypeError(f"dropout_seed: is of type {given}; expected an int64 tensor [2]")
+    if dropout_seed.shape != (2,):
+        raise ValueError(f"dropout_seed: has shape {list(dropout_seed.shape)}; expected [2]")
+    if not 0 <= dropout_p < 1 or threshold_of(dropout_p) == 1 << 16:
+        raise ValueError(f"dropout_p: is {dropout_p}; expected a probability from 0 to less than 1 - 2^-17")
+    device = dropout_seed.device
+    start, start_positions = split_start(start_pos)
+    if start_positions is not None:
+        if start_positions.shape != (B,):
+            raise ValueError(f"start_pos: has shape {list(start_positions.shape)}; expected [batch] = [{B}]")
+        start = start_positions.to(device).long().view(B, 1, 1, 1)
+    elif start is None:
+        start = N_kv - N_q
+    sequences = torch.arange(B, device=device).view(B, 1, 1, 1) + sequence_start
+    heads = torch.arange(H, device=device).view(H, 1, 1) + head_start
+    mask = torch.empty(B, H, N_q, N_kv, dtype=torch.bool, device=device)
+    step = max(_BLOCK // max(B * H * N_kv, 1), 1)
+    for first in range(0, N_q, step):
+        rows = torch.arange(first, min(first + step, N_q), device=device).unsqueeze(-1) + start
+        drawn = kept(dropout_seed, threshold_of(dropout_p), sequences, heads, rows, slice(0, N_kv))
+        mask[:, :, first : first + step] = drawn
+    return mask

@@ -1,0 +1,39 @@
+"""Which weights dropout keeps, drawn by position in PyTorch's operators, bit for bit as the kernels draw it
+(csrc/fmha/params.hpp, `Dropout`). Used by `torch_backend.py` and `dropout.py`.
+"""
+
+import torch
+from torch import Tensor
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57  # of Philox4x32 (Salmon et al., SC 2011), as the additions to its key
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 7
+_SPREAD = 0x9E3779B97F4A7C15 - 2**64  # so that seeds that count by their second word do not draw their neighbours' bits
+_WORD = 0xFFFFFFFF
+_KEYS = 8  # that the 128 bits of one draw are for
+
+
+def threshold_of(probability: float) -> int:
+    """What of 16 bits is dropped: all that is below."""
+    return int(probability * 65536 + 0.5)
+
+
+def kept(seed: Tensor, threshold: int, sequences: Tensor, heads: Tensor, rows: Tensor, keys: slice) -> Tensor:
+    """Bool `[..., keys]`: where the weight of a row and a key is kept.
+
+    `sequences`, `heads` and `rows`, their positions, are int64 and broadcast to `[..., 1]`. Words of 32 bits are int64
+    here, whose products keep their low 64 bits.
+    """
+    spread = seed[1] * _SPREAD
+    first = keys.start // _KEYS
+    c0 = torch.arange(first, -(-keys.stop // _KEYS), device=seed.device)
+    c1, c2, c3 = rows & _WORD, heads + (spread & _WORD) & _WORD, sequences + (spread >> 32) & _WORD
+    k0, k1 = seed[0] & _WORD, seed[0] >> 32 & _WORD
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _M0, c2 * _M1
+        c0, c1 = product1 >> 32 & _WORD ^ c1 ^ k0, product1 & _WORD
+        c2, c3 = product0 >> 32 & _WORD ^ c3 ^ k1, product0 & _WORD
+        k0, k1 = k0 + _W0 & _WORD, k1 + _W1 & _WORD
+    # The low half of a word is for the even key, the high half for the odd one.
+    halves = [half for c in (c0, c1, c2, c3) for half in ((c & 0xFFFF) >= threshold, c >= threshold << 16)]
+    return torch.stack(halves, -1).flatten(-2)[..., keys.start - _KEYS * first :][..., : keys.stop - keys.start]

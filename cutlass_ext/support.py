@@ -1,0 +1,87 @@
+"""What `fmha` takes of a call that was not made for it. Used by flash-attn's names, the SDPA switch, `cutlass_ext.nn`
+and the adapters; all but the first hand on to PyTorch what it does not take, and say so once."""
+
+import inspect
+import warnings
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .backward import fmha_backward
+from .interface import fmha
+
+_PARAMETERS = frozenset(inspect.signature(fmha).parameters)
+_DTYPES = torch.float32, torch.float16, torch.bfloat16
+_LARGEST_HEAD_DIM = 256
+_warned: set[str] = set()
+
+
+def given(**options) -> dict:
+    """The options that ask for something: neither None, nor False, nor 0, which are what `fmha` has by default."""
+    return {
+        name: value
+        for name, value in options.items()
+        if value is not None and value is not False and not (type(value) in (int, float) and value == 0)
+    }
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor, **options) -> str | None:
+    """Why `fmha` would refuse a call with these `options`, or None where it would not.
+
+    The one place that knows. It reads nothing but names, shapes and dtypes, so a forward and a backward pass come to
+    the same answer, and torch.compile traces it. Head dims and strides that `readable` mends are no reason.
+    """
+    for name in given(**options):
+        if name not in _PARAMETERS:
+            return f"fmha has no {name} yet"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in _DTYPES and not (x.dtype == torch.float64 and x.device.type == "cpu"):
+            return f"{name} has dtype {str(x.dtype)[6:]}"
+        if x.dtype != q.dtype:
+            return f"{name} has dtype {str(x.dtype)[6:]} and q {str(q.dtype)[6:]}"
+        if not 0 < x.shape[-1] <= _LARGEST_HEAD_DIM:
+            return f"{name} has head_dim {x.shape[-1]}, which is not from 1 to {_LARGEST_HEAD_DIM}"
+    return None
+
+
+def warn_once(who: str, reason: str) -> None:
+    """Says, the first time, that PyTorch computes what `who` was asked for, and why."""
+    if torch.compiler.is_compiling():
+        return
+    text = f"{who}: PyTorch's own attention computes this call: {reason}"
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def readable(x: Tensor) -> Tensor:
+    """`x` as `fmha` reads it: a head dim that is no multiple of 8 (4 in more than 16 bits) is padded with zeros, and a
+    last dimension that is not contiguous copied."""
+    if not isinstance(x, Tensor):
+        return x  # which the operator refuses by its name
+    d = x.shape[-1]
+    if d % 8 and d % (step := 8 if x.element_size() == 2 else 4):
+        return pad(x, (0, -d % step))
+    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, **options):
+    """`fmha` of any head dims up to 256, and of any strides."""
+    alike = isinstance(q, Tensor) and isinstance(k, Tensor) and q.shape[-1:] == k.shape[-1:]
+    tensors = (readable(q), readable(k), readable(v)) if alike else (q, k, v)  # padding would hide what is not
+    if softmax_scale is None and tensors[0] is not q:
+        softmax_scale = q.shape[-1] ** -0.5
+    results = fmha(*tensors, softmax_scale=softmax_scale, **options)
+    if tensors[2] is v:
+        return results
+    d_v = v.shape[-1]
+    return results[..., :d_v] if isinstance(results, Tensor) else (results[0][..., :d_v], results[1])
+
+
+def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options):
+    """`fmha_backward` of what `attend` gave."""
+    scale = options.pop("softmax_scale", None) or q.shape[-1] ** -0.5
+    tensors = [readable(x) for x in (dout, q, k, v, out)]
+    dq, dk, dv, *more = fmha_backward(*tensors, lse, softmax_scale=scale, **options)
+    return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], *more

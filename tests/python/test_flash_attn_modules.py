@@ -1,0 +1,294 @@
+"""`adapters.flash_attn.install`: the modules that other packages import, under their names, with their arguments."""
+
+import importlib.metadata
+import importlib.util
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+from oracle import expect, expect_gradients, expect_packed, rotate
+
+import cutlass_ext
+from cutlass_ext.adapters import flash_attn as adapter
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) for name in ("flash_attn", "flash_attn_interface")),
+    reason="the real package is installed",
+)
+
+
+@pytest.fixture
+def installed():
+    adapter.install()
+    yield
+    adapter.uninstall()
+
+
+def test_imports_of_all_kinds(installed):
+    import flash_attn
+    import flash_attn.layers.rotary
+    from flash_attn import flash_attn_func, flash_attn_with_kvcache  # noqa: F401
+    from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input  # noqa: F401
+    from flash_attn.flash_attn_interface import (  # noqa: F401
+        _flash_attn_forward,
+        _wrapped_flash_attn_backward,
+        flash_attn_varlen_qkvpacked_func,
+    )
+    from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb  # noqa: F401
+    from flash_attn_interface import flash_attn_varlen_func  # noqa: F401
+
+    assert flash_attn_func is cutlass_ext.flash_attn_func
+    assert flash_attn.layers.rotary.apply_rotary_emb is apply_rotary_emb
+    assert (
+        flash_attn.__version__ == importlib.metadata.version("flash-attn") == importlib.metadata.version("flash_attn")
+    )
+    assert importlib.util.find_spec("flash_attn") is not None
+    assert "flash_attn" not in importlib.metadata.packages_distributions()
+    with pytest.raises(ImportError):
+        import flash_attn.ops.rms_norm
+
+
+def test_nothing_is_left_behind():
+    with pytest.raises(ImportError):
+        import flash_attn  # noqa: F401
+    adapter.install()
+    adapter.install()
+    adapter.uninstall()
+    adapter.uninstall()
+    assert not [name for name in sys.modules if name.startswith("flash_attn")]
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("flash-attn")
+
+
+def test_the_real_one_stays_unless_told_otherwise(monkeypatch):
+    real, inner = (type(sys)(name) for name in ("flash_attn", "flash_attn.losses"))
+    monkeypatch.setitem(sys.modules, "flash_attn", real)
+    monkeypatch.setitem(sys.modules, "flash_attn.losses", inner)
+    with pytest.raises(RuntimeError, match="flash_attn"):
+        adapter.install()
+    adapter.install(replace=True)
+    assert sys.modules["flash_attn"] is not real and "flash_attn.losses" not in sys.modules
+    adapter.uninstall()
+    assert sys.modules["flash_attn"] is real and sys.modules["flash_attn.losses"] is inner
+
+
+DIFFUSERS = """
+import torch
+import cutlass_ext.adapters.flash_attn
+cutlass_ext.adapters.flash_attn.install()
+from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
+q, k, v = (torch.randn(1, 8, 2, 16, dtype=torch.bfloat16) for _ in "qkv")
+with attention_backend("flash"):
+    got = dispatch_attention_fn(q, k, v)
+assert torch.equal(got, cutlass_ext.flash_attn_func(q, k, v))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
+def test_diffusers_finds_it():
+    """In a process of its own: what diffusers sees when it is imported it keeps."""
+    done = subprocess.run([sys.executable, "-c", DIFFUSERS], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------------ FlashAttention-3
+def test_flash_attention_3_by_position(target, installed):
+    from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+
+    q, k, v = target.qkv(2, 70, 4, 32, n_kv=90, heads_kv=2)
+    more = [None] * 4  # qv and what is of fp8
+    out, lse = flash_attn_func(q, k, v, 0.3, True, *more, (20, -1), 0, 5.0, return_attn_probs=True)
+    expect(q, k, v, causal=True, start_pos="end", window=(20, -1), softmax_scale=0.3, softcap=5.0).check(out, lse)
+    ends = target.int32([0, 30, 140]), target.int32([0, 90, 180])
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    out = flash_attn_varlen_func(*packed, *ends, 110, 90, None, None, 0.3, True)
+    names = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
+    expect_packed(*packed, **names, causal=True, start_pos="end", softmax_scale=0.3).check(out)
+
+
+def test_flash_attention_3_cache(target, installed):
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    q, k, v = target.qkv(2, 3, 4, 32, n_kv=64, heads_kv=2)
+    pages = [x.unflatten(1, (4, 16)).flatten(0, 1) for x in (k, v)]
+    table, lengths = target.int32([[0, 1, 2, 3], [4, 5, 6, 7]]), target.int32([60, 9])
+    out = flash_attn_with_kvcache(q, *pages, cache_seqlens=lengths, page_table=table, causal=True)
+    expect(q, k, v, causal=True, start_pos="end", seqused_k=lengths).check(out, small=True)
+
+
+@pytest.mark.parametrize("name", adapter._ORDERS)
+def test_flash_attention_3_refuses_by_name(installed, name):
+    import flash_attn_interface
+
+    function = getattr(flash_attn_interface, name)
+    assert {"window_size", "softcap", "s_aux", "num_splits"} <= set(inspect.signature(function).parameters)
+    q = torch.zeros(2, 6, 4, 16)
+    ends, tensors = torch.zeros(3, dtype=torch.int32), {}
+    if "varlen" in name:
+        tensors = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 1, "max_seqlen_k": 1}
+    names = ("q", "k_cache", "v_cache") if "cache" in name else ("q", "k", "v")
+    with pytest.raises(NotImplementedError, match="qv"):
+        function(**dict.fromkeys(names, q), **tensors, qv=q)
+    with pytest.raises(TypeError, match="nonsense"):
+        function(**dict.fromkeys(names, q), **tensors, nonsense=1)
+
+
+# ------------------------------------------------------------------------------------------------ single passes
+@pytest.mark.parametrize("packed", [False, True])
+def test_passes_one_by_one(target, installed, packed):
+    from flash_attn import flash_attn_interface as passes
+
+    q, k, v = target.qkv(1, 70, 4, 32, n_kv=90, heads_kv=2)
+    options = {"causal": True, "start_pos": "end", "window": (30, 0), "softcap": 5.0, "softmax_scale": 0.3}
+    arguments, dout = (0.0, 0.3, True, 30, 0, 5.0, None), torch.randn_like(q)
+    want, gradients = expect(q, k, v, **options), expect_gradients(q, k, v, dout, **options)
+    place, into = [], [torch.full_like(x, float("nan")) for x in (q, k, v)]
+    suffix, tensors = "", (q, k, v)
+    if packed:
+        place, suffix, tensors = [target.int32([0, 70]), target.int32([0, 90]), 70, 90], "_varlen", (q[0], k[0], v[0])
+    forward, backward = (getattr(passes, f"_flash_attn{suffix}_{of}") for of in ("forward", "backward"))
+    out, lse, _, rng_state = forward(*tensors, *place, *arguments)
+    want.check(out[None] if packed else out, lse[None] if packed else lse)
+    results = [x[0] for x in into] if packed else into
+    dout = dout[0] if packed else dout
+    delta = backward(dout, *tensors, out, lse, *results, *place, *arguments, True, rng_state)
+    gradients.check(into)
+    assert delta.shape == lse.shape and delta.dtype == torch.float32
+    with pytest.raises(NotImplementedError, match="dropout_p"):
+        forward(*tensors, *place, 0.1, *arguments[1:])
+
+
+# ------------------------------------------------------------------------------------------------ habits
+@pytest.mark.parametrize("d,d_v", [(30, 30), (32, 20), (17, 32)])
+def test_any_head_dim(target, d, d_v):
+    """Padded, here alone; the scale is that of the head dim that was given."""
+    q, k, v = (x.requires_grad_() for x in target.qkv(2, 40, 4, d, n_kv=50, heads_kv=2, d_v=d_v))
+    dout = target.randn(2, 40, 4, d_v)
+    out, lse = cutlass_ext.flash_attn_func(q, k, v, causal=True, return_softmax_lse=True)
+    options = {"causal": True, "start_pos": "end"}
+    tensors = [x.detach() for x in (q, k, v)]
+    expect(*tensors, **options).check(out.detach(), lse.detach())
+    expect_gradients(*tensors, dout, **options).check(torch.autograd.grad(out, (q, k, v), dout))
+    with pytest.raises(ValueError, match="head_dim"):
+        cutlass_ext.fmha(*target.qkv(2, 40, 4, 30))
+
+
+def test_a_last_dimension_that_is_not_contiguous_is_copied(target):
+    q, k, v = (x.mT.contiguous().mT for x in target.qkv(2, 40, 4, 32))
+    assert q.stride(-1) != 1
+    expect(q, k, v, start_pos="end").check(cutlass_ext.flash_attn_func(q, k, v))
+    ends = target.int32([0, 40, 80])
+    packed = [x.flatten(0, 1).mT.contiguous().mT for x in (q, k, v)]
+    out = cutlass_ext.flash_attn_varlen_func(*packed, ends, ends, 40, 40)
+    expect_packed(*packed, cu_seqlens_q=ends, cu_seqlens_k=ends, start_pos="end").check(out)
+
+
+def test_head_dims_that_differ_are_refused_though_padding_would_make_them_equal():
+    with pytest.raises(ValueError, match="head_dim"):
+        cutlass_ext.flash_attn_func(torch.zeros(1, 5, 2, 30), torch.zeros(1, 5, 2, 32), torch.zeros(1, 5, 2, 32))
+
+
+# ------------------------------------------------------------------------------------------------ bert_padding
+def test_unpad_and_pad(target, installed):
+    from flash_attn.bert_padding import pad_input, unpad_input
+
+    x = target.randn(3, 7, 4, 8).requires_grad_()
+    mask = torch.arange(7, device=x.device) < target.int32([5, 0, 7])[:, None]
+    rows, indices, ends, longest, used = unpad_input(x, mask)
+    assert torch.equal(rows, x[mask]) and ends.tolist() == [0, 5, 5, 12] and longest == 7 and used.tolist() == [5, 0, 7]
+    assert ends.dtype == used.dtype == torch.int32
+    back = pad_input(rows, indices, 3, 7)
+    assert torch.equal(back, x.masked_fill(~mask[..., None, None], 0.0))
+    (dx,) = torch.autograd.grad(back.float().square().sum(), x)
+    assert torch.equal(dx, 2 * back.detach())
+    also = torch.zeros_like(mask)
+    also[1, 0] = True
+    rows, _, ends, _, used = unpad_input(x, mask.int(), also.int())
+    assert len(rows) == 13 and ends.tolist() == [0, 5, 6, 13] and used.tolist() == [5, 0, 7]
+
+
+def test_unpad_sequences_in_one_row(target, installed):
+    from flash_attn.bert_padding import unpad_input_for_concatenated_sequences
+
+    x = target.randn(2, 6, 8)
+    lengths = target.int32([[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    rows, indices, ends, longest = unpad_input_for_concatenated_sequences(x, lengths)
+    assert ends.tolist() == [0, 2, 5, 11] and longest == 6 and indices.tolist() == [*range(5), *range(6, 12)]
+    assert torch.equal(rows, torch.cat([x[0, :5], x[1]]))
+
+
+# ------------------------------------------------------------------------------------------------ layers.rotary
+def tables(target, positions, half):
+    angles = torch.randn(positions, half, device=target.device)
+    return angles.cos().to(target.dtype), angles.sin().to(target.dtype)
+
+
+def assert_close(got, want):
+    torch.testing.assert_close(got, want, atol=2 * torch.finfo(got.dtype).eps * 4, rtol=4 * torch.finfo(got.dtype).eps)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_apply_rotary_emb(target, installed, interleaved, packed, per_sequence):
+    from flash_attn.layers.rotary import apply_rotary_emb
+
+    cos, sin = tables(target, 40, 6)
+    offsets = target.int32([3, 11]) if per_sequence else 5
+    starts = offsets.tolist() if per_sequence else [5, 5]
+    if packed:
+        x, ends = target.randn(19, 4, 16), target.int32([0, 12, 19])
+        positions = [*range(starts[0], starts[0] + 12), *range(starts[1], starts[1] + 7)]
+        options = {"cu_seqlens": ends, "max_seqlen": 12}
+    else:
+        x, options = target.randn(2, 12, 4, 16), {}
+        positions = [[start + i for i in range(12)] for start in starts]
+    got = apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offsets, **options)
+    assert_close(got, rotate(x, positions, cos, sin, interleaved))
+    same = apply_rotary_emb(x, cos, sin, interleaved, True, offsets, **options)
+    assert same is x and torch.equal(x, got)
+
+
+def test_rotary_gradients(target, installed):
+    """A rotation back."""
+    from flash_attn.layers.rotary import apply_rotary_emb
+
+    cos, sin = tables(target, 12, 8)
+    x, dout = target.randn(2, 12, 4, 16).requires_grad_(), target.randn(2, 12, 4, 16)
+    (dx,) = torch.autograd.grad(apply_rotary_emb(x, cos, sin), x, dout)
+    assert_close(dx, apply_rotary_emb(dout, cos, -sin))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_rotary_embedding(target, installed, grouped):
+    from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
+
+    rotary = RotaryEmbedding(16, device=target.device)
+    inverse = 10000.0 ** (-torch.arange(0, 16, 2, device=target.device) / 16)
+    angles = (torch.arange(12, device=target.device) + 3)[:, None] * inverse
+    cos, sin = angles.cos().to(target.dtype), angles.sin().to(target.dtype)
+    qkv = target.randn(2, 12, 8, 16) if grouped else target.randn(2, 12, 3, 4, 16)
+    q, k, v = qkv.split([4, 2, 2], 2) if grouped else qkv.unbind(2)
+    want = [apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin), v.clone()]
+    got = rotary(qkv, seqlen_offset=3, num_heads_q=4 if grouped else None)
+    assert got is qkv
+    for a, b in zip(got.split([4, 2, 2], 2) if grouped else got.unbind(2), want, strict=True):
+        assert_close(a, b)
+    q, kv = target.randn(2, 12, 4, 16), target.randn(2, 12, 2, 4, 16)
+    want = apply_rotary_emb(q, cos, sin), apply_rotary_emb(kv[:, :, 0], cos, sin)
+    got = rotary(q, kv, seqlen_offset=target.int32([3, 3]), max_seqlen=15)
+    assert_close(got[0], want[0])
+    assert_close(got[1][:, :, 0], want[1])
+
+
+def test_rotary_says_what_it_wants(installed):
+    from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb_qkv_
+
+    with pytest.raises(NotImplementedError, match="scale_base"):
+        RotaryEmbedding(16, scale_base=512)
+    with pytest.raises(ValueError, match="max_seqlen"):
+        RotaryEmbedding(16)(torch.zeros(2, 5, 3, 4, 16), seqlen_offset=torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="num_heads_q"):
+        apply_rotary_emb_qkv_(torch.zeros(2, 5, 8, 16), torch.zeros(5, 8), torch.zeros(5, 8))
