@@ -41,9 +41,9 @@ GradientLaunch launch_of(Call const& call, Kind kind) {
   int64_t const rows_a_head = of_keys ? int64_t(p.n_q) * (p.heads_q / p.heads_kv) : p.n_kv;
   int64_t const sums_a_row = kind == Kind::AllGradients ? launch.kernel->head_dim * sizeof(float) : 0;
   int64_t const bytes_a_head = rows_a_head * ((p.head_dim + p.head_dim_v) * p.element_bytes + sums_a_row);
-  launch.scheduler = Scheduler(p.batch, heads, length, block, 1,
-                               gradient_section_for(p, Scheduler::tiles_of(length, block), bytes_a_head, call.device),
-                               of_keys ? Axis::Keys : Axis::Rows);
+  int64_t const section =
+      gradient_section_for(p, int64_t(p.batch) * heads, Scheduler::tiles_of(length, block), bytes_a_head, call.device);
+  launch.scheduler = Scheduler(p.batch, heads, length, block, 1, section, of_keys ? Axis::Keys : Axis::Rows);
   if (launch.scheduler.size() > INT32_MAX)
     fail("ValueError", of_keys ? "k" : "q", ": has ", launch.scheduler.size(),
          " tiles of rows; a launch has room for fewer than 2^31");

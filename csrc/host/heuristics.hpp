@@ -250,12 +250,18 @@ inline int64_t section_for(Params const& p, int block_r, int64_t l2_bytes) {
 /// in memory, which a call of few rows is too short for (bench/results/backward_h200.md).
 inline bool adds_to_queries(Params const& p) { return p.n_q > 512; }
 
-/// The section of a launch of gradients whose heads have `tiles` tiles and work on `bytes_a_head`: what fits half of
-/// L2. Under a causal mask the last tiles are short: three waves of tiles a section make the end of the last one even.
-inline int64_t gradient_section_for(Params const& p, int64_t tiles, int64_t bytes_a_head, Device const& device) {
+/// The section of a launch of gradients of `heads` heads, all sequences' counted, that have `tiles` tiles and work on
+/// `bytes_a_head` each: what fits half of L2. Under a causal mask the last tiles are short: three waves of tiles a
+/// section make the end of the last one even. No section is smaller, the last one included: its long tiles would begin
+/// when all else is nearly done.
+inline int64_t gradient_section_for(Params const& p, int64_t heads, int64_t tiles, int64_t bytes_a_head,
+                                    Device const& device) {
   int64_t const fits = device.l2_bytes / 2 / std::max<int64_t>(bytes_a_head, 1);
   int64_t const level = has_unequal_tiles(p) ? 3 * device.multiprocessors / std::max<int64_t>(tiles, 1) : 1;
-  return std::max<int64_t>({fits, level, 1});
+  int64_t const least = std::min(std::max<int64_t>({fits, level, 1}), std::max<int64_t>(heads, 1));
+  int64_t section = least;
+  while (heads % section > 0 && heads % section < least) ++section;
+  return section;
 }
 
 }  // namespace cutlass_ext

@@ -543,8 +543,11 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       release(shared.empty_v[stage]);
     }
     warpgroup_wait<0>();
-    __syncwarp();  // all lanes are done with the statistics
-    release(shared.empty[stage]);
+    if constexpr (Traits::OfKeys) {
+      shared.empty[stage].arrive();  // every lane for itself: each has read statistics
+    } else {
+      release(shared.empty[stage]);
+    }
     ring = next;
     if (++t == tiles.end) t = tiles.begin, ++head;
   }
@@ -604,7 +607,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       CUTE_UNROLL
       for (int i = 0; i < Traits::Stages; ++i) {
         shared.full[i].init(1), shared.full_v[i].init(1);
-        shared.empty[i].init(kReaders), shared.empty_v[i].init(kReaders);
+        shared.empty[i].init(Traits::OfKeys ? 32 * kReaders : kReaders), shared.empty_v[i].init(kReaders);
       }
       cutlass::arch::fence_barrier_init();
     }
