@@ -58,6 +58,8 @@ CUTLASS_EXT_FEATURES(FEATURE)
 
 /// What changes scores between the two products.
 constexpr Features kScoreMods = Softcap | Alibi;
+/// What pairs of a row and a key have of their own.
+constexpr Features kPairs = Bias | Mask | Dropout;
 /// What tells the sequences of a padded batch apart by numbers on the device.
 constexpr Features kUnlike = KeyLengths | LeftPadding | StartPositions;
 /// What belongs to a cache.

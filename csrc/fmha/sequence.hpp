@@ -16,6 +16,7 @@ struct Sequence {
   int k_row0;  // row of k and v that holds its first real key: the left padding is cut off
   int cached;  // keys before the call's new ones, counted from the first real one: at or past this a key is new
   Visibility visibility;
+  int leftpad;  // keys that are cut off in front
 
   /// Index of query row 0 of head `head` in lse, and in lse_partial (times d_v: in o_partial) at split `split`; the
   /// rows that follow it follow there.
@@ -53,9 +54,13 @@ CUTE_HOST_DEVICE Sequence sequence_of(Lengths const& lengths, int b) {
                     : lengths.start_pos_kind == StartPos::PerBatch
                         ? clamp(lengths.start_positions[b], -kMaxPosition, kMaxPosition)
                         : len_kv - len_q;
-  return {lengths.packed() ? 0 : b, q.begin, k.begin + leftpad, cached - leftpad,
+  return {lengths.packed() ? 0 : b,
+          q.begin,
+          k.begin + leftpad,
+          cached - leftpad,
           Visibility{len_q < lengths.n_q ? len_q : lengths.n_q, len_kv - leftpad, start - leftpad, lengths.window_left,
-                     lengths.window_right}};
+                     lengths.window_right},
+          leftpad};
 }
 
 /// What each sequence sees, where all see the same: for the host, which must not read what lies on the device.

@@ -89,6 +89,7 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   size_t const statistics = StatisticsRows(params).size(params) * sizeof(RowStatistics);
   if (statistics > 0) params.row_statistics = static_cast<RowStatistics*>(allocate(statistics));
   compute_row_statistics(plan.of_keys.kernel->dtype, params, stream);
+  if (params.dbias) compute_dbias(plan.of_keys.kernel->dtype, params, stream, allocate);
   if (plan.adds_to_queries()) {
     size_t const sums = StatisticsRows(params).size(params) * plan.of_keys.kernel->head_dim * sizeof(float);
     if (sums > 0) {

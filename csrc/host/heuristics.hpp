@@ -94,11 +94,13 @@ inline int cluster_of(Params const& p, int const (&resident_clusters)[3]) {
 
 // ------------------------------------------------------------------------------------------ which tile
 /// Whether query tiles of `block` rows hold those of all heads that share a key head: where that makes fewer tiles.
-/// Packed sequences of different lengths nearly always have fewer. ALiBi's slopes are of one head.
+/// Packed sequences of different lengths nearly always have fewer. ALiBi's slopes are of one head, and so
+/// is what pairs have.
 inline bool packs_heads(Params const& p, int block) {
   int64_t const heads_per_kv = p.heads_q / p.heads_kv, rows = p.n_q * heads_per_kv;
   if (int64_t(block) * p.heads_q * p.head_dim_v > INT32_MAX) return false;  // kernels count a tile's elements of o so
-  if (heads_per_kv == 1 || heads_per_kv > block || (features_of(p) & feature::Alibi) || rows > INT32_MAX - block)
+  if (heads_per_kv == 1 || heads_per_kv > block || (features_of(p) & (feature::Alibi | feature::kPairs)) ||
+      rows > INT32_MAX - block)
     return false;
   return p.packed() || ceil_div(rows, block / heads_per_kv * heads_per_kv) < heads_per_kv * ceil_div(p.n_q, block);
 }

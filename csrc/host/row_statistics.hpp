@@ -1,6 +1,9 @@
 // The launches before the backward kernels and after them. Called by backward.cpp.
 #pragma once
 
+#include <cstddef>
+#include <functional>
+
 #include "../fmha/backward/params.hpp"
 #include "kernel_table.hpp"
 
@@ -11,5 +14,9 @@ void compute_row_statistics(DType dtype, BackwardParams const& params, cudaStrea
 
 /// dQ from what `kernel`, of Kind::AllGradients, has summed up in `params.dq_sums`.
 void finish_dq(Kernel const& kernel, BackwardParams const& params, cudaStream_t stream);
+
+/// `params.dbias`, once the statistics of rows are there; `allocate` as in backward.hpp.
+void compute_dbias(DType dtype, BackwardParams const& params, cudaStream_t stream,
+                   std::function<void*(size_t)> const& allocate);
 
 }  // namespace cutlass_ext

@@ -11,7 +11,8 @@ namespace {
 
 using namespace feature;
 
-constexpr Features kTiles = kScoreMods | Sink | Packed | kUnlike | FewerKeys | Pages | FixedSplits | UnalignedRows;
+constexpr Features kTiles =
+    kScoreMods | kPairs | Sink | Packed | kUnlike | FewerKeys | Pages | FixedSplits | UnalignedRows;
 constexpr Features kPersistent = Sink | Packed | kUnlike | FewerKeys | Pages | FixedSplits;
 constexpr Features kPlainDecode = KeyLengths | StartPositions | FewerKeys | Pages;
 constexpr Features kDecode = kScoreMods | Sink | Packed | kUnlike | kCache | FixedSplits | UnalignedRows;
@@ -100,11 +101,11 @@ Entered of_16_bits(DType t) {
       sm80(t, 256, 64, 64, 98432),
       sm90(t, 64, 64, 192, 128, 173056),
       sm90(t, 64, 64, 128, 128, 148480),
-      sm90(t, 64, 64, 128, 128, 148480, kScoreMods),
+      sm90(t, 64, 64, 128, 128, 148480, kScoreMods | kPairs),
       sm90(t, 96, 96, 128, 128, 230400),
-      sm90(t, 96, 96, 128, 128, 230400, kScoreMods),
+      sm90(t, 96, 96, 128, 128, 230400, kScoreMods | kPairs),
       sm90(t, 128, 128, 128, 128, 230400),
-      sm90(t, 128, 128, 128, 128, 230400, kScoreMods),
+      sm90(t, 128, 128, 128, 128, 230400, kScoreMods | kPairs),
       sm90(t, 192, 128, 128, 112, 226304),
       sm90(t, 192, 128, 128, 112, 226304, kScoreMods),
       sm90(t, 192, 192, 128, 96, 230400),

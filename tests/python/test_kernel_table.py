@@ -58,9 +58,9 @@ def test_who_takes_what(bits):
         "NewKeys": {"decode", "cluster"},
         "RotaryEmbedding": {"decode", "cluster"},
         "FixedSplits": tiles | {"decode"},
-        "Bias": set(),
-        "Mask": set(),
-        "Dropout": set(),
+        "Bias": tiles | of_both,
+        "Mask": tiles | of_both,
+        "Dropout": tiles | of_both,
         "UnalignedRows": {"tiles", "decode"} | of_both,
     }
     assert expected.keys() == bits.keys()

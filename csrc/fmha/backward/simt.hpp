@@ -6,6 +6,7 @@
 #include <cute/tensor.hpp>
 
 #include "../features.hpp"
+#include "../pairs.hpp"
 #include "../score.hpp"
 #include "../sequence.hpp"
 #include "../simt/products.hpp"
@@ -73,7 +74,10 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
           OfKeys ? visibility.row_tiles_of(work.row0, Own, Walked) : visibility.tiles_of(work.row0, Own, Walked),
           OfKeys ? visibility.unmasked_row_tiles_of(work.row0, Own, Walked)
                  : visibility.unmasked_tiles_of(work.row0, Own, Walked),
-          ScoreMod::query_scale(params)};
+          ScoreMod::query_scale(params),
+          ScoreMod::changes(params) || has_pairs(params),
+          ScoreMod::caps(params),
+          has_dropout(params)};
     }
     __syncthreads();
   }
@@ -162,8 +166,9 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   Tensor dX = make_tensor<float>(Shape<Int<Rows>, Int<OutCols>, Int<Pieces>>{});  // dK or dQ
   Tensor dV = make_tensor_like(dX);                                               // of keys alone
   Tensor S = make_tensor<float>(Shape<Int<Rows>, Int<Keys>>{});
-  // Of each score, where there is a softcap: in local memory, registers are for sums.
-  float derivative[Rows * Keys];
+  // What dS is dP - delta times, of each score, where that is not P: under softcap and dropout. In local memory,
+  // registers are for sums; until P is known, the score's derivative.
+  float weight[Rows * Keys];
   clear(dX);
   clear(dV);
 
@@ -204,28 +209,64 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
     }
   };
 
-  bool const changed = ScoreMod::changes(params), capped = ScoreMod::caps(params);
-  // The products in S become P, and go where the warp reads them back. Hidden pairs get exactly 0.
-  auto probabilities = [&](int head, int tile) {
+  // Where pairs count too, registers are wanted for more than what a call asks for.
+  bool const with_mods = ScoreMod::changes(params), with_cap = ScoreMod::caps(params);
+  auto const changed = [&] { return Traits::Pairs ? reread(shared.task).changed : with_mods; };
+  auto const capped = [&] { return Traits::Pairs ? reread(shared.task).capped : with_cap; };
+  auto const drops = [&] { return reread(shared.task).drops; };
+  auto put = [&] {
+    Lane const lane;
+    store_p<Products>(S, own_p(lane), lane.place);
+  };
+  // Bias and mask of what store_p has put of a tile; or what dropout makes of it, times `scale`.
+  auto change_pairs = [&](int head, int tile, bool drops, float scale) {
     Lane const lane;
     Task const& task = reread(shared.task);
-    Visibility const& visibility = task.sequence.visibility;
-    int const first_own = task.work.row0 + lane.own, first_walked = tile * Walked + lane.walked;
-    if (changed) {
+    int const batch = task.work.batch, first_own = task.work.row0 + lane.own,
+              first_walked = tile * Walked + lane.walked + (OfKeys ? task.first_row : 0);
+    Sequence const sequence = sequence_of(params, batch);
+    PairMod const pairs(params, sequence, batch, OfKeys ? task.work.head * heads + head : task.work.head);
+    change_fours<Products, OfKeys>(own_p(lane), lane.place, [&](float (&x)[kVector], int i, int j) {
+      int const own = first_own + own_of(i), walked = first_walked + walked_of(j);
+      int const row = OfKeys ? walked : own, key = OfKeys ? own : walked;
+      if (drops) {
+        pairs.drop(x, row, key, scale);
+      } else {
+        pairs.apply(x, params, sequence.visibility, row, key, [](int e) { return e; });
+      }
+    });
+  };
+  // The products in S become P, and go where the warp reads them back. Hidden pairs get exactly 0.
+  auto probabilities = [&](int head, int tile) {
+    if (changed()) {
+      Lane const lane;
+      Task const& task = reread(shared.task);
+      Visibility const& visibility = task.sequence.visibility;
+      int const first_own = task.work.row0 + lane.own, first_walked = tile * Walked + lane.walked;
       ScoreMod const score_mod(params, task.work.batch, OfKeys ? task.work.head * heads + head : task.work.head);
       int const offset =
           OfKeys ? visibility.offset(first_walked, first_own) : visibility.offset(first_own, first_walked);
       CUTE_UNROLL
       for (int e = 0; e < size(S); ++e) S(e) *= task.scale;
       score_mod.apply(S, offset, offset_of);
-      if (capped) {
+      if (capped()) {
         CUTE_UNROLL
-        for (int e = 0; e < size(S); ++e) derivative[anew(e)] = S(e);
+        for (int e = 0; e < size(S); ++e) weight[anew(e)] = S(e);
         CUTE_NO_UNROLL
         for (int e = 0; e < size(S); ++e)
-          derivative[e] = score_mod.derivative(derivative[e], offset + offset_of(e % Rows, e / Rows));
+          weight[e] = score_mod.derivative(weight[e], offset + offset_of(e % Rows, e / Rows));
       }
     }
+    if (Traits::Pairs && changed() && changes_scores(params)) {
+      put();
+      change_pairs(head, tile, false, 1.f);
+      Lane const lane;
+      load_p<Products>(S, own_p(lane), lane.place);
+    }
+    Lane const lane;
+    Task const& task = reread(shared.task);
+    Visibility const& visibility = task.sequence.visibility;
+    int const first_own = task.work.row0 + lane.own, first_walked = tile * Walked + lane.walked;
     if (!task.whole_tiles.contains(tile)) {
       if constexpr (OfKeys) {
         mask_transposed(S, visibility.of_rows({first_walked, visibility.n_q}), first_own, own_of, walked_of);
@@ -233,7 +274,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
         mask(S, visibility.counted_from(first_walked), first_own, own_of, walked_of);
       }
     }
-    float const scale = changed ? 1.f : task.scale;
+    float const scale = changed() ? 1.f : task.scale;
     float lse[LaneRows];
     load_statistics(lse, shared.lse, lane);
     CUTE_UNROLL
@@ -242,17 +283,38 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
       for (int j = 0; j < Keys; ++j) S(i, j) = exp2_approx(fmaf(S(i, j), scale, -lse[OfKeys ? j : i]));
     }
     store_p<Products>(S, own_p(lane), lane.place);
+    if (Traits::Pairs && drops()) {
+      bool const with_derivative = capped();
+      CUTE_UNROLL
+      for (int e = 0; e < size(S); ++e) {
+        int const at = anew(e);
+        weight[at] = with_derivative && S(e) > 0.f ? S(e) * weight[at] : S(e);
+      }
+    }
+    if (Traits::Pairs && OfKeys && drops()) change_pairs(head, tile, true, 1.f);
   };
   // With dP in S, dS takes the place of P, which other lanes have read for dV.
-  auto score_gradients = [&] {
+  auto score_gradients = [&](int head, int tile) {
     if constexpr (OfKeys) Traits::ColWarps > 1 ? __syncthreads() : __syncwarp();
+    if (Traits::Pairs && drops()) {
+      put();
+      change_pairs(head, tile, true, params.dropout.scale);
+    }
     Lane const lane;
     float delta[LaneRows];
     load_statistics(delta, shared.delta, lane);
+    if (Traits::Pairs && drops()) {
+      change_p<Products>(own_p(lane), lane.place, [&](int i, int j, float dp) {
+        float const of_score = weight[anew(j * Rows + i)];
+        return of_score == 0.f ? 0.f : of_score * (dp - delta[OfKeys ? j : i]);
+      });
+      return;
+    }
+    bool const with_derivative = capped();
     change_p<Products>(own_p(lane), lane.place, [&](int i, int j, float p) {
       float const dp = S(i, j) - delta[OfKeys ? j : i];
-      float const weight = capped ? p * derivative[anew(j * Rows + i)] : p;
-      return p == 0.f ? 0.f : weight * dp;  // dP and the derivative of a hidden pair may be anything
+      float const of_score = with_derivative ? p * weight[anew(j * Rows + i)] : p;
+      return p == 0.f ? 0.f : of_score * dp;  // dP and the derivative of a hidden pair may be anything
     });
   };
 
@@ -273,7 +335,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
         if constexpr (OfKeys) gemm_gradients(dV, piece, item);
         gemm_scores(1, piece, item);
       }
-      score_gradients();
+      score_gradients(head, tile);
 
       CUTE_UNROLL
       for (int piece = 0; piece < Pieces; ++piece) {
@@ -308,7 +370,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   };
   if constexpr (OfKeys) {
     store(dX, params.dk, params.dk_stride, params.head_dim, ScoreMod::gradient_scale(params));
-    store(dV, params.dv, params.dv_stride, params.head_dim_v, 1.f);
+    store(dV, params.dv, params.dv_stride, params.head_dim_v, params.dropout.scale);
   } else {
     store(dX, params.dq, params.dq_stride, params.head_dim, ScoreMod::gradient_scale(params));
   }
@@ -322,8 +384,8 @@ struct Backward {
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &backward_kernel<Traits>;
   static constexpr Kind kKind = Traits::OfKeys ? Kind::KeyGradients : Kind::QueryGradients;
-  static constexpr Features kTakes =
-      feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike | feature::UnalignedRows;
+  static constexpr Features kTakes = feature::kScoreMods | (Traits::Pairs ? feature::kPairs : 0) | feature::Sink |
+                                     feature::Packed | feature::kUnlike | feature::UnalignedRows;
 };
 
 }  // namespace cutlass_ext::simt

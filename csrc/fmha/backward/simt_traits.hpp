@@ -31,6 +31,9 @@ struct Task {
   Range tiles;        // that are walked over
   Range whole_tiles;  // those without masks
   float scale;        // ScoreMod::query_scale
+  bool changed;       // whether anything changes scores, or P
+  bool capped;        // whether softcap does
+  bool drops;         // whether dropout does
 };
 
 template <Axis Of_, int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_, class Walk_>
@@ -88,6 +91,10 @@ struct BackwardTraits {
     alignas(128) float delta[B_r];
     Task task;
   };
+
+  // Whether what pairs have is taken: of wider heads by the tiles that fit 99 KB alone, and not at all by those past
+  // 128. The others spill with it (60 to 250 bytes).
+  static constexpr bool Pairs = !OfKeys || HeadDim <= 64 || (HeadDim <= 128 && sizeof(SharedStorage) <= 99 * 1024);
 
   // CTAs that a multiprocessor of 228 KB and 64 K registers is to hold: all registers that a thread can have.
   static constexpr int CtasByShared = 228 * 1024 / (sizeof(SharedStorage) + 1024),

@@ -15,6 +15,7 @@
 
 #include "../copy/cp_async.hpp"
 #include "../features.hpp"
+#include "../pairs.hpp"
 #include "../rows.hpp"
 #include "../score.hpp"
 #include "../sequence.hpp"
@@ -293,8 +294,9 @@ class GradientLoop {
       uint32_t const from = column * kPanel * sizeof(Element);
       product1<Columns>(S, columns_at() + from, nothing);
       if constexpr (First) product2<Columns>(dP, columns_at() + from, nothing);
+      uint32_t const kept = drop(dP, head, tile, column);
       float const scale = finish_scores(S, dP, head, tile, column);
-      add_products<false, Columns>(S, dP, scale, column, rows_at() + from);
+      add_products<false, Columns>(S, dP, scale, column, rows_at() + from, kept);
     }
     streams_.template between<false>(head, tile);
     streams_.next();
@@ -321,6 +323,73 @@ class GradientLoop {
     }
   }
 
+  /// Calls `visit(pairs, visibility, row, key, i or j)` for each query row of which the thread holds scores of 16
+  /// columns: the first of the warp's keys, and where its scores are.
+  template <class Visit>
+  CUTE_DEVICE void for_each_row(int head, int tile, int column, Visit const& visit) const {
+    int const batch = shared_.work.batch, lane = anew(place_.lane);
+    Sequence const sequence = sequence_of(params_, batch);
+    PairMod const pairs(params_, sequence, batch, head);
+    int const own = shared_.work.row0 + place_.warp_row, streamed = tile * Streamed + column;
+    CUTE_NO_UNROLL
+    for (int x = 0; x < (OfKeys ? kAtom / 4 : 2 * RowAtoms); ++x) {
+      int const row = shared_.first_query + (OfKeys ? streamed + lane % 4 * 2 + key_of(x) : own + lane / 4 + row_of(x));
+      visit(pairs, sequence.visibility, row, OfKeys ? own : streamed, x);
+    }
+  }
+
+  /// Makes dP what dropout makes of it. Returns which of the thread's pairs are kept, bit 4 i + j of element (i, j).
+  template <class ScoreArray>
+  CUTE_DEVICE uint32_t drop(ScoreArray& gradients, int head, int tile, int column) const {
+    if (!has_dropout(params_)) return ~0u;
+    int const lane = place_.lane;
+    uint32_t kept = 0;
+    for_each_row(head, tile, column, [&](PairMod const& pairs, Visibility const&, int row, int key, int x) {
+      if constexpr (OfKeys) {
+        uint32_t const of_keys = pairs.kept_by_column(row, key, lane) >> lane / 4;
+        CUTE_UNROLL
+        for (int i = 0; i < 2 * RowAtoms; ++i) kept |= (of_keys >> row_of(i) & 1) << (4 * i + x);
+      } else {
+        uint32_t const of_keys = pairs.kept_by_quad(row, key, lane) >> lane % 4 * 2;
+        CUTE_UNROLL
+        for (int j = 0; j < 4; ++j) kept |= (of_keys >> key_of(j) & 1) << (4 * x + j);
+      }
+    });
+    Tensor dP = rows_and_columns(gradients);
+    CUTE_UNROLL
+    for (int i = 0; i < size<0>(dP); ++i) {
+      CUTE_UNROLL
+      for (int j = 0; j < size<1>(dP); ++j) dP(i, j) = kept >> (4 * i + j) & 1 ? dP(i, j) * params_.dropout.scale : 0.f;
+    }
+    return kept;
+  }
+
+  /// Bias and mask of 16 columns. Through local memory: unrolled, they would spill what is in registers.
+  template <class ScoreTensor>
+  CUTE_DEVICE void apply_pairs(ScoreTensor& S, int head, int tile, int column) const {
+    constexpr int kRows = 2 * RowAtoms, kColumns = kAtom / 4, kOfRow = OfKeys ? kRows : kColumns;
+    int const lane = place_.lane;
+    float scores[OfKeys ? kColumns : kRows][kOfRow];
+    auto const at = [&](int i, int j) -> float& { return OfKeys ? scores[j][i] : scores[i][j]; };
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      CUTE_UNROLL
+      for (int j = 0; j < kColumns; ++j) at(i, j) = S(i, j);
+    }
+    for_each_row(head, tile, column, [&](PairMod const& pairs, Visibility const& visibility, int row, int key, int x) {
+      if constexpr (OfKeys) {
+        pairs.apply(scores[x], params_, visibility, row, key + lane / 4, row_of);
+      } else {
+        pairs.apply(scores[x], params_, visibility, row, key + lane % 4 * 2, key_of);
+      }
+    });
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      CUTE_UNROLL
+      for (int j = 0; j < kColumns; ++j) S(i, j) = at(i, j);
+    }
+  }
+
   /// Score modifications with their derivatives, and masks; dP becomes dP - delta. Returns what is left to multiply
   /// scores by.
   template <class ScoreArray>
@@ -339,7 +408,7 @@ class GradientLoop {
       }
     }
     float const query_scale = ScoreMod::query_scale(params_);
-    bool const score_mods = ScoreMod::changes(params_);
+    bool const score_mods = ScoreMod::changes(params_) || changes_scores(params_);
     Visibility const view = shared_.view;
     int const first_row = shared_.work.row0 + place_.warp_row + place_.lane / 4;
     int const first_column = tile * Streamed + column + place_.lane % 4 * 2;
@@ -352,16 +421,17 @@ class GradientLoop {
       for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
       score_mod.template apply<true>(S, first_offset, offset);
       if constexpr (First) score_mod.differentiate(dP, S, first_offset, offset);
+      if (changes_scores(params_)) apply_pairs(S, head, tile, column);
     }
     if (!shared_.unmasked.contains(tile))
       mask(S, view.counted_from(first_column).with_finite_windows(), first_row, row_of, key_of);
     return score_mods ? 1.f : query_scale;
   }
 
-  /// P and dS of 16 columns as operands. `Plain`: nothing is hidden, and delta is still to be taken from dP.
+  /// P and dS of 16 columns as operands. `Plain`: nothing is hidden or dropped, and delta is still to be taken from dP.
   template <bool Plain, class ScoreArray>
   CUTE_DEVICE void operands(uint32_t (&p)[RowAtoms][4], uint32_t (&ds)[RowAtoms][4], ScoreArray const& S,
-                            ScoreArray const& dP, int k, float scale, int column) const {
+                            ScoreArray const& dP, int k, float scale, int column, uint32_t kept) const {
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
       int const n = 2 * k + half;
@@ -384,6 +454,12 @@ class GradientLoop {
               }
             }
           }
+          if (!Plain && Second) {
+            CUTE_UNROLL
+            for (int c = 0; c < 2; ++c) {
+              if (!(kept >> (4 * (2 * a + r) + 2 * half + c) & 1)) p_of[c] = 0.f;
+            }
+          }
           if (Second) put_operand<Element>(p[a], r, 2 * half, p_of[0], p_of[1]);
           if (First) put_operand<Element>(ds[a], r, 2 * half, ds_of[0], ds_of[1]);
         }
@@ -394,13 +470,13 @@ class GradientLoop {
   /// dX2 += P Y2, dX1 += dS Y1: operands of 16 streamed rows are made ahead of the 16 that are multiplied.
   template <bool Plain, int Columns>
   CUTE_DEVICE void add_products(Scores<Columns> const& S, Scores<Columns> const& dP, float scale, int column,
-                                uint32_t rows_at) {
+                                uint32_t rows_at, uint32_t kept = ~0u) {
     constexpr int Steps = Columns / kAtom;
     uint32_t p[Steps][RowAtoms][4], ds[Steps][RowAtoms][4];
-    operands<Plain>(p[0], ds[0], S, dP, 0, scale, column);
+    operands<Plain>(p[0], ds[0], S, dP, 0, scale, column, kept);
     CUTE_UNROLL
     for (int k = 0; k < Steps; ++k) {
-      if (k + 1 < Steps) operands<Plain>(p[k + 1], ds[k + 1], S, dP, k + 1, scale, column);
+      if (k + 1 < Steps) operands<Plain>(p[k + 1], ds[k + 1], S, dP, k + 1, scale, column, kept);
       uint32_t const at = chunk_at<Streamed>(rows_at, k * kAtom, 0);
       if constexpr (Second) gemm_pv_step<Whole, Y2>(dX2_, p[k], at);
       if constexpr (First) gemm_pv_step<Whole>(dX1_, ds[k], at);
@@ -445,12 +521,13 @@ class BackwardTile {
       int const heads = OfKeys ? params_.heads_per_kv.divisor : 1;
       shared_.work = work;
       shared_.heads_end = (work.head + 1) * heads;
-      shared_.checked = ScoreMod::changes(params_) || !Streams<Traits, 0>::aligned(params_);
+      shared_.checked = ScoreMod::changes(params_) || has_pairs(params_) || !Streams<Traits, 0>::aligned(params_);
       shared_.view = view;
       shared_.tiles = view.tiles_of(work.row0, Own, Streamed);
       shared_.unmasked = view.unmasked_tiles_of(work.row0, Own, Streamed);
       shared_.tensor_batch = sequence.batch;
       shared_.own_row0 = (OfKeys ? sequence.k_row0 : sequence.q_row0) + work.row0;
+      shared_.first_query = rows.begin;
       shared_.streamed_row0 = OfKeys ? sequence.q_row0 + rows.begin : sequence.k_row0;
       shared_.statistics_row0 = StatisticsRows(params_).first(params_, sequence, work.batch, 0) + rows.begin;
     }
@@ -487,7 +564,8 @@ class BackwardTile {
       Streams<Traits, Loop::Early> streams(params_, shared_);
       Loop(params_, shared_, streams, held1, held2, dX1, dX2).run(head);
     }
-    if constexpr (Second) store(dX2, shared_.x[1], params_.dv, params_.dv_stride, params_.head_dim_v, 1.f);
+    if constexpr (Second)
+      store(dX2, shared_.x[1], params_.dv, params_.dv_stride, params_.head_dim_v, params_.dropout.scale);
     if constexpr (First) {
       store(dX1, shared_.x[0], OfKeys ? params_.dk : params_.dq, OfKeys ? params_.dk_stride : params_.dq_stride,
             params_.head_dim, ScoreMod::gradient_scale(params_));
@@ -540,8 +618,8 @@ struct Backward {
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &backward_kernel<Traits>;
   static constexpr Kind kKind = Of == Axis::Keys ? Kind::KeyGradients : Kind::QueryGradients;
-  static constexpr Features kTakes =
-      feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike | feature::UnalignedRows;
+  static constexpr Features kTakes = feature::kScoreMods | feature::kPairs | feature::Sink | feature::Packed |
+                                     feature::kUnlike | feature::UnalignedRows;
 };
 
 }  // namespace cutlass_ext::sm80

@@ -46,6 +46,7 @@ struct BackwardTraits {
     int tensor_batch;         // index into the batch dimension of the tensors
     int own_row0;             // row of X1 and X2 that the first own row is
     int streamed_row0;        // row of Y1 and Y2 that the first streamed row is
+    int first_query;          // of the sequence's query rows the first that is looked at
     int64_t statistics_row0;  // of the first query row of head 0
   };
 };

@@ -19,6 +19,7 @@
 #include "../sm90/warpgroup.hpp"
 #include "../softmax.hpp"
 #include "params.hpp"
+#include "sm90_pairs.hpp"
 
 namespace cutlass_ext::sm90 {
 
@@ -46,6 +47,7 @@ struct GradientTile {
   int heads;  // query heads that are gone through
   int head_q, head_kv;
   int held_row0, streamed_row0;  // rows of the tensors that hold the side's first
+  PairMod pairs;                 // of the first head
 
   GradientTile() = default;
   CUTE_DEVICE explicit GradientTile(BackwardParams const& params)
@@ -66,6 +68,7 @@ struct GradientTile {
       head_q = work.head, head_kv = params.heads_per_kv.div(work.head);
       held_row0 = sequence.q_row0, streamed_row0 = sequence.k_row0;
     }
+    if (Traits::Pairs && has_pairs(params)) pairs = PairMod(params, sequence, work.batch, head_q);
   }
 
   CUTE_DEVICE int rows() const { return view.n_q - work.row0; }  // in hand that exist
@@ -80,6 +83,8 @@ struct BackwardTraits {
   static constexpr bool OfKeys = Of == Axis::Keys;
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDimV_, Stages = Stages_;
   static constexpr bool ScoreMods = ScoreMods_, AddsToQueries = AddsToQueries_;
+  // Whether what pairs have is taken beside score modifications: wider heads have no registers left.
+  static constexpr bool Pairs = ScoreMods && HeadDim <= 128 && HeadDimV <= 128;
   using Element = Element_;
   static constexpr int Held = OfKeys ? B_c : B_r, Step = OfKeys ? B_r : B_c;  // rows in hand, and of a streamed tile
   /// Whether each of two warpgroups sums up one of dK and dV, for the same keys; S^T is computed by both.
@@ -339,8 +344,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   float const query_scale = ScoreMod::query_scale(params), scale = Traits::ScoreMods ? 1.f : query_scale;
   // Statistics of the thread's columns, two neighbours at a time, where those are query rows. A tile's are read in the
   // turn before, in front of what this adds to dQ: behind it they would wait until memory has taken that. As far as
-  // registers allow it: `lses` of heads of up to 128, `deltas` of up to 64.
-  constexpr bool kReadsAhead = Traits::OfKeys && Traits::HeadDim <= 128;
+  // registers allow it: `lses` of heads of up to 128, where pairs have nothing, `deltas` of up to 64.
+  constexpr bool kReadsAhead = Traits::OfKeys && Traits::HeadDim <= (Traits::Pairs ? 64 : 128);
   constexpr bool kKeepsDeltas = Traits::OfKeys && Traits::HeadDim <= 64;
   constexpr int kPairs = kReadsAhead ? Step / 8 : 1;
   float2 lses[kPairs] = {};
@@ -379,6 +384,21 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   auto release = [&](Barrier& barrier) {
     if (elect_one_sync()) barrier.arrive();
   };
+  // What pairs have: bias and mask go into the scores, what dropout keeps is noted.
+  [[maybe_unused]] Kept kept{};
+  [[maybe_unused]] auto see_pairs_of = [&](PairMod const& pairs, int t) {
+    ConsumerThread const thread;
+    int const held = tile.work.row0 + thread.warp_row % Traits::Held, streamed = t * Step;  // of the warp
+    int const row = Traits::OfKeys ? streamed : held, key = Traits::OfKeys ? held : streamed;
+    int const along = thread.lane / 4, across = thread.lane % 4 * 2;
+    if (changes_scores(params))
+      apply_pairs<Traits::OfKeys>(S, pairs, params, tile.sequence.visibility, row + (Traits::OfKeys ? across : along),
+                                  key + (Traits::OfKeys ? along : across));
+    if (has_dropout(params)) kept = Kept::of<Traits::OfKeys, Step / 4>(pairs, row, key);
+  };
+  [[maybe_unused]] auto see_pairs = [&](int t, int head) {
+    Traits::OfKeys ? see_pairs_of(tile.pairs.of_head(params, head - tile.head_q), t) : see_pairs_of(tile.pairs, t);
+  };
 
   // Of the rows of elements (i, j) and (i, j + 1) of scores.
   auto const lses_of = [&](int stage, int i, int j) {
@@ -408,6 +428,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       CUTE_UNROLL
       for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
       score_mod.template apply<true>(S, offset, offset_of);
+      if (Traits::Pairs && has_pairs(params)) see_pairs(t, head);
     }
     if (!unmasked.contains(t)) {
       ConsumerThread const thread;
@@ -432,11 +453,15 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
         if constexpr (SumsP) put_operand<Element>(words_p, i, j, left, right);
       }
     }
+    if constexpr (SumsP && Traits::Pairs) {
+      if (has_dropout(params)) kept.drop_operand<Step / 4>(words_p);
+    }
   };
   // From weights and dP to dS, an operand.
   auto take_gradients = [&](auto& cdP, int stage) {
     warpgroup_fence_operand(cdP);
     Tensor dP = rows_and_columns(cdP);
+    if (Traits::Pairs && has_dropout(params)) kept.drop(dP, params.dropout.scale);
     CUTE_UNROLL
     for (int j = 0; j < Step / 4; j += 2) {
       CUTE_UNROLL
@@ -575,6 +600,10 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     store_rows<Stored<Traits, decltype(head_dim)::value>>(
         to, [&](int pass) { return pass * 4 * stride.row; }, tile.rows() - warp_row, cols, sums, staging, lane);
   };
+  if constexpr (SumsP && Traits::Pairs) {
+    CUTE_UNROLL
+    for (int e = 0; e < size(V); ++e) V(e) *= params.dropout.scale;
+  }
   if constexpr (SumsP) store(params.dv, params.dv_stride, V, params.head_dim_v, Int<Traits::HeadDimV>{});
   if constexpr (SumsS) {
     CUTE_UNROLL
@@ -644,8 +673,10 @@ struct Backward {
   static constexpr Kind kKind = AddsToQueries    ? Kind::AllGradients
                                 : Traits::OfKeys ? Kind::KeyGradients
                                                  : Kind::QueryGradients;
-  static constexpr Features kTakes =
-      (ScoreMods ? feature::kScoreMods : 0) | feature::Sink | feature::Packed | feature::kUnlike;
+  static constexpr Features kTakes = (ScoreMods ? feature::kScoreMods : 0) | (Traits::Pairs ? feature::kPairs : 0) |
+                                     feature::Sink | feature::Packed | feature::kUnlike;
+  /// Softcap's derivative is found in scores, from which what has been added since is not taken again.
+  static bool takes_shape(Params const& params) { return !(ScoreMod::caps(params) && has_bias(params)); }
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
 };
 

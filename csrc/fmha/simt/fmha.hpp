@@ -6,6 +6,7 @@
 
 #include "../softmax.hpp"
 #include "../features.hpp"
+#include "../pairs.hpp"
 #include "../rows.hpp"
 #include "../score.hpp"
 #include "../sequence.hpp"
@@ -70,6 +71,22 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
   Tensor rescale = make_tensor<float>(Shape<Int<Rows>>{});
   OnlineSoftmax<Rows, kLaneCols, kLaneColStride> softmax;
   ScoreMod const score_mod(params, work.batch, work.head);
+  // Bias and mask of what store_p has put of a tile; or dropout. What that takes is worked out anew: registers are for
+  // sums.
+  auto const change_pairs = [&](int tile, bool drops) {
+    WorkItem const here = params.scheduler(anew(blockIdx.x));
+    Sequence const of = sequence_of(params, here.batch);
+    PairMod const pairs(params, of, here.batch, here.head);
+    LanePlace const at(anew(threadIdx.x));
+    int const row = here.row0 + at.panel * kPanel + at.row_chunk * kVector, key = tile * B_c + at.col * kVector;
+    change_fours<Traits, false>(shared.p, at, [&](float (&x)[kVector], int i, int j) {
+      if (drops) {
+        pairs.drop(x, row + row_of(i), key + key_of(j));
+      } else {
+        pairs.apply(x, params, of.visibility, row + row_of(i), key + key_of(j), [](int e) { return e; });
+      }
+    });
+  };
   clear(O);
 
   if (tiles.size() > 0) {
@@ -87,11 +104,17 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
     int const first_key = tile * B_c + place.col * kVector;
     score_mod.apply(S, visibility.start_pos + first_row - first_key,
                     [&](int i, int j) { return row_of(i) - key_of(j); });
+    if (changes_scores(params)) {
+      store_p<Traits>(S, shared.p, place);
+      change_pairs(tile, false);
+      load_p<Traits>(S, shared.p, place);
+    }
     if (visibility.needs_mask(tile, work.row0, B_r, B_c)) {
       mask(S, visibility.counted_from(first_key), first_row, row_of, key_of);
     }
     softmax.update(S, rescale, 1.f);
     store_p<Traits>(S, shared.p, place);
+    if (has_dropout(params)) change_pairs(tile, true);
 
     float const* sV = next_item();  // its barrier also orders this warp's stores of P before its loads
     gemm_pv<Traits>(O, rescale, shared.p, sV, place);
@@ -108,12 +131,13 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
                           : static_cast<float*>(params.o) + sequence.batch * params.o_stride.batch +
                                 int64_t(sequence.q_row0 + row) * params.o_stride.row + work.head * params.o_stride.head;
     if (place.col == 0) store_lse(params, result_row0 + row, finished);
+    auto const out_of = [&](int col) { return O(i, col) * params.dropout.scale; };
     CUTE_UNROLL
     for (int j = 0; j < Traits::OutCols / kVector; ++j) {
       int const col = j * kPanel + place.col * kVector;
       if (col < params.head_dim_v) {
         *reinterpret_cast<float4*>(out + col) =
-            make_float4(O(i, 4 * j), O(i, 4 * j + 1), O(i, 4 * j + 2), O(i, 4 * j + 3));
+            make_float4(out_of(4 * j), out_of(4 * j + 1), out_of(4 * j + 2), out_of(4 * j + 3));
       }
     }
   }
@@ -127,8 +151,8 @@ struct FMHA {
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Tiles;
-  static constexpr Features kTakes = feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike |
-                                     feature::FewerKeys | feature::Pages | feature::FixedSplits |
+  static constexpr Features kTakes = feature::kScoreMods | feature::kPairs | feature::Sink | feature::Packed |
+                                     feature::kUnlike | feature::FewerKeys | feature::Pages | feature::FixedSplits |
                                      feature::UnalignedRows;
 };
 

@@ -130,6 +130,44 @@ CUTE_DEVICE void store_p(ScoreTensor const& P, float* sP, LanePlace place) {
   }
 }
 
+/// The inverse: takes back what store_p has put.
+template <class Traits, class ScoreTensor>
+CUTE_DEVICE void load_p(ScoreTensor& P, float const* sP, LanePlace place) {
+  float const* rows = sP + rows_offset<Traits::B_c>(place, place.col, 0);
+  CUTE_UNROLL
+  for (int h = 0; h < Traits::Halves; ++h) {
+    CUTE_UNROLL
+    for (int j = 0; j < Traits::Keys; ++j) {
+      float4 const four =
+          load_vector(rows + (h * Traits::PanelsApart * Traits::B_c + j / kVector * kPanel + j % kVector) * kPanel);
+      CUTE_UNROLL
+      for (int e = 0; e < kVector; ++e) P(h * kVector + e, j) = component(four, e);
+    }
+  }
+}
+
+/// Changes what store_p has put four neighbouring columns of a row at a time, or four rows of a column where it goes
+/// `Across`: `change(scores, row, column)` of the first. Unrolled, the changes would spill what sums are in registers.
+template <class Traits, bool Across, class Change>
+CUTE_DEVICE void change_fours(float* sP, LanePlace place, Change const& change) {
+  constexpr int kStep = Across ? 1 : kPanel;
+  float* rows = sP + rows_offset<Traits::B_c>(place, place.col, 0);
+  CUTE_NO_UNROLL
+  for (int four = 0; four < Traits::Rows * Traits::Keys / kVector; ++four) {
+    int const i = Across ? four % Traits::Halves * kVector : four % Traits::Rows,
+              j = Across ? four / Traits::Halves : four / Traits::Rows * kVector;
+    float* const at = rows +
+                      (i / kVector * Traits::PanelsApart * Traits::B_c + j / kVector * kPanel + j % kVector) * kPanel +
+                      i % kVector;
+    float x[kVector];
+    CUTE_UNROLL
+    for (int e = 0; e < kVector; ++e) x[e] = at[e * kStep];
+    change(x, i, j);
+    CUTE_UNROLL
+    for (int e = 0; e < kVector; ++e) at[e * kStep] = x[e];
+  }
+}
+
 /// O = rescale O + P V. The tile's product is summed apart and added once: the rounding error of O then grows with the
 /// number of tiles and not of keys (2.4 times less at 2000 keys), and the addition rescales for nothing.
 /// `Traits::GroupCols` columns at a time, as registers allow.

@@ -11,6 +11,7 @@
 
 #include "../copy/cp_async.hpp"
 #include "../features.hpp"
+#include "../pairs.hpp"
 #include "../score.hpp"
 #include "../sequence.hpp"
 #include "../softmax.hpp"
@@ -25,7 +26,7 @@ constexpr int kMaxSlack = 8;  // log2: P stays below 256, which fp16 holds with 
 enum class KeyTile {
   Plain,   // nothing
   Masked,  // element masks
-  Any,     // perhaps masks, score modifications, copies of single elements, pages
+  Any,     // perhaps masks, score modifications, what pairs have, copies of single elements, pages
 };
 
 /// The copies of a work item: Q, then K and V from the last tile to the first. With two stages the next tiles of K and
@@ -82,6 +83,7 @@ class Copies {
     if (threadIdx.x == 0) {
       shared_.sequence = sequence;
       shared_.score_mod = ScoreMod(params_, work.batch, work.head);
+      if (has_pairs(params_)) shared_.pairs = PairMod(params_, sequence, work.batch, work.head);
       shared_.keys = k.data - (first_row + last_key) * k.row_stride;
       shared_.values = v.data - (first_row + last_key) * v.row_stride;
       shared_.table = params_.pages_of(work.batch);
@@ -214,7 +216,8 @@ class MainLoop {
         O_(O),
         softmax_(softmax),
         warp_row0_(row0 + place.warp_row),
-        score_mods_(ScoreMod::changes(params)),
+        params_(params),
+        score_mods_(ScoreMod::changes(params) || has_pairs(params)),
         query_scale_(ScoreMod::query_scale(params)),
         keys_at_(cast_smem_ptr_to_uint(shared.k) +
                  2 * chunk_offset<B_c>(place.part * Traits::WarpKeys + place.lane % 8 + place.lane / 16 * 8,
@@ -228,7 +231,7 @@ class MainLoop {
                 2 * chunk_offset<B_r>(place.warp_row + place.lane % kAtom,
                                       (1 - place.part) * HalfChunks + place.lane / kAtom)) {}
 
-  /// All tiles, from the last to the first.
+  /// All tiles, from the last to the first; O is what dropout keeps, times its scale.
   CUTE_DEVICE void run() {
     copies_.wait();
     queries_.take();
@@ -244,6 +247,11 @@ class MainLoop {
         do step<KeyTile::Plain>(tile--);
         while (tile >= plain_begin);
       }
+    }
+    if (has_dropout(params_)) {
+      Tensor out = rows_and_columns(O_);
+      CUTE_UNROLL
+      for (int e = 0; e < size(out); ++e) out(e) *= params_.dropout.scale;
     }
     if constexpr (Traits::Shared) {  // l of all keys, in the one lane of four whose part is counted
       float sum[Rows];
@@ -277,7 +285,7 @@ class MainLoop {
     Tensor base = make_tensor<float>(Shape<Int<Rows>>{});
     raise_maxima(base, scale);
     copies_.template between<Kind>(tile);
-    add_pv(base, scale, here);
+    add_pv<Kind>(base, scale, here, tile);
     copies_.next();
   }
 
@@ -294,6 +302,11 @@ class MainLoop {
         ScoreMod const score_mod = shared_.score_mod;
         score_mod.template apply<true>(S, shared_.sequence.visibility.start_pos + first_row - first_key,
                                        [&](int i, int j) { return row_of(i) - key_of(j); });
+        if (changes_scores(params_)) {
+          change_pairs(tile, [&](PairMod const& pairs, float (&x)[kQuadColumns], int row, int key) {
+            pairs.apply(x, params_, shared_.sequence.visibility, row, key + place_.lane % 4 * 2, key_of_quad);
+          });
+        }
       }
     }
     if (Kind == KeyTile::Masked || (Kind == KeyTile::Any && !copies_.unmasked.contains(tile)))
@@ -326,15 +339,46 @@ class MainLoop {
     }
   }
 
-  /// P = exp2(scale S - base), l += its sums, O += P V.
-  template <class RowTensor>
-  CUTE_DEVICE void add_pv(RowTensor const& base, float scale, uint32_t here) {
+  /// Changes scores, or P, as pairs have it: `change(pairs, scores, row, first of 32 keys)`.
+  template <class Change>
+  CUTE_DEVICE void change_pairs(int tile, Change const& change) {
+    PairMod const& pairs = shared_.pairs;
+    int const first_row = warp_row0_ + place_.lane / 4, first_key = tile * B_c + place_.part * Traits::WarpKeys;
+    Tensor S = rows_and_columns(S_);
+    change_in_memory(S, [&](float (&x)[kQuadColumns], int i, int j) {
+      change(pairs, x, first_row + row_of(i), first_key + key_of(j));
+    });
+  }
+
+  /// P = exp2(scale S - base), l += its sums, O += P V, of what dropout keeps.
+  template <KeyTile Kind, class RowTensor>
+  CUTE_DEVICE void add_pv(RowTensor const& base, float scale, uint32_t here, int tile) {
     float sum[Rows] = {};
     auto const p_of = [&](int i, float s) {
       float const p = exp2_approx(fmaf(s, scale, -base(i)));
       sum[i] += p;
       return p;
     };
+    if (Kind == KeyTile::Any && has_dropout(params_)) {
+      Tensor P = rows_and_columns(S_);
+      CUTE_UNROLL
+      for (int i = 0; i < Rows; ++i) {
+        CUTE_UNROLL
+        for (int j = 0; j < size<1>(P); ++j) P(i, j) = p_of(i, P(i, j));
+      }
+      change_pairs(tile, [&](PairMod const& pairs, float (&x)[kQuadColumns], int row, int key) {
+        pairs.drop_in_quad(x, row, key, place_.lane);
+      });
+      multiply_pv([](int, float p) { return p; }, here);
+    } else {
+      multiply_pv(p_of, here);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < Rows; ++i) softmax_.l[i] += sum[i];
+  }
+
+  template <class POf>
+  CUTE_DEVICE void multiply_pv(POf const& p_of, uint32_t here) {
     if constexpr (Traits::Shared) {
       constexpr uint32_t Half = Traits::WarpKeys * kPanel * sizeof(Element);
       gemm_pv_shared<Traits>(O_, S_, p_of, values_at_ + here + place_.part * Half,
@@ -342,8 +386,6 @@ class MainLoop {
     } else {
       gemm_pv<Traits>(O_, S_, p_of, values_at_ + here);
     }
-    CUTE_UNROLL
-    for (int i = 0; i < Rows; ++i) softmax_.l[i] += sum[i];
   }
 
   static constexpr int HalfChunks = Traits::WarpKeys / kVector;
@@ -352,8 +394,9 @@ class MainLoop {
   Place<Traits> const place_;
   Exchange<Traits> const exchange_;
   Queries<Traits> const queries_;
-  int const warp_row0_;    // the warp's first row, counted in the sequence
-  bool const score_mods_;  // softcap or ALiBi
+  int const warp_row0_;  // the warp's first row, counted in the sequence
+  Params const& params_;
+  bool const score_mods_;  // softcap or ALiBi, or what pairs have
   float const query_scale_;
   Scores& S_;
   Output& O_;
@@ -387,8 +430,8 @@ struct FMHA {
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Tiles;
-  static constexpr Features kTakes = feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike |
-                                     feature::FewerKeys | feature::Pages | feature::FixedSplits |
+  static constexpr Features kTakes = feature::kScoreMods | feature::kPairs | feature::Sink | feature::Packed |
+                                     feature::kUnlike | feature::FewerKeys | feature::Pages | feature::FixedSplits |
                                      feature::UnalignedRows;
 };
 

@@ -8,6 +8,7 @@
 #include <cute/swizzle_layout.hpp>
 #include <cutlass/numeric_types.h>
 
+#include "../pairs.hpp"
 #include "../score.hpp"
 #include "../sequence.hpp"
 #include "../swizzle.hpp"
@@ -78,6 +79,7 @@ struct Traits {
     // Of the work item, what is wanted now and then: in registers it would spill.
     Sequence sequence;
     ScoreMod score_mod;
+    PairMod pairs;
     Element const *keys, *values;  // of row 0 of the sequence's batch index, or of page 0
     int const* table;              // of pages, the sequence's row of it; else null
   };

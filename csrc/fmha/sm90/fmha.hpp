@@ -10,6 +10,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "../features.hpp"
+#include "../pairs.hpp"
 #include "../score.hpp"
 #include "jobs.hpp"
 #include "producer.hpp"
@@ -60,7 +61,7 @@ CUTE_DEVICE Results finish(Params const& params, Job<Traits::Consumers> const& j
       at = tile_rows.offset<int64_t>(warp_row + row, 1, params.stored_rows());
     }
     Finish const finished = softmax.template finish<typename Traits::Element>(i, logit);
-    results.factor[i] = finished.factor;
+    results.factor[i] = Traits::Pairs ? finished.factor * params.dropout.scale : finished.factor;
     if (exists && lane % 4 == 0) store_lse(params, job.result_row0 + at, finished);
   }
   return results;
@@ -192,12 +193,21 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, Job<Traits:
   constexpr int B_c = Traits::B_c;
   if constexpr (Traits::ScoreMods) {
     int const first_key = tile * B_c + lane % 4 * 2;
-    CUTE_UNROLL
-    for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
-    // Distances are ALiBi's, under which heads are not packed: rows are tokens.
+    // Distances are ALiBi's, under which heads are not packed, nor where pairs have something: rows are tokens.
     int const token = job.token0 + ConsumerThread().warp_row + lane / 4;
-    job.score_mod.template apply<true>(S, job.visibility.start_pos + token - first_key,
-                                       [&](int i, int j) { return row_of(i) - key_of(j); });
+    if (ScoreMod::changes(params)) {
+      CUTE_UNROLL
+      for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
+      job.score_mod.template apply<true>(S, job.visibility.start_pos + token - first_key,
+                                         [&](int i, int j) { return row_of(i) - key_of(j); });
+      if (Traits::Pairs && has_bias(params) && ScoreMod::caps(params)) {
+        change_in_memory(S, [&](float (&x)[kQuadColumns], int i, int j) {
+          job.pairs.add_bias(x, params, job.visibility, token + row_of(i), first_key + key_of(j), key_of_quad);
+        });
+      }
+    }
+    if (Traits::Pairs && params.mask.bits)
+      hide_in_quad(S, job.pairs, params, job.visibility, token, tile * B_c, row_of, lane);
   }
   if (masked) {
     int tokens[2];  // of the thread's rows
@@ -207,6 +217,23 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, Job<Traits:
       tokens[i] = job.token0 + (Traits::PacksHeads ? params.heads_a_tile.div(row + row_of(i)) : row + row_of(i));
     TileMask<B_c / 4> const mask(job.visibility.counted_from(tile * B_c), tokens, lane);
     mask.apply(S);
+  }
+}
+
+/// Makes 0 of what dropout does not keep of P, an operand.
+template <class Traits, class WordTensor>
+CUTE_DEVICE void drop(WordTensor& words, Job<Traits::Consumers> const& job, int tile) {
+  auto const [lane, warp_row] = ConsumerThread();
+  CUTE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    int const row = job.token0 + warp_row + lane / 4 + row_of(i);
+    CUTE_UNROLL
+    for (int first = 0; first < Traits::B_c / 4; first += kQuadColumns) {
+      uint32_t const kept = job.pairs.kept_by_quad(row, tile * Traits::B_c + first * 4, lane) >> (lane % 4 * 2);
+      CUTE_UNROLL
+      for (int j = 0; j < kQuadColumns && first + j < Traits::B_c / 4; j += 2)
+        words(first + j + i) &= mask_of_two(kept, j / 2);
+    }
   }
 }
 
@@ -231,11 +258,20 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
   JobReader<Traits> jobs{shared, shared.job_full};
   Turns<Traits> const turns{warpgroup};
   Rings<Traits> rings{shared, turns, lane};
-  float const query_scale = ScoreMod::query_scale(params), scale = Traits::ScoreMods ? 1.f : query_scale;
+  float const query_scale = ScoreMod::query_scale(params),
+              scale = Traits::ScoreMods && ScoreMod::changes(params) ? 1.f : query_scale;  // that scores still want
 
+  // What pairs add to scores is there before the product, unless a softcap comes between.
+  bool const starts_loaded = Traits::Pairs && has_bias(params) && !ScoreMod::caps(params);
+  auto begin_scores = [&](Job<Traits::Consumers> const& job, int tile) {
+    if (!starts_loaded) return;
+    auto const [lane, warp_row] = ConsumerThread();
+    load_bias(S, kLog2e / query_scale, job.pairs, params, job.visibility, job.token0 + warp_row + lane / 4,
+              tile * B_c + lane % 4 * 2, row_of, key_of);
+  };
   auto issue_qk = [&] {
     gemm_async<Traits::HeadDim / 16>(typename Traits::MmaQK{}, fQ(_, _, _, rings.q.stage), fK(_, _, _, rings.k.stage),
-                                     cS, true);
+                                     cS, !starts_loaded);
   };
   auto issue_pv = [&] { gemm_async<B_c / 16>(typename Traits::MmaPV{}, fP, fV(_, _, _, rings.v.stage), cO, false); };
   auto release_v = [&] {
@@ -244,8 +280,9 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
   };
   // Issues the first Q K^T of a job, past the tiles that are hidden from this warpgroup alone. Where the job sees no
   // key or there is none, of whatever the buffers hold: WGMMAs in flight forbid a branch here.
-  auto begin_job = [&](TilesOfRows const& mine) {
+  auto begin_job = [&](Job<Traits::Consumers> const& job, TilesOfRows const& mine) {
     if (mine.tiles.size() > 0) {
+      begin_scores(job, mine.tiles.end - 1);
       CUTE_NO_UNROLL
       for (int i = 0; i < mine.skipped; ++i) rings.skip_k();
       rings.wait_q();
@@ -265,7 +302,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
   for (bool exists = true; exists;) {
     auto const* next = jobs.next();
     TilesOfRows mine = tiles_of(*next);
-    begin_job(mine);
+    begin_job(*next, mine);
     warpgroup_wait<0>();
     while (mine.tiles.size() > 0) {
       auto const& job = *next;
@@ -281,10 +318,12 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       };
       take_scores(end - 1);
       softmax.template start<Element>(S, words, scale);
+      if (Traits::Pairs && has_dropout(params)) drop<Traits>(words, job, end - 1);
       clear(cO);
       CUTE_NO_UNROLL
       for (int i = 0; i < mine.skipped; ++i) rings.skip_v();
       for (int tile = end - 2; tile >= begin; --tile) {
+        begin_scores(job, tile);
         rings.wait_k();
         turns.wait();
         issue_qk();
@@ -298,6 +337,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         warpgroup_wait<0>();
         release_v();
         softmax.template update<Element>(S, words, O, scale);
+        if (Traits::Pairs && has_dropout(params)) drop<Traits>(words, job, tile);
       }
       rings.wait_v();
       turns.wait();
@@ -309,7 +349,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       if (lane == 0) jobs.release(&job);
       next = jobs.next();
       mine = tiles_of(*next);
-      begin_job(mine);
+      begin_job(*next, mine);
       warpgroup_wait<1>();
       release_v();
       store<Traits>(params, results, O, shared);
@@ -384,8 +424,9 @@ struct FMHA {
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Persistent;
-  static constexpr Features kTakes = (ScoreMods ? feature::kScoreMods : 0) | feature::Sink | feature::Packed |
-                                     feature::kUnlike | feature::FewerKeys | feature::Pages | feature::FixedSplits;
+  static constexpr Features kTakes = (ScoreMods ? feature::kScoreMods : 0) | (Traits::Pairs ? feature::kPairs : 0) |
+                                     feature::Sink | feature::Packed | feature::kUnlike | feature::FewerKeys |
+                                     feature::Pages | feature::FixedSplits;
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
   static_assert(Traits::Consumers > 1, "warpgroups take turns with each other");
 };

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../pairs.hpp"
 #include "../params.hpp"
 #include "../rows.hpp"
 #include "../score.hpp"
@@ -23,6 +24,7 @@ struct Job {
   int rows;                   // of the tile that exist
   Visibility visibility;
   ScoreMod score_mod;
+  PairMod pairs;
   Range tiles;          // of keys, visited from the last to the first
   int64_t out_row0;     // element of o: column 0 of the tile's first row (rows.hpp has the others)
   int64_t result_row0;  // element of lse (of lse_partial; times d_v, of o_partial) for that row

@@ -37,8 +37,9 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
     }
     Visibility const& visibility = sequence.visibility;
     int const token0 = tile_rows.token(work.row0), head0 = work.head * params.heads_a_tile.divisor;
-    Range const tiles =
+    Range tiles =
         split_range(visibility.tiles_of(token0, tile_rows.tokens, B_c), params.scheduler.splits(), work.split);
+    if (Traits::Pairs && exists) tiles = seen_tiles(params, sequence, work.batch, head0, tiles, B_c);
     auto& job = shared.jobs[slot.stage];
     int const row = sequence.q_row0 + token0;
     if (lane == 0) {
@@ -71,6 +72,7 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
       job.out_row0 = sequence.batch * params.o_stride.batch + row * params.o_stride.row + head0 * params.o_stride.head;
       if constexpr (Traits::ScoreMods) {
         if (exists) job.score_mod = ScoreMod(params, work.batch, head0);
+        if (Traits::Pairs && exists && has_pairs(params)) job.pairs = PairMod(params, sequence, work.batch, head0);
       } else {
         job.score_mod.sink_log2 = exists ? params.sink_of(head0) * kLog2e : -INFINITY;
       }

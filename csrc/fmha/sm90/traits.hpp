@@ -29,6 +29,8 @@ struct Traits {
   // Whether tiles may hold rows of several heads (rows.hpp; QueryTiles in heuristics.hpp asks the same): wider ones
   // have no registers left for their addresses.
   static constexpr bool PacksHeads = HeadDimV_ <= 192;
+  // Whether what pairs have is taken beside score modifications: wider heads have no registers left.
+  static constexpr bool Pairs = ScoreMods_ && HeadDim_ <= 128 && HeadDimV_ <= 128;
   using Element = Element_;
   static constexpr int Consumers = B_r / kAtomRows;             // warpgroups
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;  // and the producer's

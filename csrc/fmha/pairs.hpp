@@ -1,0 +1,358 @@
+// What pairs of a row and a key have of their own: bias, mask and dropout of one sequence and head. Called by the main
+// loops beside score.hpp. Rows and keys are those of Visibility, keys counted from the first real one, throughout.
+// Mask and dropout come as bits, 32 keys of a row in a word.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cute/tensor.hpp>
+
+#include "params.hpp"
+#include "score.hpp"
+#include "sequence.hpp"
+
+#if defined(__CUDACC__)
+#include "copy/cp_async.hpp"
+#endif
+
+namespace cutlass_ext {
+
+/// Philox4x32-7 of a counter.
+CUTE_HOST_DEVICE void philox(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {
+  CUTE_UNROLL
+  for (int round = 0; round < 7; ++round) {
+    uint64_t const x = uint64_t(0xD2511F53u) * counter[0], y = uint64_t(0xCD9E8D57u) * counter[2];
+    counter[0] = uint32_t(y >> 32) ^ counter[1] ^ key0;
+    counter[2] = uint32_t(x >> 32) ^ counter[3] ^ key1;
+    counter[1] = uint32_t(y);
+    counter[3] = uint32_t(x);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+}
+
+/// Whether a call has a bias; scores that a bias or a mask changes; dropout; any of all this.
+CUTE_HOST_DEVICE bool has_bias(Pairs const& pairs) { return pairs.bias.data; }
+CUTE_HOST_DEVICE BiasType dtype_of_bias(Pairs const& pairs) { return pairs.bias.type; }
+CUTE_HOST_DEVICE bool changes_scores(Pairs const& pairs) { return pairs.bias.data || pairs.mask.bits; }
+CUTE_HOST_DEVICE bool has_dropout(Pairs const& pairs) { return pairs.dropout.seed; }
+CUTE_HOST_DEVICE bool has_pairs(Pairs const& pairs) { return changes_scores(pairs) || has_dropout(pairs); }
+
+template <class T>
+CUTE_DEVICE float float_of(T x) {
+  if constexpr (std::is_same_v<T, __half>) return __half2float(x);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __bfloat162float(x);
+  if constexpr (std::is_same_v<T, float>) return x;
+}
+
+/// In accumulators of tensor cores, a lane's columns of a row that lie in 32 keys, and the key of one, counted from the
+/// lane's first. The quad's lanes begin at keys 0, 2, 4, 6.
+constexpr int kQuadColumns = 8;
+CUTE_HOST_DEVICE constexpr int key_of_quad(int j) { return j / 2 * 8 + j % 2; }
+
+/// Where it begins of one sequence and head.
+struct PairMod {
+  void const* bias;                  // of row 0 and the first real key; null: none
+  uint32_t const* mask;              // of row 0
+  int leftpad;                       // keys before the first real one
+  bool bias_in_pairs;                // whether a load may bring two neighbouring keys of the bias, the first even
+  int position;                      // of row 0
+  uint32_t seed[2], head, sequence;  // of Philox, the latter with the seed's offset
+
+  uint32_t limit;  // of dropout: above which the high half of a word is enough for a pair to be kept
+  int words;       // of a row of the mask
+
+  PairMod() = default;
+#if defined(__CUDACC__)
+  CUTE_DEVICE PairMod(Params const& params, Sequence const& of, int b, int h)
+      : bias(nullptr),
+        mask(nullptr),
+        leftpad(of.leftpad),
+        bias_in_pairs(false),
+        position(of.visibility.offset(0, 0) + leftpad) {
+    if (Bias const& x = params.bias; x.data) {
+      int const bytes = x.type == BiasType::Float32 ? 4 : 2;
+      int64_t const at = b * x.batch + h * x.head + leftpad * x.key;
+      bias = static_cast<char const*>(x.data) + at * bytes;
+      bias_in_pairs = x.key == 1 && (reinterpret_cast<int64_t>(bias) / bytes | x.row | params.n_kv | leftpad) % 2 == 0;
+    }
+    words = Mask::words_of(anew(params.n_kv));
+    if (params.mask.bits) mask = params.mask.bits + b * params.mask.batch + h * params.mask.head;
+    if (Dropout const& x = params.dropout; x.seed) {
+      uint64_t const offset = uint64_t(x.seed[1]) * Dropout::kSpread;
+      seed[0] = uint32_t(x.seed[0]), seed[1] = uint32_t(uint64_t(x.seed[0]) >> 32);
+      limit = (anew(x.threshold) << 16) - 1;
+      head = uint32_t(h + x.head_start) + uint32_t(offset);
+      sequence = uint32_t(b + x.sequence_start) + uint32_t(offset >> 32);
+    }
+  }
+
+  /// The same of another head, `heads` further.
+  CUTE_DEVICE PairMod of_head(Params const& params, int heads) const {
+    PairMod other = *this;
+    int const bytes = params.bias.type == BiasType::Float32 ? 4 : 2;
+    if (bias) other.bias = static_cast<char const*>(bias) + heads * params.bias.head * bytes;
+    if (mask) other.mask += heads * params.mask.head;
+    other.head += heads;
+    return other;
+  }
+
+  /// Which of the 32 keys from `key` on a row sees by the mask. A row that does not exist sees what the last one does.
+  CUTE_DEVICE uint32_t seen(Params const& params, Visibility const& visibility, int row, int key) const {
+    int const at = (key + leftpad) / 32, shift = (key + leftpad) % 32;
+    uint32_t const* const of_row = mask + min(row, visibility.n_q - 1) * params.mask.row;
+    uint32_t const low = at < words ? __ldg(of_row + at) : 0;
+    if (shift == 0) return low;
+    return __funnelshift_r(low, at + 1 < words ? __ldg(of_row + at + 1) : 0, shift);
+  }
+
+  /// Which of eight keys of a row dropout keeps: those whose positions, divided by eight, are `group`.
+  CUTE_DEVICE uint32_t kept_of_eight(int row, int group) const {
+    uint32_t x[4] = {uint32_t(group), uint32_t(position + row), head, sequence};
+    philox(x, seed[0], seed[1]);
+    uint32_t kept = 0;
+    CUTE_UNROLL
+    for (int w = 0; w < 4; ++w) {
+      if (x[w] << 16 > limit) kept |= 1u << 2 * w;
+      if (x[w] > limit) kept |= 2u << 2 * w;
+    }
+    return kept;
+  }
+
+  /// Which of the `count` keys from `key` on dropout keeps, 32 at most, wherever they lie.
+  CUTE_DEVICE uint32_t kept(int row, int key, int count) const {
+    int const first = key + leftpad, shift = first % 8;
+    uint32_t word = kept_of_eight(row, first / 8) >> shift;
+    CUTE_NO_UNROLL
+    for (int got = 8 - shift; got < count; got += 8) word |= kept_of_eight(row, (first + got) / 8) << got;
+    return word;
+  }
+
+  /// Adds the bias to `Count` scores of a row, those of the keys `key + key_of(e)`.
+  template <int Count, class KeyOf>
+  CUTE_DEVICE void add_bias(float (&scores)[Count], Pairs const& pairs, Visibility const& visibility, int row, int key,
+                            KeyOf key_of) const {
+    Bias const& of = pairs.bias;
+    if (row >= visibility.n_q) return;
+    auto const add = [&](auto type) {
+      using T = decltype(type);
+      T const* const from = static_cast<T const*>(bias) + row * of.row + key * of.key;
+      float x[Count];
+      CUTE_UNROLL
+      for (int e = 0; e < Count; ++e)
+        x[e] = key_of(e) < visibility.len_kv - key ? float_of(__ldg(from + key_of(e) * of.key)) : 0.f;
+      CUTE_UNROLL
+      for (int e = 0; e < Count; ++e) scores[e] = fmaf(x[e], kLog2e, scores[e]);
+    };
+    of.type == BiasType::Float32 ? add(float{}) : of.type == BiasType::Float16 ? add(__half{}) : add(__nv_bfloat16{});
+  }
+
+  /// The same, and hides what the mask hides; the keys lie within 32.
+  template <int Count, class KeyOf>
+  CUTE_DEVICE void apply(float (&scores)[Count], Params const& params, Visibility const& visibility, int row, int key,
+                         KeyOf key_of) const {
+    if (bias) add_bias(scores, params, visibility, row, key, key_of);
+    if (mask) {
+      uint32_t const of_keys = seen(params, visibility, row, key);
+      CUTE_UNROLL
+      for (int e = 0; e < Count; ++e) scores[e] = of_keys >> key_of(e) & 1 ? scores[e] : -INFINITY;
+    }
+  }
+
+  /// Makes 0 of what dropout does not keep of the keys from `key` on, and `scale` times as much of the others.
+  template <int Count>
+  CUTE_DEVICE void drop(float (&p)[Count], int row, int key, float scale = 1.f) const {
+    uint32_t const of_keys = kept(row, key, Count);
+    CUTE_UNROLL
+    for (int e = 0; e < Count; ++e) p[e] = of_keys >> e & 1 ? p[e] * scale : 0.f;
+  }
+
+  /// The same of 32 keys by the four lanes of a quad, all of which want them.
+  CUTE_DEVICE uint32_t kept_by_quad(int row, int key, int lane) const {
+    if ((key + leftpad) % 8 != 0) return kept(row, key, 32);
+    int const part = lane % 4;
+    uint32_t word = kept_of_eight(row, (key + leftpad) / 8 + part) << part * 8;
+    word |= __shfl_xor_sync(0xffffffffu, word, 1);
+    return word | __shfl_xor_sync(0xffffffffu, word, 2);
+  }
+
+  /// Of 16 keys the first or the last eight, where those are: the other half is 0. All 16 where positions cut eights.
+  CUTE_DEVICE uint32_t kept_of_half(int row, int key, int half) const {
+    if ((key + leftpad) % 8 != 0) return kept(row, key, 16) & 0xffffu;
+    return kept_of_eight(row, (key + leftpad) / 8 + half) << half * 8;
+  }
+
+  /// The same where the lanes that share a row are four apart.
+  CUTE_DEVICE uint32_t kept_by_column(int row, int key, int lane) const {
+    if ((key + leftpad) % 8 != 0) return kept(row, key, 32);
+    int const part = lane / 4 % 4;
+    uint32_t word = kept_of_eight(row, (key + leftpad) / 8 + part) << part * 8;
+    word |= __shfl_xor_sync(0xffffffffu, word, 4);
+    return word | __shfl_xor_sync(0xffffffffu, word, 8);
+  }
+
+  /// The same of a lane's columns of 32 keys in accumulators, the first of the quad's `key`.
+  CUTE_DEVICE void drop_in_quad(float (&p)[kQuadColumns], int row, int key, int lane) const {
+    uint32_t const of_keys = kept_by_quad(row, key, lane) >> lane % 4 * 2;
+    CUTE_UNROLL
+    for (int j = 0; j < kQuadColumns; ++j) p[j] = of_keys >> key_of_quad(j) & 1 ? p[j] : 0.f;
+  }
+#endif
+};
+
+#if defined(__CUDACC__)
+
+/// Of `tiles` of `block` keys those from the first to the last of which a mask that all rows share shows something: by
+/// a whole warp.
+CUTE_DEVICE Range seen_tiles(Params const& params, Sequence const& of, int b, int head, Range tiles, int block) {
+  Mask const& mask = params.mask;
+  if (!mask.bits || mask.row != 0 || tiles.size() == 0) return tiles;
+  uint32_t const* const words = mask.bits + b * mask.batch + head * mask.head;
+  int const lane = threadIdx.x % 32, begin = (tiles.begin * block + of.leftpad) / 32,
+            end = min((tiles.end * block + of.leftpad + 31) / 32, Mask::words_of(params.n_kv));
+  // Keys of the first and of the last word that shows something.
+  int first = end, last = -1;
+  for (int at = begin; at < end && last < 0; at += 32) {
+    unsigned const found = __ballot_sync(0xffffffffu, at + lane < end && __ldg(words + at + lane) != 0);
+    if (found) first = at + __ffs(found) - 1, last = first;
+  }
+  for (int at = end - 32; last >= 0 && at + 32 > last; at -= 32) {
+    unsigned const found = __ballot_sync(0xffffffffu, at + lane >= first && __ldg(words + at + lane) != 0);
+    if (found) {
+      last = at + 31 - __clz(found);
+      break;
+    }
+  }
+  if (last < 0) return {tiles.begin, tiles.begin};
+  int const first_key = first * 32 + __ffs(__ldg(words + first)) - 1 - of.leftpad,
+            last_key = last * 32 + 31 - __clz(__ldg(words + last)) - of.leftpad;
+  Range const seen{max(tiles.begin, first_key < 0 ? 0 : first_key / block),
+                   min(tiles.end, last_key < 0 ? 0 : last_key / block + 1)};
+  return seen.size() > 0 ? seen : Range{tiles.begin, tiles.begin};
+}
+
+/// Changes scores in accumulators by the columns that lie in 32 keys: `change(scores, row, first column)`. They go
+/// through local memory: unrolled, the changes would spill what is in registers.
+template <class ScoreTensor, class Change>
+CUTE_DEVICE void change_in_memory(ScoreTensor& S, Change const& change) {
+  constexpr int Rows = decltype(cute::size<0>(S))::value, Columns = decltype(cute::size<1>(S))::value;
+  constexpr int Words = (Columns + kQuadColumns - 1) / kQuadColumns;
+  float scores[Rows * Words][kQuadColumns];
+  CUTE_UNROLL
+  for (int i = 0; i < Rows; ++i) {
+    CUTE_UNROLL
+    for (int j = 0; j < Columns; ++j) scores[i * Words + j / kQuadColumns][j % kQuadColumns] = S(i, j);
+  }
+  CUTE_NO_UNROLL
+  for (int word = 0; word < Rows * Words; ++word) change(scores[word], word / Words, word % Words * kQuadColumns);
+  CUTE_UNROLL
+  for (int i = 0; i < Rows; ++i) {
+    CUTE_UNROLL
+    for (int j = 0; j < Columns; ++j) S(i, j) = scores[i * Words + j / kQuadColumns][j % kQuadColumns];
+  }
+}
+
+/// Makes accumulators of scores begin with the bias times `factor`: element (i, j) is row `first_row + row_of(i)` and
+/// key `first_key + key_of(j)`, columns in pairs of neighbouring keys. Its loads are then out of the way of the
+/// product, and in the registers of what comes of them. Rows that do not exist get what the last one has.
+template <class ScoreTensor, class RowOf, class KeyOf>
+CUTE_DEVICE void load_bias(ScoreTensor& S, float factor, PairMod const& pairs, Pairs const& of,
+                           Visibility const& visibility, int first_row, int first_key, RowOf row_of, KeyOf key_of) {
+  constexpr int Rows = decltype(cute::size<0>(S))::value, Columns = decltype(cute::size<1>(S))::value;
+  Bias const& bias = of.bias;
+  int const keys = visibility.len_kv - first_key;
+  // `take(i, j, from)` with the place of the bias of elements (i, j) and (i, j + 1).
+  auto const for_each_pair = [&](auto type, auto const& take) {
+    using T = decltype(type);
+    T const* of_row[Rows];
+    CUTE_UNROLL
+    for (int i = 0; i < Rows; ++i) {
+      of_row[i] = static_cast<T const*>(pairs.bias) + min(first_row + row_of(i), visibility.n_q - 1) * bias.row +
+                  first_key * bias.key;
+    }
+    CUTE_UNROLL
+    for (int j = 0; j < Columns; j += 2) {
+      CUTE_UNROLL
+      for (int i = 0; i < Rows; ++i) take(i, j, of_row[i]);
+    }
+  };
+  if (bias.type == BiasType::Float32) {
+    if (pairs.bias_in_pairs) {
+      for_each_pair(float{}, [&](int i, int j, float const* from) {
+        float2 x = make_float2(0.f, 0.f);
+        if (key_of(j) < keys) x = __ldg(reinterpret_cast<float2 const*>(from + key_of(j)));
+        S(i, j) = x.x, S(i, j + 1) = x.y;
+      });
+    } else {
+      for_each_pair(float{}, [&](int i, int j, float const* from) {
+        CUTE_UNROLL
+        for (int e = 0; e < 2; ++e) S(i, j + e) = key_of(j) + e < keys ? __ldg(from + (key_of(j) + e) * bias.key) : 0.f;
+      });
+    }
+    CUTE_UNROLL
+    for (int e = 0; e < cute::size(S); ++e) S(e) *= factor;
+    return;
+  }
+  uint32_t words[Rows][Columns / 2];
+  if (pairs.bias_in_pairs) {
+    for_each_pair(uint16_t{}, [&](int i, int j, uint16_t const* from) {
+      words[i][j / 2] = 0;
+      if (key_of(j) < keys) words[i][j / 2] = __ldg(reinterpret_cast<uint32_t const*>(from + key_of(j)));
+    });
+  } else {
+    for_each_pair(uint16_t{}, [&](int i, int j, uint16_t const* from) {
+      uint32_t x[2] = {};
+      CUTE_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        if (key_of(j) + e < keys) x[e] = __ldg(from + (key_of(j) + e) * bias.key);
+      }
+      words[i][j / 2] = x[0] | x[1] << 16;
+    });
+  }
+  auto const convert = [&](auto const& low, auto const& high) {
+    CUTE_UNROLL
+    for (int i = 0; i < Rows; ++i) {
+      CUTE_UNROLL
+      for (int j = 0; j < Columns; j += 2) {
+        S(i, j) = low(words[i][j / 2]) * factor;
+        S(i, j + 1) = high(words[i][j / 2]) * factor;
+      }
+    }
+  };
+  if (bias.type == BiasType::Float16) {
+    auto const of = [](uint32_t x) { return __half2float(__ushort_as_half(static_cast<uint16_t>(x))); };
+    convert(of, [&](uint32_t x) { return of(x >> 16); });
+  } else {
+    convert([](uint32_t x) { return __uint_as_float(x << 16); },
+            [](uint32_t x) { return __uint_as_float(x & 0xffff0000u); });
+  }
+}
+
+/// Hides what the mask hides from scores in accumulators, `first_key` being the quad's.
+template <class ScoreTensor, class RowOf>
+CUTE_DEVICE void hide_in_quad(ScoreTensor& S, PairMod const& pairs, Params const& params, Visibility const& visibility,
+                              int first_row, int first_key, RowOf row_of, int lane) {
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size<0>(S); ++i) {
+    uint32_t seen = 0;
+    CUTE_UNROLL
+    for (int j = 0; j < cute::size<1>(S); ++j) {
+      if (j % kQuadColumns == 0)
+        seen = pairs.seen(params, visibility, first_row + row_of(i), first_key + j * 4) >> (lane % 4 * 2);
+      if (!(seen & 1u << key_of_quad(j % kQuadColumns))) S(i, j) = -INFINITY;
+    }
+  }
+}
+
+/// Of two neighbouring columns of eight, the one `atom` of four pairs, a mask for their 16-bit halves of a word: all
+/// ones where the lane's bits of 32 keys say so.
+CUTE_DEVICE uint32_t mask_of_two(uint32_t of_keys, int atom) {
+  uint32_t halves;  // each byte the highest bit of byte `atom` of either operand, again and again
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(halves) : "r"(of_keys << 7), "r"(of_keys << 6), "r"(0xCC88u + 0x1111u * atom));
+  return halves;
+}
+
+#endif
+
+}  // namespace cutlass_ext
