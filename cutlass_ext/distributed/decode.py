@@ -71,7 +71,7 @@ def decode(
             if torch.is_grad_enabled() and getattr(x, "requires_grad", False):
                 raise NotImplementedError(f"{name}: requires grad, and decode has no gradients; use torch.no_grad()")
         if isinstance(start_pos, str) or isinstance(key_start, str):
-            raise ValueError("start_pos, key_start: no rank knows where the whole ends; expected ints, or int32 [batch]")
+            raise ValueError("start_pos, key_start: no rank knows where the whole ends; expected int, or int32 [B]")
         own = {"seqused_k": seqused_k, "block_table": block_table, "alibi_slopes": alibi_slopes}
         options = same | own | {"start_pos": start_pos - key_start}
         explain(q, k, v, sink=sink, **options)
@@ -81,13 +81,14 @@ def decode(
     options = agreed(group, prepare) if check else prepare()[0]
     out, lse = fmha(q, k, v, sink=sink if group.rank() == 0 else None, return_lse=True, **options)
     mine = torch.cat([out.to(dtype_of_scores(q)), lse.mT.unsqueeze(-1)], -1)
-    parts = mine.new_empty(group.size(), *mine.shape)
+    parts = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
     try:
         dist.all_gather_into_tensor(parts, mine, group=group)
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {group.rank()} of {group.size()}: no results from the other ranks ({error})"
         ) from error
+    parts = parts.unflatten(0, (group.size(), len(mine)))
     outs, lses = parts[..., :-1].unbind(), parts[..., -1].mT.unbind()
     out, lse = merge_attention(outs, lses)
     return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)

@@ -58,9 +58,9 @@ def fmha(
       The number of ranks divides H_q, and is a multiple or a divisor of H_kv. The whole sequence is computed by one
       call, so the result has its bits.
 
-    Sizes beyond q, k, v and out, with N rows on P ranks: a ring has two buffers of a rank's K and V, and out in float32
-    twice; backward two more of K and V in float32, and dq, dk and dv in float32. All-to-all has q, k, v and out of
-    N rows and H / P heads, as sent and as received. Nothing has N^2 elements.
+    Sizes beyond q, k, v and out, with N rows on P ranks: a ring has K and V of a rank three times (as sent, and two
+    as received) and out in float32 twice, while it merges; backward also dq, and dk and dv four times, in float32.
+    All-to-all has q, k, v and out of N rows and H / P heads, as sent and as received. Nothing has N^2 elements.
 
     Args:
         q, k, v: `[B, N / P, heads, head_dim]`, or packed `[rows of this rank, heads, head_dim]`: dtypes and head dims
@@ -142,7 +142,7 @@ def fmha(
         "deterministic": deterministic,
     }  # fmt: skip
     if method == "ring":
-        plan = ring.Ring(group, spread, sides, options, alibi_slopes)
+        plan = ring.Ring(group, spread, sides, options | {"alibi_slopes": alibi_slopes})
         out, lse = ring.attention(q, k, v, sink, plan)
         return (out, lse) if return_lse else out
     if dropout_p:

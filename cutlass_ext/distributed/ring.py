@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from ..backward import fmha_backward
 from ..interface import fmha
 from ..merge import merge_attention
 from ..torch_backend import dtype_of_scores
-from .spread import Spread
+from .spread import Pair, Spread
 
 
 class Call(NamedTuple):
@@ -26,35 +28,43 @@ class Call(NamedTuple):
     has_sink: bool
 
 
-class Ring:
-    """Who computes what in which step, and what is sent for it: all ranks know it of all ranks.
+class Routes:
+    """Which parts of whose keys a rank needs, and which of its own others do.
 
     In step s a rank computes with the keys of the rank s before it, which has sent them. Each rank sends its own, and
-    none forwards another's, so that a chunk that no row of a rank sees is not sent there, and steps that no rank needs
-    (windows) are left out.
+    none forwards another's: a chunk that no row of a rank sees (causal, windows) is not sent there, and a step without
+    any is left out.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, spread: Spread, sides: tuple[int, int], options: dict, slopes: Tensor | None
-    ):
-        self.group, self.spread, self.sides, self.slopes = group, spread, sides, slopes
+    def __init__(self, spread: Spread, rank: int, sides: tuple[int, int]):
+        ranks = spread.ranks
+        self.pairs = {source: spread.pairs(rank, source, *sides) for source in range(ranks)}
+        self.received = {source: _parts_of(pairs) for source, pairs in self.pairs.items()}
+        self.sent = {to: _parts_of(spread.pairs(to, rank, *sides)) for to in range(ranks)}
+        self.steps = [s for s in range(1, ranks) if self.received[(rank - s) % ranks] or self.sent[(rank + s) % ranks]]
+
+
+def _parts_of(pairs: list[Pair]) -> range:
+    """The parts of keys in pairs: a range, as they are sent in one message."""
+    keys = [j for _, j in pairs]
+    return range(min(keys), max(keys) + 1) if keys else range(0)
+
+
+_routes = functools.lru_cache(maxsize=64)(Routes)  # the layers of a model have the same
+
+
+class Ring:
+    """A rank's place in a ring, and the calls that it makes there."""
+
+    def __init__(self, group: dist.ProcessGroup, spread: Spread, sides: tuple[int, int], options: dict):
+        self.group, self.spread, self.options = group, spread, options
         self.rank, self.ranks = group.rank(), group.size()
-        self.options = options | {"alibi_slopes": slopes}
+        self.routes = _routes(spread, self.rank, sides)
         # Where positions matter by their order alone, parts that lie side by side need no calls of their own.
-        self.by_order = not spread.packed and slopes is None and tuple(options["window"]) == (-1, -1)
-        everyone = range(self.ranks)
-        self.steps = [s for s in range(1, self.ranks) if any(self.parts(r, (r - s) % self.ranks) for r in everyone)]
-
-    def pairs(self, rank: int, source: int) -> list[tuple[int, int]]:
-        return self.spread.pairs(rank, source, *self.sides)
-
-    def parts(self, rank: int, source: int) -> list[int]:
-        """The parts of the keys of `source` that rows of `rank` see: a range, as they are sent in one message."""
-        seen = [j for _, j in self.pairs(rank, source)]
-        return list(range(min(seen), max(seen) + 1)) if seen else []
+        self.by_order = not spread.packed and options["alibi_slopes"] is None and tuple(options["window"]) == (-1, -1)
 
     def calls(self, source: int, device: torch.device) -> Iterator[Call]:
-        pairs, every = self.pairs(self.rank, source), slice(0, self.spread.parts)
+        pairs, every = self.routes.pairs[source], slice(0, self.spread.parts)
         if self.by_order and source == self.rank:
             if pairs:
                 yield Call(every, every, self.options | {"start_pos": 0}, True)
@@ -102,7 +112,7 @@ class Message:
         k_shape, v_shape = self.shapes[part]
         return flat[: k_shape.numel()].view(k_shape), flat[k_shape.numel() :].view(v_shape)
 
-    def parts(self, parts: list[int]) -> Tensor | None:
+    def parts(self, parts: range) -> Tensor | None:
         """What is sent of a range of parts."""
         return self.buffer[self.ends[parts[0]] : self.ends[parts[-1] + 1]] if parts else None
 
@@ -165,7 +175,7 @@ def _keys(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[int, Message | Non
     While the caller computes with one message the next one comes; no more than two are there at once.
     """
     ranks, rank, own = ring.ranks, ring.rank, None
-    if ring.steps:
+    if ring.routes.steps:
         own = Message(ring, rank, k, v, k.dtype)
         for part in range(ring.spread.parts):
             for to, x in zip(own.of(part), (k, v), strict=True):
@@ -174,15 +184,16 @@ def _keys(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[int, Message | Non
     def start(step: int) -> tuple[int, Message, Transfer]:
         to, source = (rank + step) % ranks, (rank - step) % ranks
         message = Message(ring, source, k, v, k.dtype)
-        sent, received = own.parts(ring.parts(to, rank)), message.parts(ring.parts(rank, source))
+        sent, received = own.parts(ring.routes.sent[to]), message.parts(ring.routes.received[source])
         return source, message, Transfer(ring, to, sent, source, received, f"k and v of step {step}")
 
-    coming = start(ring.steps[0]) if ring.steps else None
+    steps = iter(ring.routes.steps)
+    coming = [start(step) for step in itertools.islice(steps, 1)]
     yield rank, None
-    for following in [*ring.steps[1:], None][: len(ring.steps)]:
-        source, message, transfer = coming
+    while coming:
+        source, message, transfer = coming.pop()
         transfer.wait()
-        coming = None if following is None else start(following)
+        coming = [start(step) for step in itertools.islice(steps, 1)]
         yield source, message
 
 
@@ -248,8 +259,8 @@ class _Attention(torch.autograd.Function):
             coming = _add(own, coming)
             if message is not None:  # whose keys they are adds them, while this rank computes on
                 to = (2 * rank - source) % ranks  # which has computed with this rank's keys in this step
-                theirs, mine = ring.parts(to, rank), Message(ring, rank, k, v, dtype)
-                sent = share.parts(ring.parts(rank, source))
+                theirs, mine = ring.routes.sent[to], Message(ring, rank, k, v, dtype)
+                sent = share.parts(ring.routes.received[source])
                 coming = mine, theirs, share, Transfer(ring, source, sent, to, mine.parts(theirs), "dk and dv")
         _add(own, coming)
         gradients = zip(*(own.of(part) for part in range(ring.spread.parts)), strict=True)
@@ -257,7 +268,7 @@ class _Attention(torch.autograd.Function):
         return dq.to(q.dtype), dk, dv, dsink, None
 
 
-def _add(own: Message, coming: tuple[Message, list[int], Message, Transfer] | None) -> None:
+def _add(own: Message, coming: tuple[Message, range, Message, Transfer] | None) -> None:
     """Adds a share that has come, and lets what was sent in return go."""
     if coming is not None:
         mine, parts, _, transfer = coming
@@ -266,6 +277,13 @@ def _add(own: Message, coming: tuple[Message, list[int], Message, Transfer] | No
             own.parts(parts).add_(mine.parts(parts))
 
 
+_connected: WeakSet = WeakSet()  # groups whose ranks NCCL has connected
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of this rank's rows."""
+    if q.is_cuda and ring.group not in _connected:
+        # NCCL connects a group by its first operation, which all ranks have to take part in; a step has some.
+        dist.all_reduce(torch.zeros(1, device=q.device), group=ring.group)
+        _connected.add(ring.group)
     return _Attention.apply(q, k, v, sink, ring)
