@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 Result = TypeVar("Result")
+# To one tensor; PyTorch 2.13 has given it another name.
+all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 _on_host: WeakKeyDictionary = WeakKeyDictionary()  # of each group, one of the same ranks that takes CPU tensors
 
 
@@ -42,7 +44,7 @@ def agreed(group: dist.ProcessGroup, prepare: Callable[[], tuple[Result, dict[st
     numbers = torch.empty(2 * size, dtype=mine.dtype)
     host = _host_group(group)
     try:
-        dist.all_gather_into_tensor(numbers, mine, group=host)
+        all_gather(numbers, mine, group=host)
         if not numbers[::2].any() and bool((numbers[1::2] == mine[1]).all()):
             return result
         found: list = [None] * size

@@ -1,13 +1,12 @@
 """`decode`: few query rows and a cache that is spread over ranks by keys. Called by users."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..interface import Backend, explain, fmha
 from ..merge import merge_attention
 from ..torch_backend import dtype_of_scores
-from .agreement import agreed, group_of
+from .agreement import agreed, all_gather, group_of
 
 
 def decode(
@@ -83,7 +82,7 @@ def decode(
     mine = torch.cat([out.to(dtype_of_scores(q)), lse.mT.unsqueeze(-1)], -1)
     parts = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
     try:
-        dist.all_gather_into_tensor(parts, mine, group=group)
+        all_gather(parts, mine, group=group)
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {group.rank()} of {group.size()}: no results from the other ranks ({error})"

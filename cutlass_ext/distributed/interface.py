@@ -10,14 +10,10 @@ from torch import Tensor
 from ..interface import Backend, draw_seed, explain, window_sides
 from . import all_to_all, ring
 from .agreement import agreed, group_of
+from .model import Attention, Machine, all_to_all_ms, ring_ms
 from .spread import Layout, Spread, cu_seqlens_of, spread_of
 
 Method = Literal["ring", "all_to_all", "auto"]
-
-# Rows of a rank, times query heads of a key head, from which on a ring's transfers are shorter than what it computes
-# beside them: 4 d FLOP for a pair of a query head against 4 bytes a key for 2 d numbers, at 600 TFLOP/s and 200 GB/s
-# (the model of model.py, not measured); half of the pairs of a causal call are hidden.
-RING_ROWS = 3000
 
 
 def fmha(
@@ -67,8 +63,8 @@ def fmha(
             as in `cutlass_ext.fmha`. The same number of rows in all three.
         group: a process group, a DeviceMesh of one dimension, or None for all ranks. With CUDA tensors NCCL's.
         layout: how `shard` cut the rows. `"zigzag"` gives all ranks the same work under causal.
-        method: as above. `"auto"`: all-to-all for dropout, and where few rows would make a ring wait for its transfers
-            (by a model, not by measurement), if the heads allow it; else a ring.
+        method: as above. `"auto"`: all-to-all for dropout, and where a model of the time (not measured) says that
+            it is faster, if the heads allow it; else a ring.
         causal, window, softmax_scale, softcap, backend, deterministic, return_lse: as in `cutlass_ext.fmha`, the same
             on all ranks. `deterministic=True` fixes the bits of gradients.
         alibi_slopes: float32 `[H_q]`, the same on all ranks.
@@ -117,8 +113,8 @@ def fmha(
         spread = spread_of(rows * ranks, cu_seqlens, ranks, layout, "q")
         if rows != spread.rows[rank]:
             raise ValueError(f"q: has {rows} rows; expected {spread.rows[rank]}, the shard of cu_seqlens on this rank")
-        chosen = _method(method, q, k, spread, causal, dropout_p)
         left, right = window_sides("window", window)
+        chosen = _method(method, q, k, spread, causal, (left, right), dropout_p)
         options = {
             "causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
             "dropout_p": dropout_p, "head_start": head_start, "sequence_start": sequence_start, "backend": backend,
@@ -153,7 +149,9 @@ def fmha(
     return all_to_all.attention(q, k, v, group, spread, options, alibi_slopes, sink, head_start, return_lse)
 
 
-def _method(method: str, q: Tensor, k: Tensor, spread: Spread, causal: bool, dropout_p: float) -> str:
+def _method(
+    method: str, q: Tensor, k: Tensor, spread: Spread, causal: bool, window: tuple[int, int], dropout_p: float
+) -> str:
     """The method that runs, or why it cannot."""
     if method not in ("ring", "all_to_all", "auto"):
         raise ValueError(f'method: is {method!r}; expected "ring", "all_to_all" or "auto"')
@@ -165,15 +163,25 @@ def _method(method: str, q: Tensor, k: Tensor, spread: Spread, causal: bool, dro
             'expected ranks that divide H_q, and are a multiple or a divisor of H_kv, or method="ring"'
         )
     if method == "auto":
-        rows = sum(spread.lengths) / max(len(spread.lengths), 1) / spread.ranks
-        hidden = rows * (H_q // max(H_kv, 1)) / (2 if causal else 1) >= RING_ROWS
-        method = "all_to_all" if divides and (dropout_p or not hidden) else "ring"
+        method = (
+            "all_to_all" if divides and (dropout_p or _exchange_is_faster(q, k, spread, causal, window)) else "ring"
+        )
     if method == "ring" and dropout_p:
         raise NotImplementedError(
             "dropout_p: not in a ring, as cutlass_ext.fmha has no key_start yet, by which keys of another rank would "
             'draw what they draw on one GPU; use method="all_to_all", with ranks that divide the heads'
         )
     return method
+
+
+def _exchange_is_faster(q: Tensor, k: Tensor, spread: Spread, causal: bool, window: tuple[int, int]) -> bool:
+    """Whether all-to-all is, by the model of model.py. With a window a ring sends to neighbours alone."""
+    if any(side >= 0 for side in window):
+        return False
+    tokens = sum(spread.lengths) // max(len(spread.lengths), 1)  # of a sequence: only the ratio matters
+    call = Attention(tokens, q.shape[-2], k.shape[-2], q.shape[-1], causal)
+    exchange = all_to_all_ms(call, Machine(), spread.ranks, False)
+    return exchange is not None and exchange < ring_ms(call, Machine(), spread.ranks, False)
 
 
 def _described(x: Tensor, packed: bool) -> str:

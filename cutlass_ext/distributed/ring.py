@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from ..backward import fmha_backward
 from ..interface import fmha
-from ..merge import merge_attention
 from ..torch_backend import dtype_of_scores
 from .spread import Pair, Spread
 
@@ -203,6 +202,15 @@ def _keys_of(ring: Ring, call: Call, message: Message | None, k: Tensor, v: Tens
     return list(message.of(call.keys.start))  # calls of another rank's keys are of one part
 
 
+def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """`merge_attention` of two, in place: it goes over out once, 18 bytes an element of 16 bits where the general one
+    takes 74 (counted, not measured), which beside short steps counts."""
+    weight = torch.sigmoid(part_lse - lse)  # exp(part_lse) of the sum of both
+    weight.masked_fill_(part_lse == -torch.inf, 0.0)  # rows without keys in either
+    out.lerp_(part_out.to(out.dtype), weight.transpose(-1, -2).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
@@ -218,10 +226,11 @@ class _Attention(torch.autograd.Function):
                 rows_out, rows_lse = ring.rows(out, ring.rank, call.rows), ring.rows_of_lse(lse, call.rows)
                 parts = set(range(call.rows.start, call.rows.stop))
                 if parts & touched:
-                    part_out, part_lse = merge_attention([rows_out, part_out.to(dtype)], [rows_lse, part_lse])
+                    _merge(rows_out, rows_lse, part_out, part_lse)
+                else:
+                    rows_out.copy_(part_out)
+                    rows_lse.copy_(part_lse)
                 touched |= parts
-                rows_out.copy_(part_out)
-                rows_lse.copy_(part_lse)
         out = out.to(q.dtype)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, sink, out, lse)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import agreed, group_of
+from .agreement import agreed, all_gather, group_of
 from .spread import Layout, Spread, spread_of
 
 
@@ -97,7 +97,7 @@ class _Gather(torch.autograd.Function):
         mine = x.new_zeros(most, *x.shape[1:])
         mine[: len(x)] = x
         shards = x.new_empty(spread.ranks * most, *x.shape[1:])  # to a common size, as collectives have it
-        dist.all_gather_into_tensor(shards, mine, group=group)
+        all_gather(shards, mine, group=group)
         parts = [shards[rank * most :][:rows] for rank, rows in enumerate(spread.rows)]
         whole, order = torch.cat(parts), spread.order(x.device)
         return (whole if order is None else whole[order]).movedim(0, dim).contiguous()

@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from torch.testing import assert_close
 
 import cutlass_ext as ce
+from cutlass_ext.distributed import bench, model
 from cutlass_ext.distributed.spread import Spread
 
 GROUPS = {2: [1, 3], 3: [0, 1, 2], 4: [0, 1, 2, 3]}  # ranks of a group are not those of the program
@@ -301,20 +302,21 @@ def test_the_first_rank_draws_the_seed(pool):
     assert torch.equal(kept, ce.dropout_mask(1, 4, 16, 16, 0.5, seed)[0])
 
 
-def chosen(group, rows, H_q, H_kv, dropout_p):
+def chosen(group, rows, H_q, H_kv, window=(-1, -1), dropout_p=0.0):
     from cutlass_ext.distributed import interface, spread
 
     q, k = torch.empty(1, rows, H_q, 8, device="meta"), torch.empty(1, rows, H_kv, 8, device="meta")
     spread = spread.spread_of(rows * group.size(), None, group.size(), "zigzag", "q")
-    return interface._method("auto", q, k, spread, True, dropout_p)
+    return interface._method("auto", q, k, spread, True, window, dropout_p)
 
 
 def test_auto(pool):
-    """Long shards, where a ring's transfers are hidden: a ring; short ones: all-to-all, where the heads allow it."""
-    assert pool.run(chosen, 2, 1 << 15, 32, 8, 0.0) == ["ring"] * 2
-    assert pool.run(chosen, 2, 1 << 9, 32, 8, 0.0) == ["all_to_all"] * 2
-    assert pool.run(chosen, 3, 1 << 9, 32, 8, 0.0) == ["ring"] * 3
-    assert pool.run(chosen, 2, 1 << 15, 32, 8, 0.1) == ["all_to_all"] * 2
+    """What the model says is faster, where the heads allow it; windows in a ring, dropout not."""
+    assert pool.run(chosen, 2, 1 << 15, 32, 8) == ["ring"] * 2
+    assert pool.run(chosen, 4, 1 << 10, 32, 8) == ["all_to_all"] * 4
+    assert pool.run(chosen, 4, 1 << 10, 32, 8, (1000, 0)) == ["ring"] * 4
+    assert pool.run(chosen, 3, 1 << 10, 32, 8) == ["ring"] * 3
+    assert pool.run(chosen, 2, 1 << 15, 32, 8, (1000, 0), 0.1) == ["all_to_all"] * 2
 
 
 # ------------------------------------------------------------------------------------------------ decode
@@ -430,3 +432,38 @@ def test_a_dead_rank(check, texts):
         assert error.startswith("RuntimeError: rank 0 of 2") and all(text in error for text in texts), error
     finally:
         pool.close()
+
+
+# ------------------------------------------------------------------------------------------------ bench
+def test_model():
+    """More GPUs are faster, and never more than as many times; heads that cannot be cut have no all-to-all."""
+    machine = model.Machine()
+    call = model.Attention(1 << 17, 32, 8, 128, True)
+    for backward in (False, True):
+        one = model.one_gpu_ms(call, machine, backward)
+        assert model.ring_ms(call, machine, 1, backward) == one
+        for time in model.MODELS.values():
+            times = [time(call, machine, gpus, backward) for gpus in (2, 4, 8)]
+            assert times == sorted(times, reverse=True) and all(
+                t > one / n for t, n in zip(times, (2, 4, 8), strict=True)
+            )
+    assert model.all_to_all_ms(call, machine, 3, False) is None
+
+
+def test_bench_model(capsys):
+    bench.main(["--model", "8", "64", "--tokens", "131072"])
+    out = capsys.readouterr().out
+    assert "not measured" in out and out.count("| ring |") == 4 and out.count("| all_to_all |") == 2
+
+
+def bench_rows(group):
+    args = bench.parse_arguments(
+        ["--device", "cpu", "--tokens", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--rounds", "2"]
+    )
+    return list(bench.measure(args, 64, True, model.Machine()))
+
+
+def test_bench(pool):
+    for rows in pool.run(bench_rows, 4):
+        assert [row["method"] for row in rows] == ["ring", "all_to_all", "all_gather"]
+        assert all(row["ms"] > 0 and row["difference"] <= 2e-2 and row["GPUs"] == 4 for row in rows)
