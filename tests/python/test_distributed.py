@@ -203,6 +203,30 @@ def test_two_gpus(gpu_pool, method, features, dtype, packed):
     gpu_pool.run(compare, 2, "zigzag", method, FEATURES[features], packed, dtype, "cuda")
 
 
+def torch_context_parallel(group):
+    """PyTorch's context parallelism, whose operators `activate` replaces, against one call of the whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    mesh = init_device_mesh("cuda", (dist.get_world_size(group),))
+    q, k, v = (torch.randn(1, 4, 512, 64, device="cuda").bfloat16() for _ in range(3))
+    want = ce.fmha(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+    with ce.activate(), context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        out = scaled_dot_product_attention(*leaves, is_causal=True)
+        out.sum().backward()
+    got = ce.distributed.gather(out.transpose(1, 2).contiguous(), group=group)  # it balances the load as zigzag does
+    assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert all(x.grad.isfinite().all() for x in leaves)
+
+
+@pytest.mark.gpu
+@TWO_GPUS
+def test_torch_context_parallel(gpu_pool):
+    gpu_pool.run(torch_context_parallel, 2)
+
+
 # ------------------------------------------------------------------------------------------------ shards
 def round_trip(group, layout, dim, cu_seqlens):
     x = torch.arange(2.0 * 24 * 3).view(2, 24, 3).transpose(0, 1)  # rows in dimension 0, not contiguous
