@@ -3,11 +3,16 @@
 Four processes are started once; each test runs a function of this module on the first, or on some, of them.
 """
 
+import contextlib
+import io
 import itertools
 import os
 import queue
+import re
 import socket
+import sys
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -456,6 +461,34 @@ def test_a_dead_rank(check, texts):
         assert error.startswith("RuntimeError: rank 0 of 2") and all(text in error for text in texts), error
     finally:
         pool.close()
+
+
+# ------------------------------------------------------------------------------------------------ python/train.py
+def train_in_parallel(group, options, path):
+    """What the first process prints of a training on all of them and then on one."""
+    sys.path.append(str(Path(__file__).parents[2] / "python"))
+    import train
+
+    tiny = "--device cpu --steps 3 --batch 2 --context 32 --layers 2 --heads 4 --kv-heads 2 --width 32"
+    sys.argv = ["train.py", *f"{tiny} {options} --plot {path}".split()]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        train.main()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "options,bound",
+    [
+        ("--parallel cp=2,tp=2", 1e-5),
+        ("--parallel dp=2,cp=2", 1e-5),
+        ("--parallel cp=4 --dtype bfloat16 --checkpoint", 2e-2),
+    ],
+)
+def test_training_in_parallel(pool, options, bound, tmp_path):
+    """The loss curve of one process, by data, context and tensor parallelism."""
+    first, *others = pool.run(train_in_parallel, 4, options, str(tmp_path / "curves.png"))
+    assert float(re.search(r"largest difference .*: (\S+)", first)[1]) <= bound
+    assert "4 processes" in first and others == [""] * 3
 
 
 # ------------------------------------------------------------------------------------------------ bench
