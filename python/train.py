@@ -3,10 +3,14 @@
     python python/train.py                                      # on a GPU in bfloat16, if there is one
     python python/train.py --compile --checkpoint --context 8192 --batch 4
     python python/train.py --device cpu --steps 20 --plot build/train.png
+    torchrun --nproc-per-node 8 python/train.py --parallel dp=2,cp=2,tp=2     # and then one process alone
 
 Both begin with the same weights and see the same characters in the same order: all that differs is who computes
 attention and its gradients. The two loss curves lie on each other. What they differ by is drawn below them: rounding,
 which training amplifies step by step. The model has RMSNorm, rotary embedding and grouped heads; characters are bytes.
+
+With `--parallel` its twin is another: one model is spread over all processes, its batch (dp), its context
+(cp, `cutlass_ext.distributed`) and its heads (tp), with FSDP2 for its weights; then the first process trains it alone.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from generate import THETA, rotate
 from torch import Tensor, nn
@@ -29,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import cutlass_ext as ce
 from cutlass_ext.bench import progress_bar
 
+DIMENSIONS = "dp", "cp", "tp"  # data, context and tensor parallelism
 CHARACTERS, TEXT_BYTES = 256, 4 << 20  # bytes there are; what is read of the library
 
 
@@ -95,16 +101,74 @@ def library_text() -> Tensor:
     return torch.frombuffer(text[:TEXT_BYTES], dtype=torch.uint8)
 
 
-def train(args: argparse.Namespace, attention: Callable[..., Tensor], text: Tensor, tick: Callable[[str], None]) -> Run:
+class Parallel:
+    """Processes in three dimensions: dp has sequences of a batch, cp rows of each, tp heads and columns of blocks."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.began = not dist.is_initialized()
+        if self.began:
+            if args.device == "cuda":
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        sizes = [args.parallel[name] for name in DIMENSIONS]
+        self.mesh = dist.device_mesh.init_device_mesh(args.device, sizes, mesh_dim_names=DIMENSIONS)
+        self.dp, self.cp, self.tp = (self.mesh[name] for name in DIMENSIONS)
+        self.is_first = dist.get_rank() == 0
+        self.attention = partial(ce.distributed.fmha, causal=True, group=self.cp)
+
+    def spread(self, model: GPT) -> None:
+        """Cuts heads and columns (Megatron's way), and lets FSDP2 gather weights and average gradients."""
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        ways = {"qkv": ColwiseParallel(), "projection": RowwiseParallel(), "mlp.0": ColwiseParallel(),
+                "mlp.2": RowwiseParallel()}  # fmt: skip
+        for block in model.blocks:
+            if self.tp.size() > 1:
+                with torch.no_grad():  # q, k and v of a process side by side
+                    parts = block.qkv.weight.split([heads * block.d for heads in block.heads])
+                    cut = zip(*(part.chunk(self.tp.size()) for part in parts), strict=True)
+                    block.qkv.weight.copy_(torch.cat([part for of_rank in cut for part in of_rank]))
+                block.heads = [heads // self.tp.size() for heads in block.heads]
+                parallelize_module(block, self.tp, ways)
+            fully_shard(block, mesh=self.mesh["dp", "cp"])
+        fully_shard(model, mesh=self.mesh["dp", "cp"])
+        model.angles = ce.distributed.shard(model.angles, group=self.cp)
+
+    def part(self, characters: Tensor) -> Tensor:
+        """This process's rows of its sequences, of `[B, N]`."""
+        return ce.distributed.shard(characters.chunk(self.dp.size())[self.dp.get_local_rank()], group=self.cp)
+
+    def end(self) -> None:
+        """Ends what this began: the first process goes on alone."""
+        if self.began:
+            dist.destroy_process_group()
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """Over all processes; those that have the same rows have the same loss."""
+        loss = loss / dist.get_world_size()
+        dist.all_reduce(loss)
+        return loss
+
+
+def train(
+    args: argparse.Namespace,
+    attention: Callable[..., Tensor],
+    text: Tensor,
+    tick: Callable[[str], None],
+    parallel: Parallel | None = None,
+) -> Run:
     """A model of the seed whose attention is `attention`; `tick` is told each step the loss, as last looked at."""
     cuda, dtype = args.device == "cuda", getattr(torch, args.dtype)
     torch.manual_seed(args.seed)
     model = GPT(args, attention).to(args.device)
+    if parallel:
+        parallel.spread(model)
     forward = model
     if args.compile:
         torch.compiler.reset()  # or the second model is compiled as a variant of the first
         forward = torch.compile(model)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False if parallel else None)  # meshes differ
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.rate, args.steps, cycle_momentum=False)
     begins = torch.randint(len(text) - args.context, (args.steps, args.batch, 1)).to(args.device)
     window = torch.arange(args.context + 1, device=args.device)
@@ -115,14 +179,16 @@ def train(args: argparse.Namespace, attention: Callable[..., Tensor], text: Tens
     last_untimed = 10 if args.steps > 20 else 0  # the first steps compile and allocate
     for i in range(args.steps):
         characters = text[begins[i] + window].long()  # [B, N + 1]
+        rows = characters[:, :-1], characters[:, 1:]
+        seen, expected = map(parallel.part, rows) if parallel else rows
         with torch.autocast(args.device, dtype, enabled=dtype != torch.float32):
-            logits = forward(characters[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), characters[:, 1:].flatten())
+            logits = forward(seen)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), expected.flatten())
         loss.backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(parallel.mean(loss.detach()) if parallel else loss.detach())
         if i % 10 == 0:  # to read it is to wait for the GPU
             shown = f"loss {loss.item():.3f}"
         if i == last_untimed:
@@ -154,6 +220,14 @@ def plot(runs: dict[str, Run], differences: list[float], title: str, path: Path)
     plt.close(figure)
 
 
+def dimensions(text: str) -> dict[str, int]:
+    """`dp=1,cp=2`: how many processes each of DIMENSIONS has, 1 where it is not named."""
+    sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+    if not set(sizes) <= set(DIMENSIONS) or min(sizes.values()) < 1:
+        raise ValueError
+    return dict.fromkeys(DIMENSIONS, 1) | sizes
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cuda = torch.cuda.is_available()
@@ -170,12 +244,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="(on a CPU float32, on a GPU bfloat16)")
     parser.add_argument("--compile", action="store_true", help="both models through torch.compile")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block in its backward pass")
+    parser.add_argument("--parallel", type=dimensions, metavar="dp=1,cp=2,tp=1", help="under torchrun: as above")
     parser.add_argument("--plot", type=Path, default=Path("build/train.png"), help="the picture (build/train.png)")
     parser.add_argument("--threads", type=int, default=1, help="on a CPU (1: more are slower on one that is busy)")
     args = parser.parse_args()
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     if args.width % (2 * args.heads) or args.heads % args.kv_heads:
         parser.error("--width has to be a multiple of twice --heads, and --heads of --kv-heads")
+    if args.parallel and (args.compile or args.kv_heads % args.parallel["tp"] or args.batch % args.parallel["dp"]):
+        parser.error("--parallel wants a --batch that dp divides, --kv-heads that tp divides, and no --compile")
     return args
 
 
@@ -186,10 +263,20 @@ def main() -> None:
     args, console, runs = parse_arguments(), Console(), {}
     torch.set_num_threads(args.threads)
     text = library_text().to(args.device)
-    with progress_bar(console, len(ATTENTION) * args.steps) as tick:
-        for name, attention in ATTENTION.items():
+    parallel, models = None, ATTENTION
+    if args.parallel:
+        parallel = Parallel(args)
+        models = {f"{dist.get_world_size()} processes": parallel.attention, "one": ATTENTION["cutlass_ext"]}
+        console.quiet = not parallel.is_first
+    with progress_bar(console, len(models) * args.steps) as tick:
+        for name, attention in models.items():
             gc.collect()  # the model before this one hangs in cycles, and would count as memory of this one
-            runs[name] = train(args, attention, text, lambda shown, name=name: tick(f"{name} {shown}"))
+            runs[name] = train(args, attention, text, lambda shown, name=name: tick(f"{name} {shown}"), parallel)
+            if parallel:
+                parallel.end()
+                if not parallel.is_first:
+                    return
+                parallel = None
     model = f"{args.layers} layers of width {args.width}, {args.heads} heads on {args.kv_heads}"
     title = f"{model}; {args.steps} steps of {args.batch} x {args.context}, {args.dtype} on {args.device}"
     differences = [abs(a - b) for a, b in zip(*(run.losses for run in runs.values()), strict=True)]

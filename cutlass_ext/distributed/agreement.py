@@ -1,0 +1,75 @@
+"""Groups of ranks, and whether all of a group make the same call: found out before any of them waits for data."""
+
+import zlib
+from collections.abc import Callable
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+# To one tensor; PyTorch 2.13 has given it another name.
+all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+_on_host: WeakKeyDictionary = WeakKeyDictionary()  # of each group, one of the same ranks that takes CPU tensors
+
+
+def group_of(group: object) -> dist.ProcessGroup:
+    """The argument `group`: None for all ranks, a group, or a DeviceMesh of one dimension."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("group: torch.distributed is not initialised; call torch.distributed.init_process_group()")
+    if group is None:
+        return dist.group.WORLD
+    group = group.get_group() if hasattr(group, "get_group") else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: is of type {type(group).__name__}; expected a process group, a DeviceMesh or None")
+    return group
+
+
+def agreed(group: dist.ProcessGroup, prepare: Callable[[], tuple[Result, dict[str, object]]]) -> Result:
+    """What `prepare` gives on this rank, once every rank has got as far, with the same values of the arguments.
+
+    `prepare` raises what is wrong with a rank's own arguments; else it returns its result, and the arguments that have
+    to be equal on all ranks, by name. Two numbers a rank go round on the host. The device does not wait, and nothing is
+    sent of q, k and v before. Whatever is wrong raises on all ranks, with the number of the rank and the argument.
+    """
+    error, result, values = None, None, {}
+    try:
+        result, values = prepare()
+    except (TypeError, ValueError, NotImplementedError) as refused:
+        error = refused
+    size, rank = group.size(), group.rank()
+    texts = {name: str(value) for name, value in values.items()}
+    mine = torch.tensor([error is not None, zlib.crc32(repr(texts).encode())])
+    numbers = torch.empty(2 * size, dtype=mine.dtype)
+    host = _host_group(group)
+    try:
+        all_gather(numbers, mine, group=host)
+        if not numbers[::2].any() and bool((numbers[1::2] == mine[1]).all()):
+            return result
+        found: list = [None] * size
+        dist.all_gather_object(found, (error, texts), group=host)
+    except RuntimeError as failed:
+        raise RuntimeError(
+            f"rank {rank} of {size}: a rank is gone, or did not make this call: its arguments did not come ({failed})"
+        ) from failed
+    for of_rank, (its_error, _) in enumerate(found):
+        if its_error is not None:
+            raise type(its_error)(f"{its_error} (rank {of_rank} of {size})") from error
+    for of_rank, (_, its_texts) in enumerate(found):
+        for name, text in found[0][1].items():
+            if its_texts[name] != text:
+                raise ValueError(
+                    f"{name}: is {text} on rank 0 and {its_texts[name]} on rank {of_rank}; "
+                    f"it has to be the same on all {size} ranks"
+                )
+    raise AssertionError("checksums differ, and arguments do not")
+
+
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    if "cpu:" in dist.get_backend_config(group):
+        return group
+    if group not in _on_host:
+        ranks = dist.get_process_group_ranks(group)
+        _on_host[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _on_host[group]

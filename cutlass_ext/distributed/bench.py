@@ -1,0 +1,236 @@
+"""`python -m cutlass_ext.distributed.bench`: attention over all GPUs of this machine, or of a torchrun, beside one GPU.
+
+    python -m cutlass_ext.distributed.bench                       # all GPUs of this machine
+    torchrun --nproc-per-node 8 --nnodes 8 ... -m cutlass_ext.distributed.bench
+    python -m cutlass_ext.distributed.bench --device cpu --processes 2 --tokens 512     # does it run?
+    python -m cutlass_ext.distributed.bench --model 8 64          # what to expect; nothing runs
+
+For people who want to know what several GPUs make of a long sequence. Each row is checked against one GPU before it is
+timed. A time is the median over rounds of the slowest rank's; efficiency is the time of one GPU for the whole over
+GPUs times that. `all_gather` has K and V of all ranks on each, the plain way. The columns of the model are model.py's,
+with the rates of one GPU and of a transfer between two as measured here.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from ..bench import sample_ms
+from ..interface import fmha as fmha_of_one
+from . import fmha, gather, shard
+from .model import MODELS, Attention, Machine, one_gpu_ms
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # of the largest value of one GPU's
+HEADER = ("tokens", "pass", "method", "GPUs", "one GPU ms", "ms", "efficiency", "model ms", "model", "difference")
+
+
+def all_gather(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Each rank's rows, two chunks, with the keys of all."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    k, v = gather(k), gather(v)
+    rows = q.shape[1] // 2
+    chunks = zip(q.split(rows, 1), (rank, 2 * ranks - 1 - rank), strict=True)
+    return torch.cat([fmha_of_one(part, k, v, causal=causal, start_pos=chunk * rows) for part, chunk in chunks], 1)
+
+
+METHODS = {
+    "ring": lambda q, k, v, causal: fmha(q, k, v, method="ring", causal=causal),
+    "all_to_all": lambda q, k, v, causal: fmha(q, k, v, method="all_to_all", causal=causal),
+    "all_gather": all_gather,
+}
+
+
+def passes(call: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, backward: bool) -> list[Tensor]:
+    """The output, or the output and the gradients."""
+    if not backward:
+        with torch.no_grad():
+            return [call()]
+    out = call()
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def slowest_ms(run: Callable[[], object], rounds: int, device: str) -> float:
+    samples = []
+    for _ in range(rounds):
+        dist.barrier()
+        ms = torch.tensor(sample_ms(run, 1, device), device=device)
+        dist.all_reduce(ms, dist.ReduceOp.MAX)
+        samples.append(ms.item())
+    return statistics.median(samples)
+
+
+def transfer_gbs(device: str, rounds: int) -> float:
+    """Of each rank to the next, all at once, 64 MB."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    sent = torch.zeros(1 << (26 if device == "cuda" else 20), dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+
+    def run() -> None:
+        operations = [
+            dist.P2POp(dist.isend, sent, (rank + 1) % ranks),
+            dist.P2POp(dist.irecv, received, (rank - 1) % ranks),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    run()
+    return sent.numel() / slowest_ms(run, rounds, device) / 1e6
+
+
+def measure(args: argparse.Namespace, tokens: int, backward: bool, machine: Machine) -> Iterator[dict]:
+    """A row for each method that takes the call."""
+    ranks, dtype = dist.get_world_size(), getattr(torch, args.dtype)
+    torch.manual_seed(0)  # the same tensors on all ranks
+    heads = args.heads, args.kv_heads, args.kv_heads, args.heads
+    *whole, dout = (torch.randn(1, tokens, H, args.head_dim, device=args.device).to(dtype) for H in heads)
+    whole = [x.requires_grad_(backward) for x in whole]
+
+    def alone(inputs=whole, dout=dout) -> list[Tensor]:
+        return passes(lambda: fmha_of_one(*inputs, causal=args.causal), inputs, dout, backward)
+
+    expected = [shard(x) for x in alone()]
+    one = slowest_ms(alone, args.rounds, args.device)
+    inputs = [shard(x.detach()).requires_grad_(backward) for x in whole]
+    dout = shard(dout)
+    call = Attention(tokens, args.heads, args.kv_heads, args.head_dim, args.causal)
+    assumed = one_gpu_ms(call, machine, backward)
+    machine = replace(
+        machine,
+        forward_tflops=machine.forward_tflops * assumed / one,
+        backward_tflops=machine.backward_tflops * assumed / one,
+    )
+    for name in args.methods:
+        expect = MODELS[name](call, machine, ranks, backward) if name in MODELS else None
+        if name in MODELS and expect is None:
+            continue
+
+        def run(method=METHODS[name]) -> list[Tensor]:
+            return passes(lambda: method(*inputs, args.causal), inputs, dout, backward)
+
+        differences = [(a - b).abs().max() / b.abs().max() for a, b in zip(run(), expected, strict=True)]
+        worst = torch.stack(differences).max().float()
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        if not worst.item() <= TOLERANCE[dtype]:
+            raise SystemExit(f"Wrong: {name}, {tokens} tokens: {worst.item():.1e} of the largest value from one GPU")
+        ms = slowest_ms(run, args.rounds, args.device)
+        yield {
+            "tokens": tokens, "pass": "forward and backward" if backward else "forward", "method": name, "GPUs": ranks,
+            "one GPU ms": one, "ms": ms, "efficiency": one / ranks / ms, "model ms": expect,
+            "model": one / ranks / expect if expect else None, "difference": worst.item(),
+        }  # fmt: skip
+
+
+def modelled(args: argparse.Namespace, gpus: int, tokens: int, backward: bool) -> Iterator[dict]:
+    """The same rows by the model alone."""
+    call = Attention(tokens, args.heads, args.kv_heads, args.head_dim, args.causal)
+    one = one_gpu_ms(call, Machine(), backward)
+    for name, model in MODELS.items():
+        expect = model(call, Machine(), gpus, backward)
+        if expect is not None:
+            yield {
+                "tokens": tokens, "pass": "forward and backward" if backward else "forward", "method": name,
+                "GPUs": gpus, "one GPU ms": one, "ms": None, "efficiency": None, "model ms": expect,
+                "model": one / gpus / expect, "difference": None,
+            }  # fmt: skip
+
+
+def line(row: dict) -> str:
+    def text(name: str) -> str:
+        x = row[name]
+        if x is None:
+            return "-"
+        if name in ("efficiency", "model"):
+            return f"{100 * x:.1f}%"
+        if name == "difference":
+            return f"{x:.1e}"
+        return f"{x:.3f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x
+
+    return "| " + " | ".join(text(name) for name in HEADER) + " |"
+
+
+def work(rank: int, args: argparse.Namespace) -> None:
+    """A process of the group: rank `rank`, unless torchrun says which."""
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.processes)}
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    first = dist.get_rank() == 0
+    gbs = transfer_gbs(args.device, args.rounds) if dist.get_world_size() > 1 else Machine().host_gbs
+    machine = replace(Machine(), host_gbs=gbs, network_gbs=gbs)
+    rows = []
+    if first:
+        name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+        print(f"{dist.get_world_size()} x {name}, torch {torch.__version__}, {args.dtype}, {args.heads} query heads,")
+        print(f"{args.kv_heads} key heads, d {args.head_dim}, {'' if args.causal else 'not '}causal; {gbs:.1f} GB/s\n")
+        print_header()
+    for tokens in args.tokens:
+        for backward in (False, True):
+            for row in measure(args, tokens, backward, machine):
+                rows.append(row)
+                if first:
+                    print(line(row), flush=True)
+    if first and args.json:
+        args.json.write_text(json.dumps({"gbs": gbs, "machine": asdict(machine), "rows": rows}, indent=1))
+    dist.destroy_process_group()
+
+
+def print_header() -> None:
+    print("| " + " | ".join(HEADER) + " |\n|" + "---|" * len(HEADER))
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--processes", type=int, help="without torchrun (as many as there are GPUs, on a CPU 2)")
+    parser.add_argument("--tokens", type=int, nargs="+", help="(on a GPU 16384 65536 131072, on a CPU 512)")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--not-causal", dest="causal", action="store_false")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--model", type=int, nargs="+", metavar="GPUS", help="print what to expect of so many, and end")
+    args = parser.parse_args(arguments)
+    args.processes = args.processes or (torch.cuda.device_count() if args.device == "cuda" else 2)
+    long = args.device == "cuda" or args.model
+    args.tokens = args.tokens or ([1 << 14, 1 << 16, 1 << 17] if long else [512])
+    return args
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    if args.model:
+        print("Model, not measured.\n")
+        print_header()
+        for gpus in args.model:
+            for tokens in args.tokens:
+                for backward in (False, True):
+                    for row in modelled(args, gpus, tokens, backward):
+                        print(line(row))
+    elif "RANK" in os.environ:
+        work(0, args)
+    else:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+        mp.spawn(work, (args,), args.processes)
+
+
+if __name__ == "__main__":
+    main()

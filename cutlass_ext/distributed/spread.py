@@ -1,0 +1,159 @@
+"""Which rows of which sequences each rank has, and which keys a rank's rows need. Pure arithmetic of the host, the same
+on every rank; called by all modules of this package."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Layout = Literal["zigzag", "contiguous"]
+Pair = tuple[int, int]  # a part of the rows, a part of the keys
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Sequences of `lengths` rows over `ranks` ranks.
+
+    Each sequence is cut into chunks of equal length (but for rounding). `contiguous`: rank r has chunk r of ranks.
+    `zigzag`: of twice as many chunks, r and the one as far from the end; under causal all ranks then have equal work.
+    A rank's shard is its parts one after the other, and a part is its chunk of every sequence, packed. Padded batches
+    are one sequence here: all that counts is their length.
+    """
+
+    lengths: tuple[int, ...]
+    ranks: int
+    layout: Layout
+    packed: bool
+
+    @property
+    def parts(self) -> int:
+        """Of a rank's shard."""
+        return 2 if self.layout == "zigzag" else 1
+
+    @property
+    def chunks(self) -> int:
+        """Of a sequence."""
+        return self.ranks * self.parts
+
+    def chunk(self, rank: int, part: int) -> int:
+        """Which chunk of each sequence a part is."""
+        return rank if part == 0 else self.chunks - 1 - rank
+
+    def edges(self, chunk: int) -> list[tuple[int, int]]:
+        """First row and end of a chunk in each sequence."""
+        return [(n * chunk // self.chunks, n * (chunk + 1) // self.chunks) for n in self.lengths]
+
+    def rows_of_part(self, rank: int, part: int) -> int:
+        return sum(end - begin for begin, end in self.edges(self.chunk(rank, part)))
+
+    @functools.cached_property
+    def rows(self) -> list[int]:
+        """Of each rank's shard."""
+        return [sum(self.rows_of_part(rank, part) for part in range(self.parts)) for rank in range(self.ranks)]
+
+    def slice_of(self, rank: int, parts: slice) -> slice:
+        """Where some parts lie in a rank's shard."""
+        sizes = [self.rows_of_part(rank, part) for part in range(self.parts)]
+        return slice(sum(sizes[: parts.start]), sum(sizes[: parts.stop]))
+
+    def pairs(self, rank: int, source: int, left: int, right: int) -> list[Pair]:
+        """Which parts of the rows of `rank` see a key of which parts of `source`; a bound below 0 hides nothing."""
+        found = []
+        for i, j in itertools.product(range(self.parts), repeat=2):
+            rows, keys = self.edges(self.chunk(rank, i)), self.edges(self.chunk(source, j))
+            for (row, row_end), (key, key_end) in zip(rows, keys, strict=True):
+                before = left < 0 or key_end - 1 >= row - left
+                after = right < 0 or key <= row_end - 1 + right
+                if row < row_end and key < key_end and before and after:
+                    found.append((i, j))
+                    break
+        return found
+
+    def options(self, rows: int, keys: int, device: torch.device) -> dict:
+        """What `cutlass_ext.fmha` is told of the rows of one chunk and the keys of another: `start_pos` is the distance
+        of their first positions, and packed sequences have their ends."""
+        if not self.packed:
+            return {"start_pos": self.edges(rows)[0][0] - self.edges(keys)[0][0]}
+        return _packed_options(self, rows, keys, device)
+
+    def order(self, device: torch.device) -> Tensor | None:
+        """int64 `[rows of the whole]`: where each stands in the shards of all ranks, one after the other. None where
+        that is in order."""
+        return _order(self, device)
+
+    def rows_of(self, rank: int, device: torch.device) -> Tensor:
+        """int64: which rows of the whole a rank has, as they stand in its shard."""
+        begins = list(itertools.accumulate(self.lengths, initial=0))
+        pieces = [
+            torch.arange(begins[b] + begin, begins[b] + end)
+            for part in range(self.parts)
+            for b, (begin, end) in enumerate(self.edges(self.chunk(rank, part)))
+        ]
+        return _to_device(torch.cat(pieces) if pieces else torch.arange(0), device)
+
+
+def spread_of(rows: int, cu_seqlens: Tensor | Sequence[int] | None, ranks: int, layout: str, name: str) -> Spread:
+    """Of `rows` rows of the whole, padded or as `cu_seqlens` packs them; `name` is the argument that has them."""
+    if layout not in ("zigzag", "contiguous"):
+        raise ValueError(f'layout: is {layout!r}; expected "zigzag" or "contiguous"')
+    if cu_seqlens is not None:
+        return Spread(_lengths("cu_seqlens", cu_seqlens), ranks, layout, True)
+    spread = Spread((rows,), ranks, layout, False)
+    if rows % spread.chunks:
+        raise ValueError(
+            f"{name}: the whole has {rows} rows; expected a multiple of {spread.chunks}, the chunks of {ranks} ranks "
+            f'with layout="{layout}" (packed sequences, with cu_seqlens, may have any lengths)'
+        )
+    return spread
+
+
+def _lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.is_cuda:
+            raise ValueError(
+                f"{name}: is on {cu_seqlens.device}; expected a CPU tensor or ints, as the host cuts the sequences up "
+                "by it, and reading a GPU's would make it wait"
+            )
+        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+            raise ValueError(f"{name}: is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; expected integers [B + 1]")
+        cu_seqlens = cu_seqlens.tolist()
+    ends = [int(end) for end in cu_seqlens]
+    lengths = tuple(end - begin for begin, end in itertools.pairwise(ends))
+    if not ends or ends[0] != 0 or any(n < 0 for n in lengths):
+        raise ValueError(f"{name}: is {ends}; expected rows that begin with 0 and never decrease")
+    return lengths
+
+
+@functools.lru_cache(maxsize=256)
+def _packed_options(spread: Spread, rows: int, keys: int, device: torch.device) -> dict:
+    of_rows, of_keys = spread.edges(rows), spread.edges(keys)
+    starts = [row - key for (row, _), (key, _) in zip(of_rows, of_keys, strict=True)]
+    options = {"start_pos": _to_device(torch.tensor(starts, dtype=torch.int32), device)}
+    for side, edges in (("q", of_rows), ("k", of_keys)):
+        lengths = [end - begin for begin, end in edges]
+        options[f"cu_seqlens_{side}"] = _to_device(cu_seqlens_of(lengths), device)
+        options[f"max_seqlen_{side}"] = max(lengths, default=0)
+    return options
+
+
+def cu_seqlens_of(lengths: Sequence[int]) -> Tensor:
+    """int32 `[B + 1]`, on the CPU."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def _order(spread: Spread, device: torch.device) -> Tensor | None:
+    shards = torch.cat([spread.rows_of(rank, torch.device("cpu")) for rank in range(spread.ranks)])
+    order = torch.argsort(shards)
+    if torch.equal(order, torch.arange(len(order))):
+        return None
+    return _to_device(order, device)
+
+
+def _to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Without making the host wait for the device."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -1,0 +1,526 @@
+"""`cutlass_ext.distributed` on processes of this machine, over gloo, against one call of the whole; two GPUs, NCCL.
+
+Four processes are started once; each test runs a function of this module on the first, or on some, of them.
+"""
+
+import contextlib
+import io
+import itertools
+import os
+import queue
+import re
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.testing import assert_close
+
+import cutlass_ext as ce
+from cutlass_ext.distributed import bench, model
+from cutlass_ext.distributed.spread import Spread
+
+GROUPS = {2: [1, 3], 3: [0, 1, 2], 4: [0, 1, 2, 3]}  # ranks of a group are not those of the program
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+ANSWER_S = 60
+
+
+def serve(rank, size, port, device, tasks, answers):
+    """A process of the pool: does what it is told, and answers with what came of it."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=size)
+    groups = {n: dist.new_group(ranks) for n, ranks in GROUPS.items() if max(ranks) < size}
+    groups.setdefault(size, dist.group.WORLD)
+    while (task := tasks.get()) is not None:
+        function, ranks, arguments = task
+        group = groups[ranks]
+        if dist.get_rank(group) < 0:
+            continue
+        try:
+            torch.manual_seed(0)
+            answers.put((dist.get_rank(group), None, function(group, *arguments)))
+        except Exception as error:
+            answers.put((dist.get_rank(group), f"{type(error).__name__}: {error}", traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Pool:
+    """Processes; `run(function, ranks, ...)` calls `function(group, ...)` on a group, and gives its ranks' results."""
+
+    def __init__(self, size, device="cpu"):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        context = mp.get_context("spawn")
+        self.tasks, self.answers = [context.Queue() for _ in range(size)], context.Queue()
+        self.processes = [
+            context.Process(target=serve, args=(r, size, port, device, self.tasks[r], self.answers), daemon=True)
+            for r in range(size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def answers_of(self, function, ranks, *arguments, expected=None):
+        """Errors, by rank, and results."""
+        for tasks in self.tasks:
+            tasks.put((function, ranks, arguments))
+        found = {}
+        try:
+            for _ in range(ranks if expected is None else expected):
+                rank, error, result = self.answers.get(timeout=ANSWER_S)
+                found[rank] = error, result
+        except queue.Empty:
+            pytest.fail(f"ranks that answered: {sorted(found)}; the others hang")
+        return found
+
+    def run(self, function, ranks, *arguments):
+        found = self.answers_of(function, ranks, *arguments)
+        failures = [f"rank {rank}: {text}" for rank, (error, text) in found.items() if error]
+        assert not failures, "\n".join(failures)
+        return [found[rank][1] for rank in range(ranks)]
+
+    def errors(self, function, ranks, *arguments):
+        found = self.answers_of(function, ranks, *arguments)
+        return [found[rank][0] for rank in range(ranks)]
+
+    def close(self):
+        for tasks in self.tasks:
+            tasks.put(None)
+        for process in self.processes:
+            process.join(10)
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+# ------------------------------------------------------------------------------------------------ against one process
+LENGTHS = [13, 1, 0, 24, 5]
+
+
+def compare(group, layout, method, options, packed, dtype=torch.float32, device="cpu"):
+    """Outputs and gradients of the ranks' shards against one call of the whole; loss through out and lse."""
+    B, N, H_q, H_kv, d, d_v = 2, 24, 4, 2, 16, 8
+    ends = [0, *itertools.accumulate(LENGTHS)] if packed else None
+    rows = (ends[-1],) if packed else (B, N)
+    to = {"device": device, "dtype": dtype}
+    q, k, v = (torch.randn(*rows, H, x, **to) for H, x in ((H_q, d), (H_kv, d), (H_kv, d_v)))
+    dout, dlse = torch.randn(*rows, H_q, d_v, **to), torch.randn(*rows, H_q, device=device).mT
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    sink = options.pop("sink", None)
+    cut = {"group": group, "layout": layout, "cu_seqlens": ends}
+    lse_dim = {"dim": -1} | cut
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, sink) if x is not None]
+    whole = {}
+    if packed:
+        cu = torch.tensor(ends, dtype=torch.int32, device=device)
+        whole = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": max(LENGTHS), "max_seqlen_k": max(LENGTHS)}
+    of_sink = {"sink": leaves[3]} if sink is not None else {}
+    want = ce.fmha(*leaves[:3], return_lse=True, **options, **of_sink, **whole)
+    seen = want[1].isfinite()  # rows without keys have an lse of -inf, through which nothing flows
+    loss = (want[0] * dout).sum() + want[1].masked_fill(~seen, 0).mul(dlse).sum()
+    want_gradients = torch.autograd.grad(loss, leaves)
+
+    parts = [ce.distributed.shard(x, **cut).requires_grad_() for x in (q, k, v)]
+    of_sink = {}
+    if sink is not None:
+        of_sink = {"sink": sink.clone().requires_grad_()}
+    got = ce.distributed.fmha(*parts, method=method, return_lse=True, **options, **of_sink, **cut)
+    assert got[0].dtype == dtype and got[1].is_contiguous()
+    seen = got[1].isfinite()
+    loss = (got[0] * ce.distributed.shard(dout, **cut)).sum()
+    loss = loss + got[1].masked_fill(~seen, 0).mul(ce.distributed.shard(dlse, **lse_dim)).sum()
+    gradients = list(torch.autograd.grad(loss, [*parts, *of_sink.values()]))
+    bound = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    assert_close(ce.distributed.gather(got[0], **cut), want[0], **bound)
+    assert_close(ce.distributed.gather(got[1], **lse_dim), want[1], **bound)
+    for part, expected in zip(gradients[:3], want_gradients, strict=False):
+        assert_close(ce.distributed.gather(part, **cut), expected, **bound)
+    if sink is not None:
+        dist.all_reduce(gradients[3], group=group)
+        assert_close(gradients[3], want_gradients[3], **bound)
+
+
+SLOPES, SINK = torch.tensor([0.5, 0.25, 0.1, 0.01]), torch.tensor([0.5, -1.0, 2.0, 0.0])
+FEATURES = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (3, 2)},
+    "causal window": {"causal": True, "window": (5, -1)},
+    "alibi": {"causal": True, "alibi_slopes": SLOPES},
+    "sink": {"causal": True, "sink": SINK},
+    "sink window softcap": {"sink": SINK, "window": (4, -1), "softcap": 3.0, "softmax_scale": 0.4},
+    "all": {"causal": True, "window": (9, -1), "alibi_slopes": SLOPES, "sink": SINK, "softcap": 3.0},
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("features", FEATURES)
+def test_ring(pool, ranks, layout, packed, features):
+    pool.run(compare, ranks, layout, "ring", FEATURES[features], packed)
+
+
+SEED = torch.tensor([7, 11])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("ranks", [2, 4])  # of two key heads: one a rank, and one for two ranks
+@pytest.mark.parametrize("features", ["causal", "all", "dropout"])
+def test_all_to_all(pool, ranks, layout, packed, features):
+    options = {"dropout_p": 0.3, "dropout_seed": SEED, "head_start": 2, "sequence_start": 1}
+    pool.run(compare, ranks, layout, "all_to_all", FEATURES.get(features, options), packed)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_16_bits(pool, method):
+    pool.run(compare, 2, "zigzag", method, FEATURES["causal"], False, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def gpu_pool():
+    pool = Pool(2, "cuda")
+    yield pool
+    pool.close()
+
+
+@pytest.mark.gpu
+@TWO_GPUS
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+@pytest.mark.parametrize("features", FEATURES)
+def test_two_gpus(gpu_pool, method, features, dtype, packed):
+    gpu_pool.run(compare, 2, "zigzag", method, FEATURES[features], packed, dtype, "cuda")
+
+
+def torch_context_parallel(group):
+    """PyTorch's context parallelism, whose operators `activate` replaces, against one call of the whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    mesh = init_device_mesh("cuda", (dist.get_world_size(group),))
+    q, k, v = (torch.randn(1, 4, 512, 64, device="cuda").bfloat16() for _ in range(3))
+    want = ce.fmha(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+    with ce.activate(), context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        out = scaled_dot_product_attention(*leaves, is_causal=True)
+        out.sum().backward()
+    got = ce.distributed.gather(out.transpose(1, 2).contiguous(), group=group)  # it balances the load as zigzag does
+    assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert all(x.grad.isfinite().all() for x in leaves)
+
+
+@pytest.mark.gpu
+@TWO_GPUS
+def test_torch_context_parallel(gpu_pool):
+    gpu_pool.run(torch_context_parallel, 2)
+
+
+# ------------------------------------------------------------------------------------------------ shards
+def round_trip(group, layout, dim, cu_seqlens):
+    x = torch.arange(2.0 * 24 * 3).view(2, 24, 3).transpose(0, 1)  # rows in dimension 0, not contiguous
+    x = x.movedim(0, dim).requires_grad_()
+    part = ce.distributed.shard(x, group=group, layout=layout, dim=dim, cu_seqlens=cu_seqlens)
+    whole = ce.distributed.gather(part, group=group, layout=layout, dim=dim, cu_seqlens=cu_seqlens)
+    assert torch.equal(whole, x) and whole.is_contiguous()
+    weight = dist.get_rank(group) + 1  # the gradients of all ranks are summed, and each goes to the rows it is of
+    (gradient,) = torch.autograd.grad((whole * x.detach()).sum() * weight, x)
+    dist.all_reduce(gradient, group=group)
+    assert torch.equal(gradient, x * sum(range(1, dist.get_world_size(group) + 1)))
+    return part.movedim(dim, 0)[:, 0, 0].tolist()
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 5, 6, 24]], ids=["padded", "packed"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_shard_and_gather(pool, layout, cu_seqlens, dim):
+    shards = pool.run(round_trip, 2, layout, dim, cu_seqlens)
+    rows = [[int(x) // 3 for x in shard] for shard in shards]
+    if cu_seqlens is None and layout == "contiguous":
+        assert rows == [list(range(12)), list(range(12, 24))]
+    elif cu_seqlens is None:
+        assert rows == [[*range(6), *range(18, 24)], list(range(6, 18))]
+    else:
+        assert sorted(rows[0] + rows[1]) == list(range(24)) and all(abs(len(r) - 12) <= 2 for r in rows)
+
+
+def test_zigzag_balances_causal_work():
+    """Pairs of a row and a key that it sees, of each rank: equal but for those on the diagonal."""
+    spread = Spread((64,), 4, "zigzag", False)
+    work = [sum(row + 1 for row in spread.rows_of(r, torch.device("cpu")).tolist()) for r in range(4)]
+    assert max(work) == min(work)
+    contiguous = Spread((64,), 4, "contiguous", False)
+    work = [sum(row + 1 for row in contiguous.rows_of(r, torch.device("cpu")).tolist()) for r in range(4)]
+    assert max(work) > 6 * min(work)
+
+
+# ------------------------------------------------------------------------------------------------ what is sent
+def messages(group, layout, options):
+    """Who is sent how many rows of keys, in a call: the messages of a ring."""
+    sent, plain = [], dist.P2POp.__new__
+    q, k, v = (torch.randn(1, 8, H, 16) for H in (4, 2, 2))
+
+    def recorded(cls, op, tensor, *args, **kwargs):
+        if op is dist.isend:
+            sent.append((kwargs["group_peer"], tensor.numel() // (2 * 2 * 16)))
+        return plain(cls, op, tensor, *args, **kwargs)
+
+    dist.P2POp.__new__ = staticmethod(recorded)
+    try:
+        ce.distributed.fmha(q, k, v, group=group, layout=layout, method="ring", **options)
+    finally:
+        dist.P2POp.__new__ = staticmethod(plain)
+    return sorted(sent)
+
+
+def test_keys_that_nobody_sees_are_not_sent(pool):
+    """In a ring of four with eight rows each: all to all; causal, chunks to later ranks only; a window, to the next."""
+    everyone = [[(to, 8) for to in range(4) if to != rank] for rank in range(4)]
+    assert pool.run(messages, 4, "zigzag", {}) == everyone
+    causal = [[(to, 8 if to > rank else 0) for to in range(4)] for rank in range(4)]
+    assert pool.run(messages, 4, "contiguous", {"causal": True}) == [[m for m in row if m[1]] for row in causal]
+    halves = [[(to, 4 if to > rank else 8) for to in range(4) if to != rank] for rank in range(4)]
+    assert pool.run(messages, 4, "zigzag", {"causal": True}) == halves
+    window = {"causal": True, "window": (8, -1)}
+    assert pool.run(messages, 4, "contiguous", window) == [[(1, 8)], [(2, 8)], [(3, 8)], []]
+
+
+def bits(group, method):
+    q, k, v = (torch.randn(2, 8, H, 16, requires_grad=True) for H in (4, 2, 2))
+    out = ce.distributed.fmha(q, k, v, group=group, method=method, causal=True)
+    return [x.detach().view(torch.int32).tolist() for x in (out, *torch.autograd.grad(out.sum(), (q, k, v)))]
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_same_bits_run_after_run(pool, method):
+    assert pool.run(bits, 2, method) == pool.run(bits, 2, method)
+
+
+def drawn_seed(group):
+    torch.manual_seed(dist.get_rank(group))  # the first rank's generator draws for all
+    q = torch.randn(1, 8, 4, 16)
+    x = torch.eye(16).view(1, 16, 1, 16).expand(1, 16, 4, 16)
+    rows = slice(dist.get_rank(group) * 8, dist.get_rank(group) * 8 + 8)
+    options = {"group": group, "layout": "contiguous", "dropout_p": 0.5}
+    out = ce.distributed.fmha(torch.zeros_like(q), x[:, rows], x[:, rows].contiguous(), **options)
+    return (out != 0).tolist()
+
+
+def test_the_first_rank_draws_the_seed(pool):
+    """Values that are unit vectors show which weights were kept."""
+    kept = torch.tensor(pool.run(drawn_seed, 2))[:, 0].flatten(0, 1).permute(1, 0, 2)
+    generator = torch.Generator().manual_seed(0)
+    torch.randn(1, 8, 4, 16, generator=generator)
+    seed = torch.randint(2**63 - 1, (2,), generator=generator)
+    assert torch.equal(kept, ce.dropout_mask(1, 4, 16, 16, 0.5, seed)[0])
+
+
+def chosen(group, rows, H_q, H_kv, window=(-1, -1), dropout_p=0.0):
+    from cutlass_ext.distributed import interface, spread
+
+    q, k = torch.empty(1, rows, H_q, 8, device="meta"), torch.empty(1, rows, H_kv, 8, device="meta")
+    spread = spread.spread_of(rows * group.size(), None, group.size(), "zigzag", "q")
+    return interface._method("auto", q, k, spread, True, window, dropout_p)
+
+
+def test_auto(pool):
+    """What the model says is faster, where the heads allow it; windows in a ring, dropout not."""
+    assert pool.run(chosen, 2, 1 << 15, 32, 8) == ["ring"] * 2
+    assert pool.run(chosen, 4, 1 << 10, 32, 8) == ["all_to_all"] * 4
+    assert pool.run(chosen, 4, 1 << 10, 32, 8, (1000, 0)) == ["ring"] * 4
+    assert pool.run(chosen, 3, 1 << 10, 32, 8) == ["ring"] * 3
+    assert pool.run(chosen, 2, 1 << 15, 32, 8, (1000, 0), 0.1) == ["all_to_all"] * 2
+
+
+# ------------------------------------------------------------------------------------------------ decode
+def decode_compare(group, options, N_q, paged):
+    """Ranks with 0 to 9 keys of each of three sequences, in order."""
+    B, H_q, H_kv, d = 3, 4, 2, 16
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    counts = torch.randint(0, 10, (ranks, B), dtype=torch.int32)
+    total = counts.sum(0).int()
+    q, k, v = (torch.randn(B, n, H, d) for n, H in ((N_q, H_q), (10 * ranks, H_kv), (10 * ranks, H_kv)))
+    start = total - N_q
+    want = ce.fmha(q, k, v, seqused_k=total, start_pos=start, return_lse=True, **options)
+    first = counts[:rank].sum(0).int()
+    own = [torch.full((B, 12, H_kv, d), torch.nan) for _ in range(2)]
+    for b in range(B):
+        for to, x in zip(own, (k, v), strict=True):
+            to[b, : counts[rank, b]] = x[b, first[b] : first[b] + counts[rank, b]]
+    table = None
+    if paged:  # pages of four
+        own = [x.view(B * 3, 4, H_kv, d) for x in own]
+        table = torch.arange(B * 3, dtype=torch.int32).view(B, 3)
+    got = ce.distributed.decode(
+        q, *own, group=group, seqused_k=counts[rank], start_pos=start, key_start=first, block_table=table,
+        return_lse=True, **options,
+    )  # fmt: skip
+    assert_close(got, want, rtol=2e-5, atol=2e-5)
+    return [x.view(torch.int32).tolist() for x in got]
+
+
+@pytest.mark.parametrize("features", ["full", "all"])
+@pytest.mark.parametrize("paged", [False, True], ids=["padded", "pages"])
+@pytest.mark.parametrize("ranks,N_q", [(2, 1), (3, 4), (4, 1)])
+def test_decode(pool, ranks, N_q, paged, features):
+    results = pool.run(decode_compare, ranks, FEATURES[features], N_q, paged)
+    assert all(result == results[0] for result in results)
+
+
+# ------------------------------------------------------------------------------------------------ what fails
+def call(group, of_ranks, function="fmha"):
+    """A call with arguments of its own on some ranks: `of_ranks[rank]`, or `of_ranks[None]` on the others."""
+    arguments = of_ranks.get(dist.get_rank(group), of_ranks.get(None, {})).copy()
+    shapes = arguments.pop("shapes", [(1, 4, 4, 16), (1, 4, 2, 16), (1, 4, 2, 16)])
+    tensors = [torch.randn(shape, dtype=arguments.get("dtype")) for shape in shapes]
+    arguments.pop("dtype", None)
+    return getattr(ce.distributed, function)(*tensors, group=group, **arguments)
+
+
+SHORTER = [(1, 2, 4, 16), (1, 2, 2, 16), (1, 2, 2, 16)]
+PACKED = [(3, 4, 16), (3, 2, 16), (3, 2, 16)]
+
+
+@pytest.mark.parametrize(
+    "of_ranks,texts",
+    [
+        ({1: {"shapes": SHORTER}}, ["q: is", "[1, 4, 4, 16]", "[1, 2, 4, 16]", "rank 0", "rank 1"]),
+        ({1: {"causal": True}}, ["causal: is False on rank 0 and True on rank 1"]),
+        ({2: {"window": (3, 0)}}, ["window: is (-1, -1) on rank 0 and (3, 0) on rank 2"]),
+        ({0: {"dtype": torch.bfloat16}}, ["q: is torch.bfloat16", "rank 1"]),
+        ({2: {"method": "ring"}}, ["method: is all_to_all on rank 0 and ring on rank 2"]),
+        ({2: {"softcap": -1.0}}, ["ValueError: softcap", "(rank 2 of 4)"]),
+        ({1: {"layout": "striped"}}, ['layout: is \'striped\'; expected "zigzag" or "contiguous" (rank 1 of 4)']),
+        ({3: {"shapes": [(1, 4, 4, 16), (1, 3, 2, 16), (1, 4, 2, 16)]}}, ["k: has 3 rows and q 4", "(rank 3 of 4)"]),
+        ({0: {"shapes": [(4, 4, 16)] * 3}}, ["ValueError: q: has shape [4, 4, 16]", "(rank 0 of 4)"]),
+        ({3: {"alibi_slopes": torch.ones(5)}}, ["ValueError: alibi_slopes", "(rank 3 of 4)"]),
+        ({None: {"shapes": [(1, 3, 4, 16)] * 3}}, ["q: the whole has 12 rows; expected a multiple of 8", "of 4 ranks"]),
+        ({None: {"shapes": PACKED, "cu_seqlens": [0, 8]}}, ["q: has 3 rows; expected 2"]),
+        ({None: {"shapes": PACKED, "cu_seqlens": [0, 8, 7]}}, ["cu_seqlens: is [0, 8, 7]"]),
+        ({None: {"shapes": [(1, 4, 3, 16)] * 3, "method": "all_to_all"}}, ["method: all_to_all", "3 query heads"]),
+        ({None: {"method": "ring", "dropout_p": 0.1}}, ["NotImplementedError: dropout_p", "key_start"]),
+        ({None: {"method": "tree"}}, ["ValueError: method: is 'tree'"]),
+    ],
+)
+def test_errors_on_all_ranks(pool, of_ranks, texts):
+    """What is wrong on one rank is said on all of them, and the next call works."""
+    for error in pool.errors(call, 4, of_ranks):
+        assert error is not None and all(text in error for text in texts), error
+    pool.run(call, 4, {})
+
+
+def test_errors_of_shards_and_decode(pool):
+    def shapes(*shape):
+        return {"shapes": [shape]}
+
+    for error in pool.errors(call, 2, {0: shapes(1, 4, 3), 1: shapes(1, 2, 3)}, "gather"):
+        assert "ValueError: spread of rows: is (8,) on rank 0 and (4,) on rank 1" in error
+    for error in pool.errors(call, 2, {None: shapes(1, 7, 3)}, "shard"):
+        assert "ValueError: x: the whole has 7 rows; expected a multiple of 4" in error
+    for error in pool.errors(call, 2, {None: shapes(7, 3) | {"cu_seqlens": [0, 8]}}, "shard"):
+        assert "ValueError: x: has 7 rows; expected 8" in error
+    for error in pool.errors(call, 2, {1: {"start_pos": "end"}}, "decode"):
+        assert "ValueError: start_pos" in error and "(rank 1 of 2)" in error
+    for error in pool.errors(call, 2, {1: {"softcap": 2.0}}, "decode"):
+        assert "softcap: is 0.0 on rank 0 and 2.0 on rank 1" in error
+
+
+def test_errors_without_a_group():
+    x = torch.randn(1, 4, 2, 16)
+    with pytest.raises(RuntimeError, match="is not initialised"):
+        ce.distributed.fmha(x, x, x)
+
+
+def dies(group, check):
+    if dist.get_rank(group) == 1:
+        os._exit(0)
+    call(group, {None: {"method": "ring", "check": check}})
+
+
+@pytest.mark.parametrize("check,texts", [(True, ["rank 0 of 2", "a rank is gone"]), (False, ["k and v of step 1"])])
+def test_a_dead_rank(check, texts):
+    pool = Pool(2)
+    try:
+        error, _ = pool.answers_of(dies, 2, check, expected=1)[0]
+        assert error.startswith("RuntimeError: rank 0 of 2") and all(text in error for text in texts), error
+    finally:
+        pool.close()
+
+
+# ------------------------------------------------------------------------------------------------ python/train.py
+def train_in_parallel(group, options, path):
+    """What the first process prints of a training on all of them and then on one."""
+    sys.path.append(str(Path(__file__).parents[2] / "python"))
+    import train
+
+    tiny = "--device cpu --steps 3 --batch 2 --context 32 --layers 2 --heads 4 --kv-heads 2 --width 32"
+    sys.argv = ["train.py", *f"{tiny} {options} --plot {path}".split()]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        train.main()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "options,bound",
+    [
+        ("--parallel cp=2,tp=2", 1e-5),
+        ("--parallel dp=2,cp=2", 1e-5),
+        ("--parallel cp=4 --dtype bfloat16 --checkpoint", 2e-2),
+    ],
+)
+def test_training_in_parallel(pool, options, bound, tmp_path):
+    """The loss curve of one process, by data, context and tensor parallelism."""
+    first, *others = pool.run(train_in_parallel, 4, options, str(tmp_path / "curves.png"))
+    assert float(re.search(r"largest difference .*: (\S+)", first)[1]) <= bound
+    assert "4 processes" in first and others == [""] * 3
+
+
+# ------------------------------------------------------------------------------------------------ bench
+def test_model():
+    """More GPUs are faster, and never more than as many times; heads that cannot be cut have no all-to-all."""
+    machine = model.Machine()
+    call = model.Attention(1 << 17, 32, 8, 128, True)
+    for backward in (False, True):
+        one = model.one_gpu_ms(call, machine, backward)
+        assert model.ring_ms(call, machine, 1, backward) == one
+        for time in model.MODELS.values():
+            times = [time(call, machine, gpus, backward) for gpus in (2, 4, 8)]
+            assert times == sorted(times, reverse=True) and all(
+                t > one / n for t, n in zip(times, (2, 4, 8), strict=True)
+            )
+    assert model.all_to_all_ms(call, machine, 3, False) is None
+
+
+def test_bench_model(capsys):
+    bench.main(["--model", "8", "64", "--tokens", "131072"])
+    out = capsys.readouterr().out
+    assert "not measured" in out and out.count("| ring |") == 4 and out.count("| all_to_all |") == 2
+
+
+def bench_rows(group):
+    args = bench.parse_arguments(
+        ["--device", "cpu", "--tokens", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--rounds", "2"]
+    )
+    return list(bench.measure(args, 64, True, model.Machine()))
+
+
+def test_bench(pool):
+    for rows in pool.run(bench_rows, 4):
+        assert [row["method"] for row in rows] == ["ring", "all_to_all", "all_gather"]
+        assert all(row["ms"] > 0 and row["difference"] <= 2e-2 and row["GPUs"] == 4 for row in rows)
