@@ -24,7 +24,7 @@ import cutlass_ext as ce
 from cutlass_ext.distributed import bench, model
 from cutlass_ext.distributed.spread import Spread
 
-GROUPS = {2: [1, 3], 3: [0, 1, 2], 4: [0, 1, 2, 3]}  # ranks of a group are not those of the program
+GROUPS = {1: [2], 2: [1, 3], 3: [0, 1, 2], 4: [0, 1, 2, 3]}  # ranks of a group are not those of the program
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ANSWER_S = 60
 
@@ -184,6 +184,11 @@ SEED = torch.tensor([7, 11])
 def test_all_to_all(pool, ranks, layout, packed, features):
     options = {"dropout_p": 0.3, "dropout_seed": SEED, "head_start": 2, "sequence_start": 1}
     pool.run(compare, ranks, layout, "all_to_all", FEATURES.get(features, options), packed)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all", "auto"])
+def test_one_rank(pool, method):
+    pool.run(compare, 1, "zigzag", method, FEATURES["all"], False)
 
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
@@ -415,6 +420,7 @@ PACKED = [(3, 4, 16), (3, 2, 16), (3, 2, 16)]
         ({None: {"shapes": PACKED, "cu_seqlens": [0, 8, 7]}}, ["cu_seqlens: is [0, 8, 7]"]),
         ({None: {"shapes": [(1, 4, 3, 16)] * 3, "method": "all_to_all"}}, ["method: all_to_all", "3 query heads"]),
         ({None: {"method": "ring", "dropout_p": 0.1}}, ["NotImplementedError: dropout_p", "key_start"]),
+        ({1: {"sink": [0.5]}}, ["(rank 1 of 4)"]),
         ({None: {"method": "tree"}}, ["ValueError: method: is 'tree'"]),
     ],
 )
