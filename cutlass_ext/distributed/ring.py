@@ -127,7 +127,7 @@ class Transfer:
         self.failure = f"rank {ring.rank} of {ring.ranks}: {what} did not come from rank {source}, or go to rank {to}"
         operations = [
             dist.P2POp(operation, buffer, group=ring.group, group_peer=peer)
-            for operation, buffer, peer in ((dist.isend, sent, to), (dist.irecv, received, source))
+            for operation, buffer, peer in ((dist.irecv, received, source), (dist.isend, sent, to))
             if buffer is not None and buffer.numel() > 0
         ]
         self.works = []
