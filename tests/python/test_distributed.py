@@ -426,6 +426,7 @@ PACKED = [(3, 4, 16), (3, 2, 16), (3, 2, 16)]
         ({None: {"shapes": PACKED, "cu_seqlens": [0, 8]}}, ["q: has 3 rows; expected 2"]),
         ({None: {"shapes": PACKED, "cu_seqlens": [0, 8, 7]}}, ["cu_seqlens: is [0, 8, 7]"]),
         ({None: {"shapes": [(1, 4, 3, 16)] * 3, "method": "all_to_all"}}, ["method: all_to_all", "3 query heads"]),
+        ({1: {"shapes": PACKED, "cu_seqlens": [0, 12]}}, ["q: is", "[1, 4, 4, 16]", "[rows, 4, 16]", "rank 1"]),
         ({None: {"method": "ring", "dropout_p": 0.1}}, ["NotImplementedError: dropout_p", "key_start"]),
         ({1: {"sink": [0.5]}}, ["(rank 1 of 4)"]),
         ({None: {"method": "tree"}}, ["ValueError: method: is 'tree'"]),
