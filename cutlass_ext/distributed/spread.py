@@ -127,6 +127,7 @@ def _lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=256)
+@torch.inference_mode(False)
 def _packed_options(spread: Spread, rows: int, keys: int, device: torch.device) -> dict:
     of_rows, of_keys = spread.edges(rows), spread.edges(keys)
     starts = [row - key for (row, _), (key, _) in zip(of_rows, of_keys, strict=True)]
@@ -139,26 +140,34 @@ def _packed_options(spread: Spread, rows: int, keys: int, device: torch.device) 
 
 
 @functools.lru_cache(maxsize=1024)
+@torch.inference_mode(False)
 def cu_seqlens_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 `[B + 1]`."""
     return _to_device(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
 
 
-# Numbers of all rows take memory: of the last few spreads, as the layers of a model have one.
-@functools.lru_cache(maxsize=8)
-def _rows_of(spread: Spread, rank: int, device: torch.device) -> Tensor:
+def _rows(spread: Spread, rank: int) -> Tensor:
     begins = list(itertools.accumulate(spread.lengths, initial=0))
     pieces = [
         torch.arange(begins[b] + begin, begins[b] + end)
         for part in range(spread.parts)
         for b, (begin, end) in enumerate(spread.edges(spread.chunk(rank, part)))
     ]
-    return _to_device(torch.cat(pieces) if pieces else torch.arange(0), device)
+    return torch.cat(pieces) if pieces else torch.arange(0)
+
+
+# Numbers of all rows take memory: of the last few spreads, as the layers of a model have one. What is kept may be first
+# asked for in inference mode, whose tensors no gradient takes.
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _rows_of(spread: Spread, rank: int, device: torch.device) -> Tensor:
+    return _to_device(_rows(spread, rank), device)
 
 
 @functools.lru_cache(maxsize=4)
+@torch.inference_mode(False)
 def _orders(spread: Spread, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    rows = torch.cat([_rows_of.__wrapped__(spread, rank, torch.device("cpu")) for rank in range(spread.ranks)])
+    rows = torch.cat([_rows(spread, rank) for rank in range(spread.ranks)])
     if torch.equal(rows, torch.arange(len(rows))):
         return None, None
     return _to_device(rows, device), _to_device(torch.argsort(rows), device)

@@ -198,6 +198,25 @@ def test_one_rank(pool, method):
     pool.run(compare, 1, "zigzag", method, FEATURES["all"], False)
 
 
+def inference_first(group, cu_seqlens, method):
+    cut = {"group": group, "cu_seqlens": cu_seqlens}
+    x = torch.randn(*([40] if cu_seqlens else [1, 40]), 4, 16)
+    results = []
+    for mode in (torch.inference_mode, torch.enable_grad):
+        with mode():
+            part = ce.distributed.shard(x.clone().requires_grad_(), **cut)
+            results.append(ce.distributed.fmha(part, part, part, causal=True, method=method, **cut))
+    results[1].sum().backward()
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 17, 40]], ids=["padded", "packed"])
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_training_after_inference(pool, method, cu_seqlens):
+    """What is kept from call to call serves both."""
+    pool.run(inference_first, 4, cu_seqlens, method)
+
+
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
 def test_16_bits(pool, method):
     pool.run(compare, 2, "zigzag", method, FEATURES["causal"], False, torch.bfloat16)
