@@ -20,7 +20,8 @@ TOGETHER = dict.fromkeys(("params.hpp", "arguments.hpp", "arguments.cpp"), "para
 SIGNATURES = "interface.py", "backward.py", "flash_attn.py", "kvcache.py", "sdpa.py", "dropout.py"
 TOGETHER |= dict.fromkeys(SIGNATURES, "signatures")
 TOGETHER |= dict.fromkeys(("host/plan.hpp", "host/plan.cpp", "host/choice.hpp"), "host/plan")
-CALLERS = {"bench.py", "info.py", "nn.py", "support.py", "switch.py", "torch_rules.py"}  # and adapters/
+CALLERS = {"bench.py", "info.py", "nn.py", "support.py", "switch.py", "torch_rules.py"}
+FOLDERS = {"adapters", "distributed"}  # of callers
 # What was there before this rule, and acts in more places than a new option may: it may not spread.
 OLDER = {
     "start_pos": 16, "num_splits": 13, "window_left": 12, "window_right": 12, "sink": 9, "block_table": 9,
@@ -52,7 +53,7 @@ def places() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for folder in ("csrc", "cutlass_ext", "tests/python"):
         for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in SUFFIXES and path.name not in CALLERS and path.parent.name != "adapters":
+            if path.suffix in SUFFIXES and path.name not in CALLERS and path.parent.name not in FOLDERS:
                 of_path = path.relative_to(ROOT / folder).as_posix()
                 name = "tests" if folder == "tests/python" else TOGETHER.get(path.name, TOGETHER.get(of_path, of_path))
                 found.setdefault(name, set()).update(words_of(path))

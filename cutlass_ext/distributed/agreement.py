@@ -38,6 +38,8 @@ def agreed(group: dist.ProcessGroup, prepare: Callable[[], tuple[Result, dict[st
         result, values = prepare()
     except (TypeError, ValueError, NotImplementedError) as refused:
         error = refused
+    except Exception as unforeseen:  # the others must not wait for this rank, whatever it is
+        error = RuntimeError(f"{type(unforeseen).__name__}: {unforeseen}")
     size, rank = group.size(), group.rank()
     texts = {name: str(value) for name, value in values.items()}
     mine = torch.tensor([error is not None, zlib.crc32(repr(texts).encode())])

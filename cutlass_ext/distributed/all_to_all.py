@@ -48,8 +48,8 @@ def _heads_for_rows(x: Tensor, group: dist.ProcessGroup, spread: Spread) -> Tens
     """The way back: of `[..., rows, columns]` this rank's rows, `[..., rows of this rank, ranks * columns]`."""
     rank, rows = group.rank(), spread.rows
     x = x.movedim(-2, 0)
-    if spread.order(x.device) is not None:
-        x = x.index_select(0, torch.cat([spread.rows_of(r, x.device) for r in range(spread.ranks)]))
+    places = spread.rows_of_all(x.device)
+    x = x if places is None else x.index_select(0, places)
     columns = _Exchange.apply(x, rows, [rows[rank]] * spread.ranks, group).unflatten(0, (spread.ranks, rows[rank]))
     return columns.movedim(0, -2).movedim(0, -3).flatten(-2)
 
@@ -77,7 +77,7 @@ def attention(
     if options.get("dropout_p"):
         options["head_start"] = head_start + own.start
     if spread.packed:
-        ends = cu_seqlens_of(spread.lengths).to(q.device)
+        ends = cu_seqlens_of(spread.lengths, q.device)
         longest = max(spread.lengths, default=0)
         options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
     out, lse = fmha(q, k, v, return_lse=True, **options)

@@ -162,6 +162,7 @@ def work(rank: int, args: argparse.Namespace) -> None:
     """A process of the group: rank `rank`, unless torchrun says which."""
     if "RANK" not in os.environ:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.processes)}
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which nothing here uses
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:

@@ -123,12 +123,13 @@ def fmha(
         seed = {"dropout_seed": dropout_seed} if dropout_p else {}
         whole = {}
         if spread.packed:
-            ends = cu_seqlens_of([spread.rows[rank]]).to(q.device)
+            ends = cu_seqlens_of((rows,), q.device)
             whole = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": rows, "max_seqlen_k": rows}
         explain(q, k, v, **options, **tensors, **seed, **whole)  # raises what a call of this rank's rows alone would
         values = {name: _described(x, spread.packed) for name, x in (("q", q), ("k", k), ("v", v))}
         values |= options | {name: None if x is None else list(x.shape) for name, x in tensors.items()}
-        values |= {"layout": layout, "method": chosen, "cu_seqlens" if spread.packed else "rows": spread.lengths}
+        values |= {"layout": layout, "method": chosen}
+        values["cu_seqlens"] = f"of lengths {list(spread.lengths)}" if spread.packed else None
         values |= {"dropout_seed": dropout_seed is None, "requires_grad": _needs_grad(q, k, v, sink)}
         return (spread, chosen, (left, 0 if causal else right)), values
 

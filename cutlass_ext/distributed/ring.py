@@ -31,8 +31,9 @@ class Routes:
     """Which parts of whose keys a rank needs, and which of its own others do.
 
     In step s a rank computes with the keys of the rank s before it, which has sent them. Each rank sends its own, and
-    none forwards another's: a chunk that no row of a rank sees (causal, windows) is not sent there, and a step without
-    any is left out.
+    none forwards another's: a chunk that no row of a rank sees (causal, windows) is not sent there. A rank that has
+    nothing to do in a step takes it all the same, so that all ranks order their messages alike: NCCL carries them out
+    one after the other.
     """
 
     def __init__(self, spread: Spread, rank: int, sides: tuple[int, int]):
@@ -40,7 +41,6 @@ class Routes:
         self.pairs = {source: spread.pairs(rank, source, *sides) for source in range(ranks)}
         self.received = {source: _parts_of(pairs) for source, pairs in self.pairs.items()}
         self.sent = {to: _parts_of(spread.pairs(to, rank, *sides)) for to in range(ranks)}
-        self.steps = [s for s in range(1, ranks) if self.received[(rank - s) % ranks] or self.sent[(rank + s) % ranks]]
 
 
 def _parts_of(pairs: list[Pair]) -> range:
@@ -127,7 +127,7 @@ class Transfer:
         self.failure = f"rank {ring.rank} of {ring.ranks}: {what} did not come from rank {source}, or go to rank {to}"
         operations = [
             dist.P2POp(operation, buffer, group=ring.group, group_peer=peer)
-            for operation, buffer, peer in ((dist.isend, sent, to), (dist.irecv, received, source))
+            for operation, buffer, peer in ((dist.irecv, received, source), (dist.isend, sent, to))
             if buffer is not None and buffer.numel() > 0
         ]
         self.works = []
@@ -169,24 +169,25 @@ def _beside(device: torch.device) -> Iterator[None]:
 
 
 def _keys(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[int, Message | None]]:
-    """Each rank whose keys are needed here, with its keys: this one first, which has k and v, and no message.
+    """Each rank with its keys: this one first, which has k and v, and no message; nor has one whose keys nobody needs.
 
     While the caller computes with one message the next one comes; no more than two are there at once.
     """
     ranks, rank, own = ring.ranks, ring.rank, None
-    if ring.routes.steps:
+    if ranks > 1:
         own = Message(ring, rank, k, v, k.dtype)
         for part in range(ring.spread.parts):
             for to, x in zip(own.of(part), (k, v), strict=True):
                 to.copy_(ring.rows(x, rank, slice(part, part + 1)))
 
-    def start(step: int) -> tuple[int, Message, Transfer]:
+    def start(step: int) -> tuple[int, Message | None, Transfer]:
         to, source = (rank + step) % ranks, (rank - step) % ranks
-        message = Message(ring, source, k, v, k.dtype)
-        sent, received = own.parts(ring.routes.sent[to]), message.parts(ring.routes.received[source])
+        needed = ring.routes.received[source]
+        message = Message(ring, source, k, v, k.dtype) if needed else None
+        sent, received = own.parts(ring.routes.sent[to]), message and message.parts(needed)
         return source, message, Transfer(ring, to, sent, source, received, f"k and v of step {step}")
 
-    steps = iter(ring.routes.steps)
+    steps = iter(range(1, ranks))
     coming = [start(step) for step in itertools.islice(steps, 1)]
     yield rank, None
     while coming:
@@ -249,7 +250,9 @@ class _Attention(torch.autograd.Function):
         own = Message(ring, rank, k, v, dtype, zeros=True)
         coming = None  # a share of dk and dv of this rank's keys
         for source, message in _keys(ring, k, v):
-            share = own if message is None else Message(ring, source, k, v, dtype, zeros=True)
+            share = own
+            if source != rank:
+                share = message and Message(ring, source, k, v, dtype, zeros=True)
             for call in ring.calls(source, q.device):
                 dq_part, dk, dv, *of_sink = fmha_backward(
                     ring.rows(dout, rank, call.rows), ring.rows(q, rank, call.rows),
@@ -265,25 +268,26 @@ class _Attention(torch.autograd.Function):
                     begin += share.of(part)[0].shape[-3]
                 if of_sink:
                     dsink.add_(of_sink[0])
-            coming = _add(own, coming)
-            if message is not None:  # whose keys they are adds them, while this rank computes on
+            coming = _add(coming)
+            if source != rank:  # whose keys they are adds them, while this rank computes on
                 to = (2 * rank - source) % ranks  # which has computed with this rank's keys in this step
-                theirs, mine = ring.routes.sent[to], Message(ring, rank, k, v, dtype)
-                sent = share.parts(ring.routes.received[source])
-                coming = mine, theirs, share, Transfer(ring, source, sent, to, mine.parts(theirs), "dk and dv")
-        _add(own, coming)
+                sent = share and share.parts(ring.routes.received[source])
+                theirs = ring.routes.sent[to]
+                mine = Message(ring, rank, k, v, dtype).parts(theirs) if theirs else None
+                coming = mine, own.parts(theirs), share, Transfer(ring, source, sent, to, mine, "dk and dv")
+        _add(coming)
         gradients = zip(*(own.of(part) for part in range(ring.spread.parts)), strict=True)
         dk, dv = (torch.cat(parts, -3).to(k.dtype) for parts in gradients)
         return dq.to(q.dtype), dk, dv, dsink, None
 
 
-def _add(own: Message, coming: tuple[Message, range, Message, Transfer] | None) -> None:
-    """Adds a share that has come, and lets what was sent in return go."""
+def _add(coming: tuple[Tensor | None, Tensor | None, Message | None, Transfer] | None) -> None:
+    """Adds a share that has come to the own gradients, and lets what was sent in the same step go."""
     if coming is not None:
-        mine, parts, _, transfer = coming
+        share, own, _, transfer = coming
         transfer.wait()
-        if parts:
-            own.parts(parts).add_(mine.parts(parts))
+        if share is not None:
+            own.add_(share)
 
 
 _connected: WeakSet = WeakSet()  # groups whose ranks NCCL has connected
@@ -292,7 +296,7 @@ _connected: WeakSet = WeakSet()  # groups whose ranks NCCL has connected
 def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of this rank's rows."""
     if q.is_cuda and ring.group not in _connected:
-        # NCCL connects a group by its first operation, which all ranks have to take part in; a step has some.
+        # NCCL connects a group by its first operation, which all ranks have to take part in; a step may have some.
         dist.all_reduce(torch.zeros(1, device=q.device), group=ring.group)
         _connected.add(ring.group)
     return _Attention.apply(q, k, v, sink, ring)

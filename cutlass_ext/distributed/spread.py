@@ -83,17 +83,15 @@ class Spread:
     def order(self, device: torch.device) -> Tensor | None:
         """int64 `[rows of the whole]`: where each stands in the shards of all ranks, one after the other. None where
         that is in order."""
-        return _order(self, device)
+        return _orders(self, device)[1]
+
+    def rows_of_all(self, device: torch.device) -> Tensor | None:
+        """The inverse: which row of the whole stands at each place of the shards."""
+        return _orders(self, device)[0]
 
     def rows_of(self, rank: int, device: torch.device) -> Tensor:
         """int64: which rows of the whole a rank has, as they stand in its shard."""
-        begins = list(itertools.accumulate(self.lengths, initial=0))
-        pieces = [
-            torch.arange(begins[b] + begin, begins[b] + end)
-            for part in range(self.parts)
-            for b, (begin, end) in enumerate(self.edges(self.chunk(rank, part)))
-        ]
-        return _to_device(torch.cat(pieces) if pieces else torch.arange(0), device)
+        return _rows_of(self, rank, device)
 
 
 def spread_of(rows: int, cu_seqlens: Tensor | Sequence[int] | None, ranks: int, layout: str, name: str) -> Spread:
@@ -129,29 +127,50 @@ def _lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=256)
+@torch.inference_mode(False)
 def _packed_options(spread: Spread, rows: int, keys: int, device: torch.device) -> dict:
     of_rows, of_keys = spread.edges(rows), spread.edges(keys)
     starts = [row - key for (row, _), (key, _) in zip(of_rows, of_keys, strict=True)]
     options = {"start_pos": _to_device(torch.tensor(starts, dtype=torch.int32), device)}
     for side, edges in (("q", of_rows), ("k", of_keys)):
         lengths = [end - begin for begin, end in edges]
-        options[f"cu_seqlens_{side}"] = _to_device(cu_seqlens_of(lengths), device)
+        options[f"cu_seqlens_{side}"] = cu_seqlens_of(tuple(lengths), device)
         options[f"max_seqlen_{side}"] = max(lengths, default=0)
     return options
 
 
-def cu_seqlens_of(lengths: Sequence[int]) -> Tensor:
-    """int32 `[B + 1]`, on the CPU."""
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+@functools.lru_cache(maxsize=1024)
+@torch.inference_mode(False)
+def cu_seqlens_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """int32 `[B + 1]`."""
+    return _to_device(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
 
 
-@functools.lru_cache(maxsize=64)
-def _order(spread: Spread, device: torch.device) -> Tensor | None:
-    shards = torch.cat([spread.rows_of(rank, torch.device("cpu")) for rank in range(spread.ranks)])
-    order = torch.argsort(shards)
-    if torch.equal(order, torch.arange(len(order))):
-        return None
-    return _to_device(order, device)
+def _rows(spread: Spread, rank: int) -> Tensor:
+    begins = list(itertools.accumulate(spread.lengths, initial=0))
+    pieces = [
+        torch.arange(begins[b] + begin, begins[b] + end)
+        for part in range(spread.parts)
+        for b, (begin, end) in enumerate(spread.edges(spread.chunk(rank, part)))
+    ]
+    return torch.cat(pieces) if pieces else torch.arange(0)
+
+
+# Numbers of all rows take memory: of the last few spreads, as the layers of a model have one. What is kept may be first
+# asked for in inference mode, whose tensors no gradient takes.
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _rows_of(spread: Spread, rank: int, device: torch.device) -> Tensor:
+    return _to_device(_rows(spread, rank), device)
+
+
+@functools.lru_cache(maxsize=4)
+@torch.inference_mode(False)
+def _orders(spread: Spread, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    rows = torch.cat([_rows(spread, rank) for rank in range(spread.ranks)])
+    if torch.equal(rows, torch.arange(len(rows))):
+        return None, None
+    return _to_device(rows, device), _to_device(torch.argsort(rows), device)
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:

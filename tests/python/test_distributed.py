@@ -24,14 +24,19 @@ import cutlass_ext as ce
 from cutlass_ext.distributed import bench, model
 from cutlass_ext.distributed.spread import Spread
 
-GROUPS = {2: [1, 3], 3: [0, 1, 2], 4: [0, 1, 2, 3]}  # ranks of a group are not those of the program
+GROUPS = {1: [2], 2: [1, 3], 3: [0, 1, 2], 4: [0, 1, 2, 3]}  # ranks of a group are not those of the program
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ANSWER_S = 60
 
 
 def serve(rank, size, port, device, tasks, answers):
     """A process of the pool: does what it is told, and answers with what came of it."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "NCCL_NVLS_ENABLE": "0",
+    }
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -166,10 +171,12 @@ FEATURES = {
 }
 
 
+LAYOUTS = [("zigzag", name) for name in FEATURES] + [("contiguous", name) for name in ("causal", "all")]
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("layout,features", LAYOUTS)
 def test_ring(pool, ranks, layout, packed, features):
     pool.run(compare, ranks, layout, "ring", FEATURES[features], packed)
 
@@ -184,6 +191,30 @@ SEED = torch.tensor([7, 11])
 def test_all_to_all(pool, ranks, layout, packed, features):
     options = {"dropout_p": 0.3, "dropout_seed": SEED, "head_start": 2, "sequence_start": 1}
     pool.run(compare, ranks, layout, "all_to_all", FEATURES.get(features, options), packed)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all", "auto"])
+def test_one_rank(pool, method):
+    pool.run(compare, 1, "zigzag", method, FEATURES["all"], False)
+
+
+def inference_first(group, cu_seqlens, method):
+    cut = {"group": group, "cu_seqlens": cu_seqlens}
+    x = torch.randn(*([40] if cu_seqlens else [1, 40]), 4, 16)
+    results = []
+    for mode in (torch.inference_mode, torch.enable_grad):
+        with mode():
+            part = ce.distributed.shard(x.clone().requires_grad_(), **cut)
+            results.append(ce.distributed.fmha(part, part, part, causal=True, method=method, **cut))
+    results[1].sum().backward()
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 17, 40]], ids=["padded", "packed"])
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_training_after_inference(pool, method, cu_seqlens):
+    """What is kept from call to call serves both."""
+    pool.run(inference_first, 4, cu_seqlens, method)
 
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
@@ -414,7 +445,9 @@ PACKED = [(3, 4, 16), (3, 2, 16), (3, 2, 16)]
         ({None: {"shapes": PACKED, "cu_seqlens": [0, 8]}}, ["q: has 3 rows; expected 2"]),
         ({None: {"shapes": PACKED, "cu_seqlens": [0, 8, 7]}}, ["cu_seqlens: is [0, 8, 7]"]),
         ({None: {"shapes": [(1, 4, 3, 16)] * 3, "method": "all_to_all"}}, ["method: all_to_all", "3 query heads"]),
+        ({1: {"shapes": PACKED, "cu_seqlens": [0, 12]}}, ["q: is", "[1, 4, 4, 16]", "[rows, 4, 16]", "rank 1"]),
         ({None: {"method": "ring", "dropout_p": 0.1}}, ["NotImplementedError: dropout_p", "key_start"]),
+        ({1: {"sink": [0.5]}}, ["(rank 1 of 4)"]),
         ({None: {"method": "tree"}}, ["ValueError: method: is 'tree'"]),
     ],
 )
@@ -447,20 +480,22 @@ def test_errors_without_a_group():
         ce.distributed.fmha(x, x, x)
 
 
-def dies(group, check):
-    if dist.get_rank(group) == 1:
+def dies(group):
+    rank = dist.get_rank(group)
+    if rank == 1:
         os._exit(0)
-    call(group, {None: {"method": "ring", "check": check}})
+    call(group, {None: {"shapes": [(1, 6, 2, 16)] * 3, "layout": "contiguous", "method": "ring", "check": rank == 0}})
 
 
-@pytest.mark.parametrize("check,texts", [(True, ["rank 0 of 2", "a rank is gone"]), (False, ["k and v of step 1"])])
-def test_a_dead_rank(check, texts):
-    pool = Pool(2)
+def test_a_dead_rank():
+    """Found out by the check of arguments, or without it by the ring."""
+    pool = Pool(3)
     try:
-        error, _ = pool.answers_of(dies, 2, check, expected=1)[0]
-        assert error.startswith("RuntimeError: rank 0 of 2") and all(text in error for text in texts), error
+        found = pool.answers_of(dies, 3, expected=2)
     finally:
         pool.close()
+    assert found[0][0].startswith("RuntimeError: rank 0 of 3: a rank is gone"), found
+    assert found[2][0].startswith("RuntimeError: rank 2 of 3: k and v of step 1 did not come from rank 1"), found
 
 
 # ------------------------------------------------------------------------------------------------ python/train.py
