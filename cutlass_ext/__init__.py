@@ -2,9 +2,9 @@
 
 `fmha` is the one function with all features; `flash_attn_*` and `scaled_dot_product_attention` are the same under the
 names of flash-attn and PyTorch; all are differentiable. `fmha_backward` and `merge_attention` are for those who cut the
-keys into parts themselves; `explain` says what would run, and `dropout_mask` what a seed drops. `activate` has PyTorch's
-own attention computed here, `nn` has its modules, `adapters` are for other packages. CPU tensors run through PyTorch's
-own operators.
+keys into parts themselves; `explain` says what would run, and `dropout_mask` what a seed drops. `activate` has
+PyTorch's own attention computed here, `nn` has its modules, `adapters` are for other packages. CPU tensors run through
+PyTorch's own operators.
 """
 
 from . import (
