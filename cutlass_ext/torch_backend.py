@@ -303,11 +303,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: SimpleNamesp
     Scores, softmax and both products are computed in float32, whatever the inputs' dtype, or in float64 where they are.
     """
     fused = _Fused.of(q, k, v, lengths, o)
-    if fused and (fused.has_exact_lse(q) or not o.return_lse):
-        return fused.attention(q, k, v)
-    out, lse = empty_results(q, v)
-    if lse.numel() == 0:
-        return out, lse
+    if fused:
+        out, lse = fused.attention(q, k, v)
+        if not o.return_lse or fused.has_exact_lse(q):
+            return out, lse
+    else:
+        out, lse = empty_results(q, v)
+        if lse.numel() == 0:
+            return out, lse
     blocks = _Blocks(q, k, v, lengths, o)
     out_heads, lse_heads = blocks.by_heads(out), blocks.rows_by_heads(lse)
     sinks = None if o.sink is None else blocks.of_heads(o.sink)
@@ -319,6 +322,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: SimpleNamesp
                 lse_heads[block.rows] = -torch.inf if sink is None else sink
                 continue
             S, _ = blocks.scores(block)
+            if fused:
+                lse_heads[block.rows] = S.logsumexp(-1, keepdim=True)
+                continue
             m, P = S.amax(-1, keepdim=True), torch.softmax(S, -1)
             largest = P.amax(-1, keepdim=True)  # exp(m - lse): softmax keeps no sum
             O = blocks.product(blocks.drop(P, blocks.dropped(block)), block.V)
