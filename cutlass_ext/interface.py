@@ -202,13 +202,13 @@ def fmha(
     absent = (
         cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is softmax_scale is alibi_slopes is sink
         is seqused_k is leftpad_k is start_positions is block_table is None
-    ) and no_pairs and not needs_grad  # fmt: skip
+    ) and no_pairs  # fmt: skip
     if not absent or (left, right, softcap, num_splits, backend, deterministic) != (-1, -1, 0.0, 0, "auto", False):
         arguments += (
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, left, right, softmax_scale, softcap,
             alibi_slopes, sink, seqused_k, leftpad_k, start_positions, num_splits, backend, deterministic,
         )  # fmt: skip
-        if not no_pairs or needs_grad:  # what torch.library fills in for autograd takes it 27 us an argument
+        if not no_pairs:
             arguments += bias, mask, dropout_p, dropout_seed, head_start, sequence_start
     if needs_grad:
         operator = autograd.differentiable(autograd.with_grad_torch if backend == "torch" else autograd.with_grad)

@@ -58,6 +58,19 @@ def test_files_in_code_are_there(page):
         assert (ROOT / path).exists(), path
 
 
+def test_errors_are_quoted_as_they_are_raised():
+    """The texts in the tables of errors, as far as no value stands in them, are those of the sources."""
+    sources = [*ROOT.glob("setup.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("cutlass_ext/**/*.py")]
+    sources += [*ROOT.glob("csrc/torch/*.cpp"), *ROOT.glob("csrc/host/*.hpp")]
+    code = "\n".join(path.read_text() for path in sources).replace('\\"', '"')
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # strings that go on in the next line
+    page = (ROOT / "docs" / "install.md").read_text()
+    tables = re.findall(r"^\| it says \|.*?\n\n", page, re.MULTILINE | re.DOTALL)
+    quoted = [text for table in tables for text in re.findall(r"^\|[^`|]*`([^`]+)`", table, re.MULTILINE)]
+    assert len(quoted) == 21
+    assert not [text for text in quoted if text not in code]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_commands_name_what_there_is(page):
     for line in "".join(blocks(page, "")).replace("\\\n", "").splitlines():
