@@ -1,6 +1,6 @@
 """Installs dist/*.whl into an empty environment that sees PyTorch, away from the sources, and calls it.
 
-`make wheel` runs it. PyTorch is that of the Python that runs this, by its folder's name in a .pth file: nothing is
+`make wheel` runs it. PyTorch is that of the Python that runs this, whose folders a .pth file names: nothing is
 downloaded.
 """
 
@@ -38,10 +38,9 @@ def main() -> None:
         site = Path(subprocess.check_output([python, "-c", where], text=True).strip())
         install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", *wheels]
         subprocess.run([*install, "--disable-pip-version-check"], check=True)
-        import torch
-
-        # After what was installed, so that a cutlass_ext beside PyTorch is not taken for it.
-        (site / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+        packages = [path for path in sys.path if path.endswith("-packages")]
+        # They come after what was installed, so that a cutlass_ext among them is not taken for it.
+        (site / "torch.pth").write_text("\n".join(packages) + "\n")
         done = subprocess.run([python, "-I", "-c", SMOKE], cwd=folder, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{wheels[0].name} does not work in an empty environment:\n{done.stdout}{done.stderr}")
