@@ -22,6 +22,7 @@ from toolchain import ROOT
 BINARY = ROOT / "cutlass_ext" / "_C.abi3.so"
 DIST, WORK = ROOT / "dist", ROOT / "build" / "wheel"
 MOST_MEGABYTES = 15
+PACK = "bdist_wheel", "--py-limited-api=cp310", f"--bdist-dir={WORK / 'files'}", f"--dist-dir={WORK}"
 OF_TORCH = "libtorch*.so*", "libc10*.so*"
 
 
@@ -34,14 +35,13 @@ class Built(build_ext):
 
 def packed() -> Path:
     """A wheel with the platform tag `linux`, which promises nothing of the C library."""
-    for folder in (WORK, ROOT / "build" / "lib"):  # what an earlier run left would be packed too
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(WORK, ignore_errors=True)  # what an earlier run left would be packed too
     os.chdir(ROOT)
     WORK.mkdir(parents=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of setuptools, at every way of calling it but pip's
         setuptools.setup(
-            script_args=["--quiet", "bdist_wheel", "--py-limited-api=cp310", f"--dist-dir={WORK}"],
+            script_args=["--quiet", "build", f"--build-base={WORK}", *PACK],
             ext_modules=[setuptools.Extension("cutlass_ext._C", [], py_limited_api=True)],
             cmdclass={"build_ext": Built},
         )

@@ -123,7 +123,7 @@ def test_16_bits_are_fused_but_for_lse_and_gradients(dtype, causal, fused):
     oracle.expect(q, k, v, causal=causal).check(out, lse)
     gradients = torch.autograd.grad(out, leaves, dout)
     oracle.expect_gradients(*(x.detach() for x in leaves), dout, causal=causal).check(gradients)
-    assert fused == {"attention": 2, "backward": 0}
+    assert fused == {"attention": 3, "backward": 0}  # lse is of a call in float32
 
 
 def test_float64_and_gradients_of_lse_are_not_fused(fused):
