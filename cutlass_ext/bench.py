@@ -3,7 +3,7 @@
 For people who want to know what the library does on their machine; `make demo` calls it, and its JSON is what
 python/report.py turns into bench/results. Each case has fresh random data; our result is checked against a float64
 computation before it is timed (the bound: twice the error of written-out attention), and a miss ends the run. With
-`--backward` each case comes a second time, for its gradients.
+`--backward` each case comes a second time, for its gradients; `--preset` takes the shapes of a model for the suite's.
 
 The figures are medians over rounds in which the providers take turns, in an order that rotates. On a GPU a sample is
 up to 20 calls back to back, timed by events and queued behind a sleeping kernel: host time is not in it.
@@ -50,26 +50,60 @@ class Case:
     dtype: str
     series: str = "table"  # or "memory", "scaling": the rows that --plot draws against N
     backward: bool = False
+    heads_kv: int = 0  # key heads; 0: as many as query heads
+    n_q: int = 0  # query rows; 0: as many as keys
 
     @property
     def flops(self) -> int:
         """Two matrix products over the visible (query, key) pairs; five in the backward pass."""
-        pairs = self.n * (self.n + 1) // 2 if self.causal else self.n**2
+        pairs = self.n * (self.n + 1) // 2 if self.causal else self.rows * self.n
         return (10 if self.backward else 4) * self.batch * self.heads * pairs * self.head_dim
 
     def __str__(self) -> str:
         words = [" causal"] * self.causal + [" backward"] * self.backward
-        return f"({self.batch}, {self.n}, {self.heads}, {self.head_dim}){''.join(words)}"
+        rows, heads = [f"{self.n_q} x "] * bool(self.n_q), [f"/{self.heads_kv}"] * bool(self.heads_kv)
+        sizes = f"{self.batch}, {''.join(rows)}{self.n}, {self.heads}{''.join(heads)}, {self.head_dim}"
+        return f"({sizes}){''.join(words)}"
+
+    @property
+    def rows(self) -> int:
+        return self.n_q or self.n
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads_kv or self.heads
 
     def inputs(self, device: str) -> list[Tensor]:
         """q, k and v; and dout, which only the backward pass reads."""
-        shape = (self.batch, self.n, self.heads, self.head_dim)
-        return [torch.randn(shape, device=device).to(getattr(torch, self.dtype)) for _ in range(4)]
+        of_rows, of_keys = (self.rows, self.heads), (self.n, self.key_heads)
+        shapes = [(self.batch, *sizes, self.head_dim) for sizes in (of_rows, of_keys, of_keys, of_rows)]
+        return [torch.randn(shape, device=device).to(getattr(torch, self.dtype)) for shape in shapes]
 
 
-def suite(device: str, dtype: str, backward: bool = False) -> list[Case]:
-    """The default rows; with `backward`, each one's gradients after it."""
-    cases = forward_suite(device, dtype)
+LLAMA3 = {"heads": 32, "heads_kv": 8, "head_dim": 128}
+BASE = {"heads": 12, "head_dim": 64}  # GPT-2, BERT and ViT of the common size
+# The attention of models: sequences and keys, and what each of them has besides.
+PRESETS = {
+    "llama3-8b": ([(1, 512), (1, 2048), (1, 8192)], {**LLAMA3, "causal": True}),
+    "gpt2": ([(8, 256), (8, 1024)], {**BASE, "causal": True}),
+    "bert": ([(32, 128), (32, 512)], {**BASE, "causal": False}),
+    "vit": ([(64, 197), (32, 577)], {**BASE, "causal": False}),
+    "decode": ([(1, 1024), (1, 8192), (16, 8192), (64, 4096)], {**LLAMA3, "causal": False, "n_q": 1}),
+}
+MOST_KEYS_ON_CPU = 1024
+
+
+def preset_suite(name: str, device: str, dtype: str) -> list[Case]:
+    """On a CPU one sequence, of not too many keys."""
+    sizes, model = PRESETS[name]
+    if device == "cpu":
+        sizes = dict.fromkeys((1, min(n, MOST_KEYS_ON_CPU)) for _, n in sizes)
+    return [Case(batch=batch, n=n, dtype=dtype, **model) for batch, n in sizes]
+
+
+def suite(device: str, dtype: str, backward: bool = False, preset: str | None = None) -> list[Case]:
+    """The default rows, or a model's; with `backward`, each one's gradients after it."""
+    cases = preset_suite(preset, device, dtype) if preset else forward_suite(device, dtype)
     return [c for case in cases for c in (case, replace(case, backward=True))] if backward else cases
 
 
@@ -91,15 +125,18 @@ def forward_suite(device: str, dtype: str) -> list[Case]:
 
 
 def written_out(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """PyTorch multi-head attention, scores and all; the causal mask is made beforehand and not counted."""
+    """PyTorch multi-head attention, scores and all, key heads repeated where query heads share them; the causal mask is
+    made beforehand and not counted."""
+    groups = q.shape[2] // k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    hidden = torch.ones(case.n, case.n, dtype=torch.bool, device=q.device).triu(1) if case.causal else None
+    hidden = torch.ones(case.rows, case.n, dtype=torch.bool, device=q.device).triu(1) if case.causal else None
 
     def call() -> Tensor:
-        scores = q @ k.transpose(-2, -1) / math.sqrt(case.head_dim)
+        keys, values = (k, v) if groups == 1 else (t.repeat_interleave(groups, 1) for t in (k, v))
+        scores = q @ keys.transpose(-2, -1) / math.sqrt(case.head_dim)
         if hidden is not None:
             scores = scores.masked_fill(hidden, float("-inf"))
-        return (torch.softmax(scores, -1) @ v).transpose(1, 2)
+        return (torch.softmax(scores, -1) @ values).transpose(1, 2)
 
     return call
 
@@ -114,7 +151,8 @@ def sdpa(backend: SDPBackend) -> Callable[..., Callable[[], Tensor]]:
 
         def call() -> Tensor:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=case.heads_kv > 0)
+                return out.transpose(1, 2)
 
         return call
 
@@ -168,12 +206,14 @@ class Errors:
 
 
 class Oracle:
-    """A pass in float64 for up to three (sequence, head) pairs of a case, and written-out attention's errors."""
+    """A pass in float64 for up to three (sequence, key head) pairs of a case, with the query heads that share them, and
+    written-out attention's errors."""
 
     def __init__(self, case: Case, inputs: list[Tensor]):
-        last = (case.batch - 1, case.heads - 1)
-        self.pairs = sorted({(0, 0), (case.batch // 2, case.heads // 3), last})
-        ones = [[t[b : b + 1, :, h : h + 1] for t in inputs] for b, h in self.pairs]
+        self.key_heads = case.key_heads
+        last = (case.batch - 1, case.key_heads - 1)
+        self.pairs = sorted({(0, 0), (case.batch // 2, case.key_heads // 3), last})
+        ones = [[self._part(t, b, h) for t in inputs] for b, h in self.pairs]
         # Of each result in turn (the output; or dq, dk, dv) a list over the pairs.
         self.expected = list(zip(*(Pass(written_out, case, [t.double() for t in one])() for one in ones), strict=True))
         self.reference = self._errors(zip(*(Pass(written_out, case, one)() for one in ones), strict=True))
@@ -182,6 +222,11 @@ class Oracle:
         # P of a backward pass is exp(score - lse), and lse one float32: its rounding is in all of a row's P.
         norms = [math.sqrt(sum(e.square().sum().item() for e in expected)) for expected in self.expected]
         self.of_lse = [torch.finfo(torch.float32).eps * norm if len(norms) > 1 else 0.0 for norm in norms]
+
+    def _part(self, t: Tensor, b: int, h: int) -> Tensor:
+        """Of a sequence and a key head what a tensor of query heads or of key heads has."""
+        n = t.shape[2] // self.key_heads
+        return t[b : b + 1, :, h * n : (h + 1) * n]
 
     def _errors(self, results: Iterable[Iterable[Tensor]]) -> list[Errors]:
         found = []
@@ -192,7 +237,7 @@ class Oracle:
         return found
 
     def errors(self, results: Results) -> list[Errors]:
-        return self._errors([[t[b : b + 1, :, h : h + 1] for b, h in self.pairs] for t in results])
+        return self._errors([[self._part(t, b, h) for b, h in self.pairs] for t in results])
 
     def accepts(self, errors: list[Errors]) -> bool:
         return all(
@@ -430,12 +475,18 @@ def progress_bar(console, total: int):
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cutlass_ext.bench", description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: float32; of a preset on a GPU bfloat16"
+    )
+    parser.add_argument("--preset", choices=tuple(PRESETS), help="the attention of a model, not the suite")
     parser.add_argument("--backward", action="store_true", help="the gradients of each case too")
     parser.add_argument("--rounds", type=int, help="samples of each provider (default: 30; 5 on a CPU)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, and what they hold for")
     parser.add_argument(
-        "--plot", type=Path, metavar="DIR", help="write time.png, tflops.png, memory.png; backward_time.png and so on"
+        "--plot",
+        type=Path,
+        metavar="DIR",
+        help="write time.png, tflops.png, memory.png of the suite; backward_time.png and so on",
     )
     parser.add_argument("--commit", help="what to record as commit where there is no git repository")
     options = parser.parse_args(arguments)
@@ -457,7 +508,8 @@ def main(arguments: list[str] | None = None) -> int:
     facts["commit"] = options.commit or facts["commit"]
     if device == "cpu":
         console.print("No GPU: small sizes, on the CPU path (PyTorch's operators). No CUDA kernel is timed here.")
-    cases, rows = suite(device, options.dtype, options.backward), []
+    dtype = options.dtype or ("bfloat16" if options.preset and device == "cuda" else "float32")
+    cases, rows = suite(device, dtype, options.backward, options.preset), []
     try:
         for case in cases[: 1 + options.backward]:
             console.print(f"{case}: {explanation(case, device)}", highlight=False)
@@ -473,8 +525,8 @@ def main(arguments: list[str] | None = None) -> int:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"machine": facts, "rounds": rounds, "rows": rows}, indent=1) + "\n")
         console.print(f"wrote {options.json}")
-    if options.plot:
-        console.print(f"wrote {', '.join(map(str, plot(rows, facts, options.plot)))}")
+    if options.plot and (paths := plot(rows, facts, options.plot)):
+        console.print(f"wrote {', '.join(map(str, paths))}")
     return 0
 
 

@@ -1,6 +1,6 @@
 """Turns measured JSON into pages: what `python -m cutlass_ext.bench --json` and `fmha_bench --benchmark_out` wrote.
 
-    python python/report.py bench/results/h200.json           the page, its plots, and README's table
+    python python/report.py bench/results/h200.json           the page, its plots, and the table of docs
     python python/report.py --sweep bench/results/sweep.json  the table of tile shapes
 
 The pages lie beside the JSON under its name. No figure in them comes from anywhere else.
@@ -17,7 +17,8 @@ from pathlib import Path
 from cutlass_ext.bench import OURS, grouped, passes, plot
 
 ROOT = Path(__file__).resolve().parent.parent
-README_TABLE = re.compile(r"(<!-- measured -->\n).*(<!-- /measured -->)", re.DOTALL)
+TABLE_PAGE = ROOT / "docs" / "performance.md"
+MEASURED = re.compile(r"(<!-- measured -->\n).*(<!-- /measured -->)", re.DOTALL)
 
 
 def table(headings: list[str], lines: list[list[str]]) -> str:
@@ -77,8 +78,8 @@ def page(measured: dict, name: str, plots: list[Path]) -> str:
     )
 
 
-def readme_block(measured: dict, json_path: Path, plots: list[Path]) -> str:
-    """A short table for README: the rows of the table series, and the plots of speed and memory."""
+def docs_block(measured: dict, json_path: Path, plots: list[Path]) -> str:
+    """A short table for docs/performance.md: the rows of the table series, and the plots of speed and memory."""
     lines = []
     for case, group in grouped(measured["rows"]):
         if case.series != "table":
@@ -86,15 +87,15 @@ def readme_block(measured: dict, json_path: Path, plots: list[Path]) -> str:
         ours, speedup, against_best = ratios(group)
         lines.append([str(case), f"{ours['ms']:.4f}", f"{ours['tflops']:.3g}", speedup, against_best])
     headings = ["(B, N, H, d)", "ms", "TFLOP/s", "times as fast as PyTorch MHA", "as the best SDPA backend"]
-    where = json_path.relative_to(ROOT)
+    where = Path("..") / json_path.relative_to(ROOT)
     facts = {name: value for name, value in measured["machine"].items() if name != "library"}
     dtype = next(grouped(measured["rows"]))[0].dtype
     text = (
         f"{passes(measured['rows']).capitalize()}, {dtype}:\n\n"
         + table(headings, lines)
-        + f"\n{provenance(facts)}; all rows: [{where.stem}]({where.with_suffix('.md')}).\n\n"
+        + f"\n{provenance(facts)};\nall rows: [{where.stem}]({where.with_suffix('.md')}).\n\n"
     )
-    return text + "".join(f"![{p.stem}]({p.relative_to(ROOT)})\n" for p in plots if not p.stem.endswith("time"))
+    return text + "".join(f"![{p.stem}](../{p.relative_to(ROOT)})\n" for p in plots if not p.stem.endswith("time"))
 
 
 def write_measured(json_path: Path) -> None:
@@ -104,12 +105,11 @@ def write_measured(json_path: Path) -> None:
     for path in plot(measured["rows"], measured["machine"], folder):
         plots.append(path.rename(folder / f"{name}_{path.name}"))
     json_path.with_suffix(".md").write_text(page(measured, name, plots))
-    readme = ROOT / "README.md"
-    block = readme_block(measured, json_path.resolve(), [p.resolve() for p in plots])
-    text, count = README_TABLE.subn(lambda m: m[1] + block + m[2], readme.read_text())
-    assert count == 1, "README.md has lost its <!-- measured --> marks"
-    readme.write_text(text)
-    print(f"wrote {json_path.with_suffix('.md')}, {len(plots)} plots and README's table")
+    block = docs_block(measured, json_path.resolve(), [p.resolve() for p in plots])
+    text, count = MEASURED.subn(lambda m: m[1] + block + m[2], TABLE_PAGE.read_text())
+    assert count == 1, f"{TABLE_PAGE} has lost its <!-- measured --> marks"
+    TABLE_PAGE.write_text(text)
+    print(f"wrote {json_path.with_suffix('.md')}, {len(plots)} plots and the table of {TABLE_PAGE.relative_to(ROOT)}")
 
 
 def rate(row: dict) -> float:

@@ -1,0 +1,209 @@
+"""Where the CPU path leaves a call to PyTorch's fused attention: which calls, and that they give what others give.
+
+And `python/algorithms.py`, which computes on a CPU what the kernels do.
+"""
+
+import sys
+from pathlib import Path
+
+import oracle
+import pytest
+import torch
+
+import cutlass_ext
+from cutlass_ext import torch_backend
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "python"))
+import algorithms
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """How often each pass went to PyTorch's fused attention."""
+    counts = {"attention": 0, "backward": 0}
+    for name in counts:
+        own = getattr(torch_backend._Fused, name)
+
+        def counted(self, *args, name=name, own=own):
+            counts[name] += 1
+            return own(self, *args)
+
+        monkeypatch.setattr(torch_backend._Fused, name, counted)
+    return counts
+
+
+def tensors(B=2, N_q=70, N_kv=70, H_q=4, H_kv=4, d=32, d_v=None, dtype=torch.float32):
+    torch.manual_seed(0)
+    return [
+        torch.randn(B, n, h, w).to(dtype)
+        for n, h, w in ((N_q, H_q, d), (N_kv, H_kv, d), (N_kv, H_kv, d_v or d), (N_q, H_q, d_v or d))
+    ]
+
+
+FUSED = {
+    "full": ({}, {}),
+    "causal": ({}, {"causal": True}),
+    "grouped": ({"H_kv": 2}, {"causal": True}),
+    "more keys": ({"N_kv": 90}, {}),
+    "more keys than rows see": ({"N_kv": 90}, {"causal": True}),
+    "more rows": ({"N_kv": 40}, {"causal": True}),
+    "aligned at the end": ({}, {"causal": True, "start_pos": "end"}),
+    "one row of a cache": ({"N_q": 1}, {"causal": True, "start_pos": "end"}),
+    "one row's window": ({"N_q": 1}, {"causal": True, "start_pos": "end", "window": (15, 0)}),
+    "a window that hides nothing": ({}, {"causal": True, "window": (69, 0)}),
+    "causal by a window": ({}, {"window": (-1, 0)}),
+    "scaled": ({"d": 20}, {"softmax_scale": 0.3}),
+}
+NOT_FUSED = {
+    "aligned at the end": ({"N_kv": 90}, {"causal": True, "start_pos": "end"}),
+    "window": ({}, {"window": (9, 9)}),
+    "causal with a window": ({}, {"causal": True, "window": (68, 0)}),
+    "before the first key": ({}, {"causal": True, "start_pos": -3}),
+    "no key": ({}, {"causal": True, "start_pos": -70}),
+    "softcap": ({}, {"softcap": 5.0}),
+    "d_v": ({"d_v": 16}, {}),
+    "sink": ({}, {"sink": torch.zeros(4)}),
+    "slopes": ({}, {"alibi_slopes": torch.ones(4)}),
+    "bias": ({}, {"bias": torch.zeros(1, 1, 1, 70)}),
+    "mask": ({}, {"mask": torch.ones(1, 1, 1, 70, dtype=torch.bool)}),
+    "lengths": ({}, {"seqused_k": torch.tensor([70, 9], dtype=torch.int32)}),
+    "padding in front": ({}, {"leftpad_k": torch.tensor([0, 9], dtype=torch.int32)}),
+    "starts on the device": ({}, {"causal": True, "start_pos": torch.zeros(2, dtype=torch.int32)}),
+    "no sequence": ({"B": 0}, {}),
+    "no keys": ({"N_kv": 0}, {}),
+}
+CASES = [pytest.param(*case, True, id=name) for name, case in FUSED.items()]
+CASES += [pytest.param(*case, False, id=f"not {name}") for name, case in NOT_FUSED.items()]
+
+
+@pytest.mark.parametrize("sizes,options,is_fused", CASES)
+def test_what_is_fused_and_what_it_gives(sizes, options, is_fused, fused):
+    q, k, v, dout = tensors(**sizes)
+    out = cutlass_ext.fmha(q, k, v, **options)
+    assert fused["attention"] == is_fused
+    assert out.is_contiguous()
+    expected = oracle.expect(q, k, v, **_told(q, k, options))
+    expected.check(out)
+    same, lse = cutlass_ext.fmha(q, k, v, return_lse=True, **options)
+    assert torch.equal(out, same)
+    expected.check(out, lse)
+    if {"sink", "bias"}.isdisjoint(options):
+        gradients = cutlass_ext.fmha_backward(dout, q, k, v, out, lse, **options)
+        assert fused["backward"] == is_fused
+        assert all(x.is_contiguous() for x in gradients)
+        oracle.expect_gradients(q, k, v, dout, **_told(q, k, options)).check(gradients, small=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
+def test_training_is_fused(options, fused):
+    q, k, v, dout = tensors(N_q=256, N_kv=256, H_kv=2)
+    out, lse = cutlass_ext.fmha(q, k, v, return_lse=True, **options)
+    assert fused == {"attention": 1, "backward": 0} and lse.is_contiguous()
+    oracle.expect(q, k, v, **options).check(out, lse)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    gradients = torch.autograd.grad(cutlass_ext.fmha(*leaves, **options), leaves, dout)
+    assert fused == {"attention": 2, "backward": 1}
+    oracle.expect_gradients(*(x.detach() for x in leaves), dout, **options).check(gradients)
+
+
+def _told(q, k, options):
+    """The options for the oracle, which wants to be told what "end" is."""
+    end = k.shape[1] - q.shape[1]
+    return options | ({"start_pos": end} if options.get("start_pos") == "end" else {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_16_bits_are_fused_but_for_lse_and_gradients(dtype, causal, fused):
+    q, k, v, dout = tensors(N_q=300, N_kv=300, dtype=dtype)
+    out = cutlass_ext.fmha(q, k, v, causal=causal)
+    oracle.expect(q, k, v, causal=causal).check(out)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = cutlass_ext.fmha(*leaves, causal=causal, return_lse=True)
+    oracle.expect(q, k, v, causal=causal).check(out, lse)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    oracle.expect_gradients(*(x.detach() for x in leaves), dout, causal=causal).check(gradients)
+    assert fused == {"attention": 3, "backward": 0}  # lse is of a call in float32
+
+
+def test_float64_and_gradients_of_lse_are_not_fused(fused):
+    q, k, v, _ = tensors(N_q=256, N_kv=256)
+    cutlass_ext.fmha(q.double(), k.double(), v.double())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    _, lse = cutlass_ext.fmha(*leaves, return_lse=True)
+    lse.sum().backward()
+    assert fused == {"attention": 1, "backward": 0}
+
+
+def test_packed_sequences_are_fused_one_by_one(fused):
+    q, k, v, _ = (x[0] for x in tensors(B=1))
+    ends = torch.tensor([0, 30, 30, 70], dtype=torch.int32)
+    ends = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 40, "max_seqlen_k": 40}
+    used = torch.tensor([30, 0, 40], dtype=torch.int32)
+    for options in ({}, {"seqused_k": used}):
+        fused["attention"] = 0
+        out = cutlass_ext.fmha(q, k, v, causal=True, **ends, **options)
+        assert fused["attention"] == 2
+        oracle.expect_packed(q, k, v, causal=True, **ends, **options).check(out)
+
+
+def test_the_switch_does_not_call_itself(fused):
+    """PyTorch's attention computed here, which computes it with what PyTorch had before."""
+    q, k, v, dout = (x.transpose(1, 2) for x in tensors(N_q=256, N_kv=256))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    want = torch.autograd.grad(sdpa(*leaves, is_causal=True), leaves, dout)
+    assert fused == {"attention": 0, "backward": 0}
+    with cutlass_ext.activate("cpu"):
+        got = torch.autograd.grad(sdpa(*leaves, is_causal=True), leaves, dout)
+    assert fused == {"attention": 1, "backward": 1}
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_non_finite_values_reach_what_they_reach_elsewhere(fused):
+    """The fused pass and the one in blocks agree which outputs a NaN or an infinity reaches."""
+    for place in range(3):
+        for value in (torch.nan, torch.inf):
+            inputs = tensors()[:3]
+            inputs[place][1, 20, 2, 3] = value
+            for causal in (False, True):
+                out = cutlass_ext.fmha(*inputs, causal=causal)
+                blocks = cutlass_ext.fmha(*inputs, causal=causal, start_pos=torch.zeros(2, dtype=torch.int32))
+                torch.testing.assert_close(out, blocks, equal_nan=True, atol=1e-5, rtol=1e-4)
+    assert fused["attention"] == 12
+
+
+# ---- python/algorithms.py
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("N,B_r,B_c", [(96, 32, 16), (100, 32, 48), (50, 64, 64)])
+def test_the_papers_algorithms_agree_with_fmha(N, B_r, B_c, causal):
+    torch.manual_seed(0)
+    Q, K, V, dO = (torch.randn(N, 24) for _ in range(4))
+    leaves = [x[None, :, None].clone().requires_grad_() for x in (Q, K, V)]
+    out, lse = cutlass_ext.fmha(*leaves, causal=causal, return_lse=True)
+    gradients = torch.autograd.grad(out, leaves, dO[None, :, None])
+    out_1, lse_1 = algorithms.forward(algorithms.Chip(), Q, K, V, B_r, B_c, causal)
+    got = out_1, lse_1, *algorithms.backward(algorithms.Chip(), Q, K, V, out_1, dO, lse_1, B_r, B_c, causal)
+    want = out[0, :, 0], lse[0, 0], *(x[0, :, 0] for x in gradients)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b.detach(), atol=3e-6, rtol=1e-5)
+    standard = algorithms.standard(algorithms.Chip(), Q, K, V, causal)
+    torch.testing.assert_close(standard, got[0], atol=3e-6, rtol=1e-5)
+
+
+def test_the_papers_algorithms_count_bytes_and_flops():
+    """K and V are read once for each query tile, or Q, dO, dQ and the row's numbers once for each key tile."""
+    N, d, B_r, B_c = 128, 16, 32, 16
+    Q, K, V, dO = (torch.randn(N, d) for _ in range(4))
+    rows, matrix = 4 * N, 4 * N * d  # bytes of a number for each row, and of a matrix
+    forward, backward, standard = (algorithms.Chip() for _ in range(3))
+    out, lse = algorithms.forward(forward, Q, K, V, B_r, B_c)
+    assert forward == algorithms.Chip(matrix + N // B_r * 2 * matrix, matrix + rows, 4 * N * N * d)
+    algorithms.backward(backward, Q, K, V, out, dO, lse, B_r, B_c)
+    read = 4 * matrix + N // B_c * (3 * matrix + 2 * rows)
+    assert backward == algorithms.Chip(read, 2 * matrix + rows + N // B_c * matrix, 10 * N * N * d)
+    algorithms.standard(standard, Q, K, V)
+    assert standard == algorithms.Chip(3 * matrix + 8 * N * N, matrix + 8 * N * N, 4 * N * N * d)
