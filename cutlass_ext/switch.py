@@ -241,7 +241,8 @@ def _shared(bias: Tensor | None) -> Tensor | None:
 def _efficient(o: SimpleNamespace) -> tuple:
     out, lse, seed = _forward(o, *_heads_second(o.query, o.key, o.value), bias=_shared(o.attn_bias))
     lse = pad(lse, (0, -lse.shape[-1] % _ROWS_OF_LSE)) if o.compute_log_sumexp else lse[..., :0]
-    return out.transpose(1, 2), lse, *seed.unbind()
+    # Inductor wants results at multiples of 16 bytes.
+    return out.transpose(1, 2), lse, *(x.clone() for x in seed.unbind())
 
 
 def _efficient_backward(o: SimpleNamespace) -> tuple:
