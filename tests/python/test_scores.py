@@ -40,8 +40,8 @@ def sources(pytestconfig):
 
 def attempt(target, call, backward=False):
     """What `call` gives; None where the kernels refuse one of `FEATURES` by its argument: those of a family that is
-    asked for may, those that are chosen where none takes it. Hopper's gradients refuse a bias beside softcap as a matter
-    of sizes."""
+    asked for may, those that are chosen where none takes it. Hopper's gradients refuse a bias beside softcap by what
+    sizes they take."""
     try:
         return call()
     except NotImplementedError as refused:
