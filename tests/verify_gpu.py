@@ -2,8 +2,8 @@
 gpu_verified.json.
 
 `make verify-gpu` calls it, with the seconds of the soak. The file ties the result to the hash of csrc/, which
-tests/source_tree.py compares in CI; it is written only where everything passed. `--part` runs one part: what passed is
-kept in build/, and not run again on the same sources; the file is written when all parts have.
+tests/source_tree.py compares in CI; it is written only where everything passed. `--part` runs some parts: what passed
+is kept in build/, and not run again on the same sources; the file is written when all parts have.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as xml
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,8 @@ from source_tree import ROOT, VERIFIED, csrc_hash
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SOAK_PROCESSES = 8
 TEST_PROCESSES = 14  # a GPU: they wait for the host more than for it
-PARTS = ("sanitizer", "tests 1", "tests 2")  # sanitizers and soak; every second module of tests
+TEST_PARTS = {f"tests {first + 1}": first for first in range(4)}  # every fourth module of tests, from one on
+PARTS = (*TOOLS, "soak", *TEST_PARTS)
 PASSED = ROOT / "build" / "gpu_passed.json"  # the parts that passed
 
 
@@ -44,8 +46,8 @@ def sanitizer() -> str:
 
 
 def run_tests(first: int) -> dict[str, int]:
-    """The GPU tests of every second module from the `first` on, in several processes at once."""
-    modules = sorted((ROOT / "tests" / "python").glob("test_*.py"))[first::2]
+    """The GPU tests of every fourth module from the `first` on, in several processes at once."""
+    modules = sorted((ROOT / "tests" / "python").glob("test_*.py"))[first :: len(TEST_PARTS)]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         processes = TEST_PROCESSES * torch.cuda.device_count()
@@ -90,20 +92,10 @@ def run_soak(seconds: str) -> dict[str, int]:
     return {"calls": calls, "seconds": took, "processes": processes, "failures": failures}
 
 
-def run_sanitizers_and_soak(seconds: str) -> dict:
-    """The soak beside the sanitizers, for nothing of theirs has a limit of time that a busy GPU could exceed."""
-    with ThreadPoolExecutor() as pool:
-        sanitizers = {tool: pool.submit(run_sanitizer, tool) for tool in TOOLS}
-        soak = pool.submit(run_soak, seconds)
-    if failures := [error for done in (*sanitizers.values(), soak) if (error := done.exception())]:
-        raise Failed("\n".join(map(str, failures)))
-    return {"sanitizer": {tool: done.result() for tool, done in sanitizers.items()}, "soak": soak.result()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seconds", nargs="?", default="120", help="of the soak")
-    parser.add_argument("--part", choices=PARTS, help="one part alone")
+    parser.add_argument("--part", choices=PARTS, nargs="+", help="some parts alone")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this wants a GPU and a CUDA build of PyTorch")
@@ -117,16 +109,16 @@ def main() -> None:
     passed = json.loads(PASSED.read_text()) if PASSED.exists() else {}
     if {name: passed.get(name) for name in where} != where:
         passed = where
-    run = {
-        PARTS[0]: lambda: run_sanitizers_and_soak(options.seconds),
-        PARTS[1]: lambda: run_tests(0),
-        PARTS[2]: lambda: run_tests(1),
-    }
+    run = {tool: partial(run_sanitizer, tool) for tool in TOOLS} | {"soak": partial(run_soak, options.seconds)}
+    run |= {part: partial(run_tests, first) for part, first in TEST_PARTS.items()}
     PASSED.parent.mkdir(exist_ok=True)
     failures = []
-    for part in [options.part] if options.part else [part for part in PARTS if part not in passed]:
+    wanted = options.part or [part for part in PARTS if part not in passed]
+    with ThreadPoolExecutor() as pool:  # but for the tests, which have limits of time that a busy GPU could exceed
+        running = {part: pool.submit(run[part]) for part in wanted if part not in TEST_PARTS}
+    for part in wanted:
         try:
-            passed[part] = run[part]()
+            passed[part] = running[part].result() if part in running else run[part]()
         except Failed as error:
             failures.append(str(error))
         PASSED.write_text(json.dumps(passed, indent=1) + "\n")
@@ -134,9 +126,9 @@ def main() -> None:
         sys.exit("\n".join(failures) + "\ntests/gpu_verified.json is not written")
     if missing := [part for part in PARTS if part not in passed]:
         return print(f"passed, and kept in {PASSED.relative_to(ROOT)}; missing: {', '.join(missing)}")
-    sanitizers_and_soak, *tests = [passed.pop(part) for part in PARTS]
-    passed |= sanitizers_and_soak
-    passed["tests"] = {what: sum(half[what] for half in tests) for what in tests[0]}
+    passed["sanitizer"] = {tool: passed.pop(tool) for tool in TOOLS}
+    tests = [passed.pop(part) for part in TEST_PARTS]
+    passed["tests"] = {what: sum(part[what] for part in tests) for what in tests[0]}
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
     VERIFIED.write_text(json.dumps(passed | {"date": date}, indent=1) + "\n")
     print(f"wrote {VERIFIED.relative_to(ROOT)}")
