@@ -24,14 +24,16 @@ def blocks(page, language):
 
 def test_all_pages_are_there():
     assert {page.stem for page in PAGES} == {
-        "README", "guide", "how_it_works", "install", "migration", "performance", "semantics",
+        "README", "guide", "how_it_works", "install", "migration", "performance", "semantics", "several_gpus",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_snippets_run(page):
-    """One after the other, as they stand; those of transformers where it is installed."""
+def test_snippets_run(page, monkeypatch):
+    """One after the other, as they stand; of transformers where it is installed, under torchrun as one rank."""
     torch.manual_seed(0)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
     namespace = {"__name__": page.stem}
     try:
         for snippet in blocks(page, "python"):
@@ -42,6 +44,8 @@ def test_snippets_run(page):
     finally:
         for device in ("cpu", "cuda"):
             cutlass_ext.deactivate(device)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
