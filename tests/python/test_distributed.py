@@ -243,18 +243,21 @@ def torch_context_parallel(group):
     """PyTorch's context parallelism, whose operators `activate` replaces, against one call of the whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.nn.functional import scaled_dot_product_attention
+    from torch.nn import functional  # of which it replaces the function, while it lasts
 
     mesh = init_device_mesh("cuda", (dist.get_world_size(group),))
     q, k, v = (torch.randn(1, 4, 512, 64, device="cuda").bfloat16() for _ in range(3))
-    want = ce.fmha(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+    whole = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
+    want = ce.fmha(*whole, causal=True)
+    gradients = torch.autograd.grad(want.sum(), whole)
     with ce.activate(), context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        out = scaled_dot_product_attention(*leaves, is_causal=True)
+        out = functional.scaled_dot_product_attention(*leaves, is_causal=True)
         out.sum().backward()
-    got = ce.distributed.gather(out.transpose(1, 2).contiguous(), group=group)  # it balances the load as zigzag does
-    assert_close(got, want, rtol=2e-2, atol=2e-2)
-    assert all(x.grad.isfinite().all() for x in leaves)
+    # it balances the load as zigzag does
+    got = [ce.distributed.gather(x.transpose(1, 2).contiguous(), group=group) for x in (out, *(x.grad for x in leaves))]
+    for a, b in zip(got, (want, *gradients), strict=True):
+        assert_close(a, b, rtol=2e-2, atol=3e-2)
 
 
 @pytest.mark.gpu
