@@ -16,20 +16,22 @@ namespace cutlass_ext {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // ------------------------------------------------------------------------------------------ which kind of kernel
-/// Query rows up to which a call decodes: its keys are then read once for all heads that share them, and its splits
-/// merged in the same launch. Speculative decoding's.
+/// Query rows up to which a call decodes where no kernel packs heads into its query tiles: its keys are then read once
+/// for all heads that share them, and its splits merged in the same launch.
 constexpr int kMaxDecodeRows = 16;
 
-/// Query rows up to which a sequence of a packed call decodes while longer ones are prefilled by a launch beside it: as
-/// many as a tile of 16 rows holds for all heads of a key head, or else one of 64; 0: none. It follows from the heads
-/// alone, so that with the number of splits fixed a sequence's bits do not depend on the others.
+/// Packed query rows of the tallest tiles that decode.
+constexpr int kTallRows = 64;
+
+/// Query rows of a sequence up to which it decodes where one does: as many as a tile of 16 rows holds for all heads of
+/// a key head, or else one of 64; 0: none. Decoding taller tiles loses to query tiles that pack heads, in us, keys in
+/// pages: 8 x 16 rows on 8192 keys of 8 heads 94 for 77 to 81, 16 x 8 rows on 4096 84 for 75, 1 x 16 on 32,768 77 for
+/// 47; of 4 heads 66 for 49 and 158 for 138 (64 x 3 on 4096); with 16 rows a tile it wins, 75 for 77 to 90. It follows
+/// from the heads alone, so that with the number of splits fixed a sequence's bits do not depend on the others.
 inline int few_rows_of(Params const& p) {
   int const heads_per_kv = p.heads_q / p.heads_kv;
-  return (heads_per_kv <= 16 ? 16 : 64) / heads_per_kv;
+  return (heads_per_kv <= 16 ? 16 : kTallRows) / heads_per_kv;
 }
-
-/// The same of a call whose sequences all have few, as speculative decoding makes them.
-inline int few_rows_in_all(Params const& p) { return std::min(kMaxDecodeRows, 64 / (p.heads_q / p.heads_kv)); }
 
 /// Whether a call that the short kernels do not take is done before the pipeline of Hopper's persistent ones is full.
 /// Microseconds there and in sm80, 32 heads on 8: 11.2 and 9.3 at (8, 64, 64), 10.4 and 10.0 at (1, 128, 128), 15.4
@@ -146,20 +148,24 @@ inline int64_t key_tiles(Params const& p, Kernel const& kernel) {
 }
 
 /// Microseconds of a launch of Hopper's persistent kernels and of its merge, if its keys are in `splits`: as many turns
-/// as it takes `p.resident_ctas` CTAs for all query tiles, and at least the longest. Fitted to an H200, which has 132:
-/// a tile of 128 rows and 128 keys takes 1.0 us at head_dim 64 and 1.65 at 128, and parts are written and read at 2.5
-/// TB/s: (1, 1024, 8, 128) takes 14.8 us in one split and 17.8 in two, (1, 2048, 4, 128) 24.0 and 22.5.
+/// as it takes `p.resident_ctas` CTAs for all query tiles, at least the longest, and at least what it takes to read the
+/// keys of sequences half as long as the longest. Fitted to an H200, which has 132: a tile of 128 rows and 128 keys
+/// takes 1.0 us at head_dim 64 and 1.1 at 128, one of 192 rows 1.18; parts are written and merged in 0.9 us a
+/// megabyte of one, and 0.45 for each: (1, 4096, 1, 64) takes 48.7 us in one split, 32.6 in two, 21.9 in six, (1, 2048,
+/// 1, 128) 27.8, 21.8 and 16.9, (1, 2048, 4, 128) 24.0 and, in two, 22.5.
 inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles const& tiles, int splits) {
-  double const tall = kernel.block_r > 128 ? 0.93 : 1,
+  double const tall = kernel.block_r > 128 ? 0.79 : 1,
                a_tile =
-                   tall * kernel.block_r * kernel.block_c * (2.1e-5 + 3.1e-7 * (kernel.head_dim + kernel.head_dim_v));
+                   tall * kernel.block_r * kernel.block_c * (5.5e-5 + 4.7e-8 * (kernel.head_dim + kernel.head_dim_v));
   int64_t const keys = longest_keys(p), longest = key_tiles(p, kernel);
   double const shown = p.window_right < 0 || keys == 0 ? 1 : std::max(0.5, 1 - 0.5 * p.n_q / keys);
   auto const item = [&](double key_tiles) { return 0.6 + a_tile * key_tiles; };
   double const turns = static_cast<double>(ceil_div(tiles.all * splits, p.resident_ctas)),
                longest_item = item(ceil_div(longest, splits)), all_turns = turns * item(shown * longest / splits);
-  double const parts = 4. * p.head_dim_v * p.heads_q * (p.packed() ? p.total_q : int64_t(p.batch) * p.n_q);
-  return std::max(longest_item, all_turns) + (splits > 1 ? 2.2 + splits * parts * 2 / 2.5e6 : 0);
+  double const a_key = double(p.heads_kv) * (p.head_dim + p.head_dim_v) * p.element_bytes,
+               reads = 0.5 * p.batch * std::min(keys, longest * kernel.block_c) * a_key / 4.1e6;
+  double const part = 4e-6 * p.head_dim_v * p.heads_q * (p.packed() ? p.total_q : int64_t(p.batch) * p.n_q);
+  return std::max({longest_item, all_turns, reads}) + (splits > 1 ? 0.3 + part * (0.9 + 0.45 * splits) : 0);
 }
 
 /// The fastest number of splits there.
@@ -193,7 +199,7 @@ inline int choose_num_splits(int64_t work_tiles, int64_t key_tiles, int64_t resi
 /// CTAs as fit: the products of one take about as long as its copies, and another copies meanwhile.
 inline int decode_groups(Params const& p, Kernel const& kernel, Device const& device, int ctas_a_multiprocessor,
                          int64_t ctas_a_group) {
-  constexpr int kWantedBytes = 96 * 1024, kTallRows = 64;
+  constexpr int kWantedBytes = 96 * 1024;
   // Beside a launch that prefills, CTAs on four fifths of the multiprocessors read memory as fast as on all, and leave
   // it the others.
   if (p.most_q < kMaxPosition)

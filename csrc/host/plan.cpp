@@ -148,11 +148,17 @@ void plan_prefill(Call const& call, Plan* plan) {
     plan->passed_over = "sm90 wants rows of q, k and v that begin at multiples of 16 bytes";
 }
 
-/// Whether a call of the cache operator has query rows for query tiles: decoding reads the keys again for every 64.
-bool is_chunk(Params const& p) { return p.n_q > std::max(1, few_rows_in_all(p)); }
+/// Whether a planned call's query tiles hold the rows of all heads that share a key head. Those of a single head read
+/// the keys for every head, and would have few rows.
+bool packs_heads(Plan const& plan, Params const& p) {
+  return plan.kernel && plan.kernel->kind == Kind::Persistent && p.heads_a_tile.divisor == p.heads_per_kv.divisor;
+}
 
-/// A chunk of a prompt over its cache: by a prefill kernel, once what is new has been written. Such kernels know
-/// `cache_batch_idx` as a table of pages, each a sequence's part of the cache.
+/// Whether a call that could decode has query rows for query tiles.
+bool is_chunk(Params const& p) { return p.n_q > std::max(1, few_rows_of(p)); }
+
+/// A chunk of a prompt over its keys: by a prefill kernel, once what is new has been written to the cache. Such kernels
+/// know `cache_batch_idx` as a table of pages, each a sequence's part of the cache.
 void plan_chunk(Call const& call, Plan* plan) {
   Params& p = call.params;
   Params after = after_append(p, nullptr);
@@ -164,8 +170,7 @@ void plan_chunk(Call const& call, Plan* plan) {
   }
   Plan prefill;
   plan_prefill({after, call.request, call.device, features_of(after)}, &prefill);
-  // Tiles of a single head's rows read the keys for every head, and would have few of them.
-  if (!prefill.kernel || (prefill.kernel->kind == Kind::Tiles && p.n_q <= kMaxDecodeRows)) return;
+  if (!prefill.kernel || (p.n_q <= kMaxDecodeRows && !packs_heads(prefill, after))) return;
   *plan = prefill;
   plan->appends_apart = p.n_new > 0 || p.rotary.cos;
   static_cast<Work&>(p) = after;
@@ -179,7 +184,14 @@ void plan_chunk(Call const& call, Plan* plan) {
 /// the device knows which have; the host, whether all may be of one kind.
 void plan_mixed(Call const& call, Plan* plan) {
   Params& p = call.params;
-  int const few = few_rows_of(p), most = p.fixed_splits ? few : std::max(few, few_rows_in_all(p));
+  int const few = few_rows_of(p);
+  int most = few;
+  if (!p.fixed_splits && p.n_q > few && p.n_q <= kMaxDecodeRows) {
+    Params prefilled = p;
+    Plan prefill;
+    plan_prefill({prefilled, call.request, call.device, call.features}, &prefill);
+    if (!packs_heads(prefill, prefilled)) most = std::max(few, kTallRows / p.heads_per_kv.divisor);
+  }
   Params decoding = p;
   decoding.n_q = std::min(p.n_q, p.n_q <= most ? most : few);
   if (p.n_q > most) decoding.most_q = few;
@@ -208,7 +220,7 @@ Plan plan(Params* params, Request const& request) {
   Plan plan;
   bool const is_mixed = params->packed() && params->paged();
   if (is_mixed) plan_mixed(call, &plan);
-  if (request.is_cache && is_chunk(*params)) plan_chunk(call, &plan);
+  if (!is_mixed && is_chunk(*params) && (request.is_cache || decodes(call))) plan_chunk(call, &plan);
   if (!plan.kernel && !is_mixed && (request.is_cache || decodes(call))) {
     Features const asked = call.features;
     if (!params->fixed_splits && decode::has_too_many_keys(*params)) {  // each sequence then has parts of its own

@@ -202,10 +202,9 @@ def test_one_long_sequence(gpu, n_q):
 
 
 def kernel_of_tall_rows(d, n_q, heads_per_kv):
-    """What runs more than 16 packed rows: a tile of 64 decodes them, by WGMMA above 64 columns; more are prefilled."""
-    if n_q > min(16, 64 // heads_per_kv):
-        return "sm90", "persistent"
-    return ("sm90" if d > 64 else "sm80"), "decode"
+    """What runs more than 16 packed rows: query tiles where they pack heads, up to 192 columns of v; else a tile of 64
+    decodes up to 16 rows, by WGMMA."""
+    return "sm90", "persistent" if d <= 192 or n_q > 16 else "decode"
 
 
 @pytest.mark.parametrize("page_size", [None, 1, 16, 64])
