@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as xml
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 
@@ -24,15 +25,26 @@ import torch
 from source_tree import ROOT, VERIFIED, csrc_hash
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
+SHARDS = 6  # processes of a tool, over all GPUs: one alone did not end its calls in 520 s
 SOAK_PROCESSES = 8
 TEST_PROCESSES = 14  # a GPU: they wait for the host more than for it
 TEST_PARTS = {f"tests {first + 1}": first for first in range(4)}  # every fourth module of tests, from one on
 PARTS = (*TOOLS, "soak", *TEST_PARTS)
 PASSED = ROOT / "build" / "gpu_passed.json"  # the parts that passed
+MOST_SHOWN = 6000  # characters of the beginning of what failed, and of its end
 
 
 class Failed(Exception):
     """Something did not pass; what else is to be seen is looked at all the same."""
+
+
+def failed(part: str, output: str, shown: str) -> Failed:
+    """With as much of what is to be `shown` as one can read; the whole output lies in build/."""
+    kept = PASSED.with_name(f"verify_{part.replace(' ', '_')}.txt")
+    kept.write_text(output)
+    if len(shown) > 2 * MOST_SHOWN:
+        shown = f"{shown[:MOST_SHOWN]}\n[...]\n{shown[-MOST_SHOWN:]}"
+    return Failed(f"{shown}\n{part} failed; all that was printed is in {kept.relative_to(ROOT)}")
 
 
 def sanitizer() -> str:
@@ -45,38 +57,52 @@ def sanitizer() -> str:
     sys.exit(f"compute-sanitizer is missing. Type:\n    {sys.executable} -m pip install {wheel}")
 
 
-def run_tests(first: int) -> dict[str, int]:
-    """The GPU tests of every fourth module from the `first` on, in several processes at once."""
-    modules = sorted((ROOT / "tests" / "python").glob("test_*.py"))[first :: len(TEST_PARTS)]
+def run_tests(part: str) -> dict[str, int]:
+    """The GPU tests of every fourth module, in several processes at once."""
+    modules = sorted((ROOT / "tests" / "python").glob("test_*.py"))[TEST_PARTS[part] :: len(TEST_PARTS)]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         processes = TEST_PROCESSES * torch.cuda.device_count()
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(processes), "--dist", "worksteal"]
-        command += [f"--junitxml={report}", *map(str, modules)]
+        command += ["--durations=15", f"--junitxml={report}", *map(str, modules)]
         done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        end = re.search(r"(?ms)^=+ slowest .*", done.stdout)  # the slowest tests, then a line for each that failed
         if done.returncode:
-            raise Failed(f"{done.stdout[-20000:]}\nthe tests failed")
+            raise failed(part, done.stdout, end[0] if end else done.stdout)
         suite = xml.parse(report).getroot().find("testsuite")
     total, skipped = int(suite.get("tests")), int(suite.get("skipped"))
-    print(f"{total - skipped} tests passed", flush=True)
+    print(f"{end[0] if end else ''}{part}: {total - skipped} passed", flush=True)
     return {"passed": total - skipped, "skipped": skipped}
 
 
-def run_sanitizer(tool: str) -> dict[str, int]:
-    """Checks our kernels alone; every tensor has an allocation of its own, so that a step over its end shows."""
+def sweep(tool: str, shard: int) -> tuple[int | None, str]:
+    """One shard of the sweep: its calls, None where it is not clean, and what it printed. Checks our kernels alone;
+    every tensor has an allocation of its own, so that a step over its end shows."""
     command = [sanitizer(), "--tool", tool, "--kernel-name", "kns=cutlass_ext", "--show-backtrace", "no"]
     command += ["--racecheck-report", "hazard"] if tool == "racecheck" else []
-    command += [sys.executable, str(ROOT / "tests" / "sanitizer_sweep.py"), tool]
+    command += [sys.executable, str(ROOT / "tests" / "sanitizer_sweep.py"), tool, "--shard", f"{shard}/{SHARDS}"]
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpu = gpus.split(",")[shard % torch.cuda.device_count()]
+    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        env={**os.environ, **environment},
     )  # fmt: skip
     calls = re.search(r"(\d+) calls agree", done.stdout)
     reported = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)", done.stdout)
-    if done.returncode or not calls or not reported or int(reported[1]):
-        raise Failed(f"{done.stdout[-8000:]}\n{tool} failed")
-    print(f"{tool}: clean over {calls[1]} calls", flush=True)
-    return {"calls": int(calls[1]), "errors": 0}
+    clean = done.returncode == 0 and calls and reported and int(reported[1]) == 0
+    return int(calls[1]) if clean else None, f"shard {shard} of {tool}:\n{done.stdout}"
+
+
+def run_sanitizer(tool: str) -> dict[str, int]:
+    """All shards of the sweep, each of which has to be clean."""
+    with ThreadPoolExecutor(SHARDS) as pool:
+        shards = list(pool.map(partial(sweep, tool), range(SHARDS)))
+    if wrong := [output for calls, output in shards if calls is None]:
+        raise failed(tool, "\n".join(wrong), wrong[0])
+    calls = sum(calls for calls, _ in shards)
+    print(f"{tool}: clean over {calls} calls", flush=True)
+    return {"calls": calls, "errors": 0}
 
 
 def run_soak(seconds: str) -> dict[str, int]:
@@ -86,7 +112,7 @@ def run_soak(seconds: str) -> dict[str, int]:
     done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     summary = re.search(r"(?m)^soak: ([\d,]+) calls in (\d+) s, (\d+) processes, (\d+) failures$", done.stdout)
     if done.returncode or not summary:
-        raise Failed(f"{done.stdout[-20000:]}\nthe soak failed")
+        raise failed("soak", done.stdout, done.stdout)
     print(summary[0], flush=True)
     calls, took, processes, failures = (int(text.replace(",", "")) for text in summary.groups())
     return {"calls": calls, "seconds": took, "processes": processes, "failures": failures}
@@ -110,20 +136,29 @@ def main() -> None:
     if {name: passed.get(name) for name in where} != where:
         passed = where
     run = {tool: partial(run_sanitizer, tool) for tool in TOOLS} | {"soak": partial(run_soak, options.seconds)}
-    run |= {part: partial(run_tests, first) for part, first in TEST_PARTS.items()}
+    run |= {part: partial(run_tests, part) for part in TEST_PARTS}
     PASSED.parent.mkdir(exist_ok=True)
     failures = []
+
+    def keep(part: str, result: Callable[[], dict]) -> None:
+        passed.pop(part, None)
+        try:
+            passed[part] = result()
+        except Failed as error:
+            failures.append(part)
+            print(error, flush=True)
+        PASSED.write_text(json.dumps(passed, indent=1) + "\n")
+
     wanted = options.part or [part for part in PARTS if part not in passed]
     with ThreadPoolExecutor() as pool:  # but for the tests, which have limits of time that a busy GPU could exceed
-        running = {part: pool.submit(run[part]) for part in wanted if part not in TEST_PARTS}
+        running = {pool.submit(run[part]): part for part in wanted if part not in TEST_PARTS}
+        for done in as_completed(running):
+            keep(running[done], done.result)
     for part in wanted:
-        try:
-            passed[part] = running[part].result() if part in running else run[part]()
-        except Failed as error:
-            failures.append(str(error))
-        PASSED.write_text(json.dumps(passed, indent=1) + "\n")
+        if part in TEST_PARTS:
+            keep(part, run[part])
     if failures:
-        sys.exit("\n".join(failures) + "\ntests/gpu_verified.json is not written")
+        sys.exit(f"failed: {', '.join(failures)}; {VERIFIED.relative_to(ROOT)} is not written")
     if missing := [part for part in PARTS if part not in passed]:
         return print(f"passed, and kept in {PASSED.relative_to(ROOT)}; missing: {', '.join(missing)}")
     passed["sanitizer"] = {tool: passed.pop(tool) for tool in TOOLS}
