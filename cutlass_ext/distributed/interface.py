@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..interface import Backend, draw_seed, explain, window_sides
-from . import all_to_all, ring
+from . import all_gather, all_to_all, ring
 from .agreement import agreed, group_of
 from .model import Attention, Machine, all_to_all_ms, ring_ms
 from .spread import Layout, Spread, cu_seqlens_of, spread_of
 
-Method = Literal["ring", "all_to_all", "auto"]
+Method = Literal["ring", "all_to_all", "all_gather", "auto"]
 
 
 def fmha(
@@ -147,6 +147,10 @@ def fmha(
             dropout_seed = draw_seed(q)
             dist.broadcast(dropout_seed, group=group, group_src=0)
         options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "sequence_start": sequence_start}
+    if method == "all_gather":
+        place = all_gather.Gathering(group, spread, sides, options, alibi_slopes, head_start)
+        out, lse = all_gather.attention(q, k, v, sink, place)
+        return (out, lse) if return_lse else out
     return all_to_all.attention(q, k, v, group, spread, options, alibi_slopes, sink, head_start, return_lse)
 
 
@@ -154,8 +158,8 @@ def _method(
     method: str, q: Tensor, k: Tensor, spread: Spread, causal: bool, window: tuple[int, int], dropout_p: float
 ) -> str:
     """The method that runs, or why it cannot."""
-    if method not in ("ring", "all_to_all", "auto"):
-        raise ValueError(f'method: is {method!r}; expected "ring", "all_to_all" or "auto"')
+    if method not in ("ring", "all_to_all", "all_gather", "auto"):
+        raise ValueError(f'method: is {method!r}; expected "ring", "all_to_all", "all_gather" or "auto"')
     H_q, H_kv = q.shape[-2], k.shape[-2]
     divides = all_to_all.takes_heads(H_q, H_kv, spread.ranks)
     if method == "all_to_all" and not divides:

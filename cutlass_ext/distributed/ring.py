@@ -1,11 +1,9 @@
 """The ring: rows stay, K and V go round, results of parts of the keys are merged by `lse`. Called by interface.py."""
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,6 +14,7 @@ from ..backward import fmha_backward
 from ..interface import fmha
 from ..torch_backend import dtype_of_scores
 from .spread import Pair, Spread
+from .transfer import Transfer, connect
 
 
 class Call(NamedTuple):
@@ -40,7 +39,8 @@ class Routes:
         ranks = spread.ranks
         self.pairs = {source: spread.pairs(rank, source, *sides) for source in range(ranks)}
         self.received = {source: _parts_of(pairs) for source, pairs in self.pairs.items()}
-        self.sent = {to: _parts_of(spread.pairs(to, rank, *sides)) for to in range(ranks)}
+        self.pairs_of_others = {to: spread.pairs(to, rank, *sides) for to in range(ranks)}
+        self.sent = {to: _parts_of(pairs) for to, pairs in self.pairs_of_others.items()}
 
 
 def _parts_of(pairs: list[Pair]) -> range:
@@ -49,7 +49,7 @@ def _parts_of(pairs: list[Pair]) -> range:
     return range(min(keys), max(keys) + 1) if keys else range(0)
 
 
-_routes = functools.lru_cache(maxsize=64)(Routes)  # the layers of a model have the same
+routes_of = functools.lru_cache(maxsize=64)(Routes)  # the layers of a model have the same
 
 
 class Ring:
@@ -58,7 +58,7 @@ class Ring:
     def __init__(self, group: dist.ProcessGroup, spread: Spread, sides: tuple[int, int], options: dict):
         self.group, self.spread, self.options = group, spread, options
         self.rank, self.ranks = group.rank(), group.size()
-        self.routes = _routes(spread, self.rank, sides)
+        self.routes = routes_of(spread, self.rank, sides)
         # Where positions matter by their order alone, parts that lie side by side need no calls of their own.
         self.by_order = not spread.packed and options["alibi_slopes"] is None and tuple(options["window"]) == (-1, -1)
 
@@ -116,56 +116,15 @@ class Message:
         return self.buffer[self.ends[parts[0]] : self.ends[parts[-1] + 1]] if parts else None
 
 
-class Transfer:
-    """Messages of one step on their way, beside what is computed meanwhile.
-
-    They start on a stream of their own, after all that was computed so far: that wrote what is sent, and has read what
-    the memory that is written held before. What is computed next does not wait for them.
-    """
-
-    def __init__(self, ring: Ring, to: int, sent: Tensor | None, source: int, received: Tensor | None, what: str):
-        self.failure = f"rank {ring.rank} of {ring.ranks}: {what} did not come from rank {source}, or go to rank {to}"
-        operations = [
-            dist.P2POp(operation, buffer, group=ring.group, group_peer=peer)
-            for operation, buffer, peer in ((dist.irecv, received, source), (dist.isend, sent, to))
-            if buffer is not None and buffer.numel() > 0
-        ]
-        self.works = []
-        if operations:
-            with _naming(self.failure), _beside(operations[0].tensor.device):
-                self.works = dist.batch_isend_irecv(operations)
-
-    def wait(self) -> None:
-        """On a CPU until they are there; on a GPU what is computed from here on waits, and the host does not."""
-        with _naming(self.failure):
-            for work in self.works:
-                work.wait()
-
-
-@contextlib.contextmanager
-def _naming(failure: str) -> Iterator[None]:
-    """A dead rank or a timeout says who waited for whom."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(f"{failure} ({error})") from error
-
-
-@functools.lru_cache(maxsize=64)
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-@contextlib.contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
-    """On a stream of its own; on a CPU transfers have threads of their own."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = _stream_of(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
+def _transfer(ring: Ring, to: int, sent: Tensor | None, source: int, received: Tensor | None, what: str) -> Transfer:
+    """The messages of one step."""
+    failure = f"rank {ring.rank} of {ring.ranks}: {what} did not come from rank {source}, or go to rank {to}"
+    operations = [
+        (operation, buffer, peer)
+        for operation, buffer, peer in ((dist.irecv, received, source), (dist.isend, sent, to))
+        if buffer is not None
+    ]
+    return Transfer(ring.group, operations, failure)
 
 
 def _keys(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[int, Message | None]]:
@@ -185,7 +144,7 @@ def _keys(ring: Ring, k: Tensor, v: Tensor) -> Iterator[tuple[int, Message | Non
         needed = ring.routes.received[source]
         message = Message(ring, source, k, v, k.dtype) if needed else None
         sent, received = own.parts(ring.routes.sent[to]), message and message.parts(needed)
-        return source, message, Transfer(ring, to, sent, source, received, f"k and v of step {step}")
+        return source, message, _transfer(ring, to, sent, source, received, f"k and v of step {step}")
 
     steps = iter(range(1, ranks))
     coming = [start(step) for step in itertools.islice(steps, 1)]
@@ -274,7 +233,7 @@ class _Attention(torch.autograd.Function):
                 sent = share and share.parts(ring.routes.received[source])
                 theirs = ring.routes.sent[to]
                 mine = Message(ring, rank, k, v, dtype).parts(theirs) if theirs else None
-                coming = mine, own.parts(theirs), share, Transfer(ring, source, sent, to, mine, "dk and dv")
+                coming = mine, own.parts(theirs), share, _transfer(ring, source, sent, to, mine, "dk and dv")
         _add(coming)
         gradients = zip(*(own.of(part) for part in range(ring.spread.parts)), strict=True)
         dk, dv = (torch.cat(parts, -3).to(k.dtype) for parts in gradients)
@@ -290,13 +249,7 @@ def _add(coming: tuple[Tensor | None, Tensor | None, Message | None, Transfer] |
             own.add_(share)
 
 
-_connected: WeakSet = WeakSet()  # groups whose ranks NCCL has connected
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of this rank's rows."""
-    if q.is_cuda and ring.group not in _connected:
-        # NCCL connects a group by its first operation, which all ranks have to take part in; a step may have some.
-        dist.all_reduce(torch.zeros(1, device=q.device), group=ring.group)
-        _connected.add(ring.group)
+    connect(ring.group, q.device)
     return _Attention.apply(q, k, v, sink, ring)

@@ -55,6 +55,13 @@ class Spread:
         """Of each rank's shard."""
         return [sum(self.rows_of_part(rank, part) for part in range(self.parts)) for rank in range(self.ranks)]
 
+    @functools.cached_property
+    def places(self) -> list[int]:
+        """Where chunks begin that lie one after the other, each the rows of all sequences; and where the last ends.
+        Of one sequence that is its own order."""
+        rows = [sum(end - begin for begin, end in self.edges(chunk)) for chunk in range(self.chunks)]
+        return list(itertools.accumulate(rows, initial=0))
+
     def slice_of(self, rank: int, parts: slice) -> slice:
         """Where some parts lie in a rank's shard."""
         sizes = [self.rows_of_part(rank, part) for part in range(self.parts)]
@@ -80,6 +87,12 @@ class Spread:
             return {"start_pos": self.edges(rows)[0][0] - self.edges(keys)[0][0]}
         return _packed_options(self, rows, keys, device)
 
+    def options_of_whole(self, rows: int, device: torch.device) -> dict:
+        """The same of the rows of one chunk and all keys, in the order of the sequences."""
+        if not self.packed:
+            return {"start_pos": self.edges(rows)[0][0]}
+        return _packed_options(self, rows, None, device)
+
     def order(self, device: torch.device) -> Tensor | None:
         """int64 `[rows of the whole]`: where each stands in the shards of all ranks, one after the other. None where
         that is in order."""
@@ -88,6 +101,15 @@ class Spread:
     def rows_of_all(self, device: torch.device) -> Tensor | None:
         """The inverse: which row of the whole stands at each place of the shards."""
         return _orders(self, device)[0]
+
+    def order_of_chunks(self, device: torch.device) -> Tensor | None:
+        """int64 `[rows of the whole]`: where each stands in the chunks, one after the other as `places` has them. None
+        where that is in order."""
+        return None if len(self.lengths) < 2 else _order_of_chunks(self, device)
+
+    def rows_of_chunk(self, chunk: int, device: torch.device) -> Tensor:
+        """int64: which rows of the whole a chunk has."""
+        return _rows_of_chunk(self, chunk, device)
 
     def rows_of(self, rank: int, device: torch.device) -> Tensor:
         """int64: which rows of the whole a rank has, as they stand in its shard."""
@@ -128,8 +150,8 @@ def _lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 @torch.inference_mode(False)
-def _packed_options(spread: Spread, rows: int, keys: int, device: torch.device) -> dict:
-    of_rows, of_keys = spread.edges(rows), spread.edges(keys)
+def _packed_options(spread: Spread, rows: int, keys: int | None, device: torch.device) -> dict:
+    of_rows, of_keys = spread.edges(rows), [(0, n) for n in spread.lengths] if keys is None else spread.edges(keys)
     starts = [row - key for (row, _), (key, _) in zip(of_rows, of_keys, strict=True)]
     options = {"start_pos": _to_device(torch.tensor(starts, dtype=torch.int32), device)}
     for side, edges in (("q", of_rows), ("k", of_keys)):
@@ -146,14 +168,18 @@ def cu_seqlens_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return _to_device(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
 
 
-def _rows(spread: Spread, rank: int) -> Tensor:
+def _rows(spread: Spread, chunks: Sequence[int]) -> Tensor:
     begins = list(itertools.accumulate(spread.lengths, initial=0))
     pieces = [
         torch.arange(begins[b] + begin, begins[b] + end)
-        for part in range(spread.parts)
-        for b, (begin, end) in enumerate(spread.edges(spread.chunk(rank, part)))
+        for chunk in chunks
+        for b, (begin, end) in enumerate(spread.edges(chunk))
     ]
     return torch.cat(pieces) if pieces else torch.arange(0)
+
+
+def _chunks_of(spread: Spread, rank: int) -> list[int]:
+    return [spread.chunk(rank, part) for part in range(spread.parts)]
 
 
 # Numbers of all rows take memory: of the last few spreads, as the layers of a model have one. What is kept may be first
@@ -161,16 +187,28 @@ def _rows(spread: Spread, rank: int) -> Tensor:
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)
 def _rows_of(spread: Spread, rank: int, device: torch.device) -> Tensor:
-    return _to_device(_rows(spread, rank), device)
+    return _to_device(_rows(spread, _chunks_of(spread, rank)), device)
 
 
 @functools.lru_cache(maxsize=4)
 @torch.inference_mode(False)
 def _orders(spread: Spread, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    rows = torch.cat([_rows(spread, rank) for rank in range(spread.ranks)])
+    rows = torch.cat([_rows(spread, _chunks_of(spread, rank)) for rank in range(spread.ranks)])
     if torch.equal(rows, torch.arange(len(rows))):
         return None, None
     return _to_device(rows, device), _to_device(torch.argsort(rows), device)
+
+
+@functools.lru_cache(maxsize=4)
+@torch.inference_mode(False)
+def _order_of_chunks(spread: Spread, device: torch.device) -> Tensor:
+    return _to_device(torch.argsort(_rows(spread, range(spread.chunks))), device)
+
+
+@functools.lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _rows_of_chunk(spread: Spread, chunk: int, device: torch.device) -> Tensor:
+    return _to_device(_rows(spread, [chunk]), device)
 
 
 def _to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -182,6 +182,7 @@ def test_ring(pool, ranks, layout, packed, features):
 
 
 SEED = torch.tensor([7, 11])
+DROPOUT = {"causal": True, "dropout_p": 0.3, "dropout_seed": SEED, "head_start": 2, "sequence_start": 1}
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -189,11 +190,26 @@ SEED = torch.tensor([7, 11])
 @pytest.mark.parametrize("ranks", [2, 4])  # of two key heads: one a rank, and one for two ranks
 @pytest.mark.parametrize("features", ["causal", "all", "dropout"])
 def test_all_to_all(pool, ranks, layout, packed, features):
-    options = {"dropout_p": 0.3, "dropout_seed": SEED, "head_start": 2, "sequence_start": 1}
-    pool.run(compare, ranks, layout, "all_to_all", FEATURES.get(features, options), packed)
+    pool.run(compare, ranks, layout, "all_to_all", FEATURES.get(features, DROPOUT), packed)
 
 
-@pytest.mark.parametrize("method", ["ring", "all_to_all", "auto"])
+def compare_gathered(group, layout, options, packed, in_pieces, *arguments):
+    """With the keys in one piece or in two, and kept for the backward pass or gathered again."""
+    from cutlass_ext.distributed import all_gather
+
+    all_gather.PIECES_BYTES, all_gather.KEPT_BYTES = (0, 1 << 27) if in_pieces else (1 << 23, 0)
+    compare(group, layout, "all_gather", options, packed, *arguments)
+
+
+@pytest.mark.parametrize("in_pieces", [True, False], ids=["pieces kept", "whole again"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("layout,features", [*LAYOUTS, ("zigzag", "dropout")])
+def test_all_gather(pool, ranks, layout, packed, features, in_pieces):
+    pool.run(compare_gathered, ranks, layout, FEATURES.get(features, DROPOUT), packed, in_pieces)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all", "all_gather", "auto"])
 def test_one_rank(pool, method):
     pool.run(compare, 1, "zigzag", method, FEATURES["all"], False)
 
@@ -211,13 +227,13 @@ def inference_first(group, cu_seqlens, method):
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 17, 40]], ids=["padded", "packed"])
-@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+@pytest.mark.parametrize("method", ["ring", "all_to_all", "all_gather"])
 def test_training_after_inference(pool, method, cu_seqlens):
     """What is kept from call to call serves both."""
     pool.run(inference_first, 4, cu_seqlens, method)
 
 
-@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+@pytest.mark.parametrize("method", ["ring", "all_to_all", "all_gather"])
 def test_16_bits(pool, method):
     pool.run(compare, 2, "zigzag", method, FEATURES["causal"], False, torch.bfloat16)
 
@@ -233,7 +249,7 @@ def gpu_pool():
 @TWO_GPUS
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+@pytest.mark.parametrize("method", ["ring", "all_to_all", "all_gather"])
 @pytest.mark.parametrize("features", FEATURES)
 def test_two_gpus(gpu_pool, method, features, dtype, packed):
     gpu_pool.run(compare, 2, "zigzag", method, FEATURES[features], packed, dtype, "cuda")
@@ -341,7 +357,7 @@ def bits(group, method):
     return [x.detach().view(torch.int32).tolist() for x in (out, *torch.autograd.grad(out.sum(), (q, k, v)))]
 
 
-@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+@pytest.mark.parametrize("method", ["ring", "all_to_all", "all_gather"])
 def test_same_bits_run_after_run(pool, method):
     assert pool.run(bits, 2, method) == pool.run(bits, 2, method)
 

@@ -1,0 +1,295 @@
+"""All-gather: every rank gets the keys that its rows see, all of them, and then computes as one GPU would. Called by
+interface.py."""
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..backward import fmha_backward
+from ..interface import fmha
+from ..torch_backend import dtype_of_scores
+from .ring import routes_of
+from .spread import Spread
+from .transfer import Transfer, connect
+
+# Bytes of K and V of all ranks. Up to the first they are kept for the backward pass, which else gathers them again: of
+# 16,384 rows of 8 heads of 128 that is a tenth of the time that they take to come, and 64 MB a layer. From the second
+# on they come in two pieces, the first of which is what nothing is beside: a message costs as much as 5 MB of it do.
+KEPT_BYTES = 1 << 27
+PIECES_BYTES = 1 << 23
+
+
+class Gathering:
+    """A rank's place, and the calls that it makes there: for each part of its rows, and each piece of the heads."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, spread: Spread, sides: tuple[int, int], options: dict,
+        slopes: Tensor | None, head_start: int,
+    ):  # fmt: skip
+        self.group, self.spread, self.options = group, spread, options
+        self.slopes, self.head_start = slopes, head_start
+        self.rank, self.ranks = group.rank(), group.size()
+        self.routes = routes_of(spread, self.rank, sides)
+        self.own = [spread.chunk(self.rank, part) for part in range(spread.parts)]
+        # Later rows see more keys under causal: what is left to do at the end is then short.
+        self.parts = [part for part in reversed(range(spread.parts)) if spread.rows_of_part(self.rank, part)]
+        seen = [[] for _ in range(spread.parts)]
+        for source, pairs in self.routes.pairs.items():
+            for i, j in pairs:
+                seen[i].append(spread.chunk(source, j))
+        self.seen = seen
+        last = max(itertools.chain(self.own, *seen)) + 1
+        self.chunks = spread.chunks if spread.packed else last
+
+    def pieces(self, k: Tensor, v: Tensor) -> list[slice]:
+        """Of the key heads: the first is small, and what comes after it comes while it is computed."""
+        heads = k.shape[-2]
+        first = max(heads // 8, 1)
+        if self.ranks == 1 or heads == 1 or self.bytes_of_whole(k, v) < PIECES_BYTES:
+            return [slice(0, heads)]
+        return [slice(0, first), slice(first, heads)]
+
+    def bytes_of_whole(self, k: Tensor, v: Tensor) -> int:
+        return (
+            math.prod(k.shape[:-3])
+            * self.spread.places[-1]
+            * k.shape[-2]
+            * (k.shape[-1] + v.shape[-1])
+            * k.element_size()
+        )
+
+    def place(self, x: Tensor, chunk: int) -> Tensor:
+        """Rows of a chunk, of a tensor that has them in its first dimension, chunk after chunk."""
+        return x[self.spread.places[chunk] : self.spread.places[chunk + 1]]
+
+    def rows(self, x: Tensor, part: int) -> Tensor:
+        """Of a tensor of this rank's rows `[..., rows, heads, head_dim]`: those of a part."""
+        rows = self.spread.slice_of(self.rank, slice(part, part + 1))
+        return x.narrow(-3, rows.start, rows.stop - rows.start)
+
+    def part_of(self, x: Tensor, part: int, heads: slice) -> Tensor:
+        """Of a tensor of this rank's rows and query heads, what a call computes with or gives."""
+        return self.rows(x, part)[..., heads, :]
+
+    def part_of_lse(self, x: Tensor, part: int, heads: slice) -> Tensor:
+        """The same of a tensor `[..., heads, rows]`."""
+        return x[..., heads, self.spread.slice_of(self.rank, slice(part, part + 1))]
+
+    def keys_of(self, part: int, kv: Tensor, d: int) -> tuple[Tensor, Tensor]:
+        """K and V for a part. Of one sequence none past the last chunk that it sees."""
+        if not self.spread.packed:
+            kv = kv.narrow(-3, 0, self.spread.places[max(self.seen[part], default=-1) + 1])
+        return kv[..., :d], kv[..., d:]
+
+    def options_of(self, part: int, heads: slice, sink: Tensor | None, device: torch.device) -> dict:
+        options = self.options | self.spread.options_of_whole(self.own[part], device)
+        options |= {"alibi_slopes": None if self.slopes is None else self.slopes[heads].contiguous()}
+        options |= {"sink": None if sink is None else sink[heads].contiguous()}
+        if options.get("dropout_p"):
+            options["head_start"] = self.head_start + heads.start
+        return options
+
+    def chunk_of(self, x: Tensor, chunk: int) -> Tensor:
+        """Of a gradient of the keys that `keys_of` gave: what one chunk has of it, contiguous."""
+        if len(self.spread.lengths) > 1:
+            return x.index_select(-3, self.spread.rows_of_chunk(chunk, x.device))
+        begin, end = self.spread.places[chunk : chunk + 2]
+        return x.narrow(-3, begin, end - begin).contiguous()
+
+    def transfer(self, operations: list, what: str, after: Iterable = ()) -> Transfer:
+        failure = f"rank {self.rank} of {self.ranks}: {what} did not come from the other ranks, or go to them"
+        return Transfer(self.group, operations, failure, tuple(after))
+
+
+class Launches:
+    """Calls on streams of their own, all after what was computed before and none after another: where one ends, and
+    leaves multiprocessors idle, the next is there already. On a CPU one after the other."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.streams = device, []
+
+    @contextlib.contextmanager
+    def next(self) -> Iterator[None]:
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = _stream_of(self.device, len(self.streams))
+        self.streams.append(stream)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self) -> None:
+        """What is computed next comes after all of them."""
+        for stream in self.streams:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    def release(self) -> None:
+        """What they allocated has been read: their streams may use its memory again after that."""
+        for stream in self.streams:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+
+
+@functools.lru_cache(maxsize=64)
+def _stream_of(device: torch.device, index: int) -> "torch.cuda.Stream":
+    return torch.cuda.Stream(device)
+
+
+def _gathered(place: Gathering, k: Tensor, v: Tensor, pieces: list[slice]) -> Iterator[tuple[slice, Tensor]]:
+    """Pieces of the key heads, and K and V of all ranks there, `[..., rows, heads, d + d_v]`.
+
+    Rows lie chunk after chunk, so that each chunk is one message straight to its place, and chunks are in the order of
+    the sequence if there is one. Chunks that no row here sees do not come, and are zeros.
+    """
+    spread, routes, rank, others = place.spread, place.routes, place.rank, range(place.ranks)
+    transfers = []
+    missing = set(range(place.chunks)) - set(place.own)
+    missing -= {spread.chunk(source, j) for source in others for j in routes.received[source]}
+    for heads in pieces:
+        shape = spread.places[place.chunks], *k.shape[:-3], heads.stop - heads.start, k.shape[-1] + v.shape[-1]
+        kv = k.new_empty(shape)
+        for part, chunk in enumerate(place.own):
+            own = [place.rows(x, part)[..., heads, :].movedim(-3, 0) for x in (k, v)]
+            torch.cat(own, -1, out=place.place(kv, chunk))
+        for chunk in missing:
+            place.place(kv, chunk).zero_()
+        operations = []
+        for peer in (peer for peer in others if peer != rank):
+            received = [place.place(kv, spread.chunk(peer, j)) for j in routes.received[peer]]
+            sent = [place.place(kv, place.own[j]) for j in routes.sent[peer]]
+            operations += [(dist.irecv, x, peer) for x in received] + [(dist.isend, x, peer) for x in sent]
+        transfers.append((heads, kv, place.transfer(operations, "k and v")))
+    order = spread.order_of_chunks(k.device)
+    for heads, kv, transfer in transfers:
+        transfer.wait()
+        kv = kv if order is None else kv.index_select(0, order)
+        yield heads, kv.movedim(0, -3)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, place: Gathering) -> tuple[Tensor, Tensor]:
+        d, results, gathered, launches = k.shape[-1], [], [], Launches(q.device)
+        for heads, kv in _gathered(place, k, v, place.pieces(k, v)):
+            gathered.append((heads, kv))
+            of_q = _query_heads(heads, q, k.shape[-2])
+            for part in place.parts:
+                with launches.next():
+                    result = fmha(
+                        place.part_of(q, part, of_q), *place.keys_of(part, kv, d), return_lse=True,
+                        **place.options_of(part, of_q, sink, q.device),
+                    )  # fmt: skip
+                results.append((part, of_q, *result))
+        launches.join()
+        if len(results) == 1 and results[0][2].shape[:-1] == q.shape[:-1]:
+            *_, out, lse = results[0]
+        else:
+            out = q.new_empty(*q.shape[:-1], v.shape[-1])
+            lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=dtype_of_scores(q))
+            for part, of_q, part_out, part_lse in results:
+                place.part_of(out, part, of_q).copy_(part_out)
+                place.part_of_lse(lse, part, of_q).copy_(part_lse)
+        launches.release()
+        ctx.place, ctx.d = place, d
+        ctx.kept = [heads for heads, _ in gathered] if place.bytes_of_whole(k, v) <= KEPT_BYTES else None
+        saved = (k, v) if ctx.kept is None else [kv for _, kv in gathered]
+        ctx.save_for_backward(q, sink, out, lse, *saved)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+        place, (q, sink, out, lse, *saved) = ctx.place, ctx.saved_tensors
+        spread, rank = place.spread, place.rank
+        if ctx.kept is None:
+            gathered = list(_gathered(place, *saved, [slice(0, saved[0].shape[-2])]))
+        else:
+            gathered = list(zip(ctx.kept, saved, strict=True))
+        H_kv = gathered[-1][0].stop
+        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        launches, results, transfers = Launches(q.device), [], []
+        # Of each piece of the heads, and each part of the rows here: what the parts of the rows of all ranks give.
+        shares = {(heads.start, j): [] for heads, _ in gathered for j in range(spread.parts)}
+        for part in reversed(range(spread.parts)):  # all ranks name their messages in one order
+            operations, first = _received(place, part, gathered, ctx.d, shares), len(launches.streams)
+            for heads, kv in gathered if part in place.parts else ():
+                of_q = _query_heads(heads, q, H_kv)
+                with launches.next():
+                    dq, dk, dv, *dsink = fmha_backward(
+                        place.part_of(dout, part, of_q), place.part_of(q, part, of_q),
+                        *place.keys_of(part, kv, ctx.d), place.part_of(out, part, of_q),
+                        place.part_of_lse(lse, part, of_q).contiguous(),
+                        dlse=None if dlse is None else place.part_of_lse(dlse, part, of_q).contiguous(),
+                        **place.options_of(part, of_q, sink, q.device),
+                    )  # fmt: skip
+                    for to, pairs in place.routes.pairs.items():
+                        for j in (j for i, j in pairs if i == part):
+                            share = [place.chunk_of(x, spread.chunk(to, j)) for x in (dk, dv)]
+                            if to == rank:
+                                shares[heads.start, j].append(share)
+                            else:
+                                operations += [(dist.isend, x, to) for x in share]
+                results.append((part, of_q, dq, dsink))
+            transfers.append(place.transfer(operations, "dk and dv", launches.streams[first:]))
+        launches.join()
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        dsink = None if sink is None else torch.zeros_like(sink)
+        for part, of_q, part_dq, part_dsink in results:
+            place.part_of(dq, part, of_q).copy_(part_dq)
+            if dsink is not None:
+                dsink[of_q] += part_dsink[0]
+        for transfer in transfers:
+            transfer.wait()
+        dk, dv = (q.new_empty(*q.shape[:-2], H_kv, n) for n in (ctx.d, out.shape[-1]))
+        for heads, _ in gathered:
+            for j in range(spread.parts):
+                for i, x in enumerate((dk, dv)):
+                    _add_up([share[i] for share in shares[heads.start, j]], place.part_of(x, j, heads))
+        launches.release()
+        return dq, dk, dv, dsink, None
+
+
+def _query_heads(heads: slice, q: Tensor, H_kv: int) -> slice:
+    """Those that read some key heads."""
+    of_one = q.shape[-2] // H_kv
+    return slice(heads.start * of_one, heads.stop * of_one)
+
+
+def _received(place: Gathering, part: int, gathered: list, d: int, shares: dict) -> list:
+    """What the same part of the rows of other ranks gives for the keys here, as it will have come, is in `shares`."""
+    operations = []
+    for heads, kv in gathered:
+        for source, pairs in place.routes.pairs_of_others.items():
+            for j in (j for i, j in pairs if i == part and source != place.rank):
+                rows = place.spread.rows_of_part(place.rank, j)
+                shape = *kv.shape[:-3], rows, kv.shape[-2]
+                share = [kv.new_empty(*shape, n) for n in (d, kv.shape[-1] - d)]
+                shares[heads.start, j].append(share)
+                operations += [(dist.irecv, x, source) for x in share]
+    return operations
+
+
+def _add_up(parts: list[Tensor], out: Tensor) -> None:
+    """The sum of a few tensors of 16 bits, rounded once."""
+    if len(parts) == 1:
+        out.copy_(parts[0])
+    elif len(parts) == 2:
+        torch.add(*parts, out=out)
+    elif parts:
+        torch.sum(torch.stack(parts), 0, out=out)
+    else:
+        out.zero_()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, place: Gathering) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of this rank's rows."""
+    connect(place.group, q.device)
+    return _Attention.apply(q, k, v, sink, place)
