@@ -175,8 +175,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
         dtype, touched = dtype_of_scores(q), set()
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
-        lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=dtype)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
+        lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=dtype)
         for source, message in _keys(ring, k, v):
             for call in ring.calls(source, q.device):
                 part_out, part_lse = fmha(
@@ -191,6 +191,9 @@ class _Attention(torch.autograd.Function):
                     rows_out.copy_(part_out)
                     rows_lse.copy_(part_lse)
                 touched |= parts
+        for part in set(range(ring.spread.parts)) - touched:  # without keys
+            ring.rows(out, ring.rank, slice(part, part + 1)).zero_()
+            ring.rows_of_lse(lse, slice(part, part + 1)).fill_(-torch.inf)
         out = out.to(q.dtype)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, sink, out, lse)
@@ -203,8 +206,6 @@ class _Attention(torch.autograd.Function):
         ring, (q, k, v, sink, out, lse) = ctx.ring, ctx.saved_tensors
         rank, ranks, dtype = ring.rank, ring.ranks, lse.dtype
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        delta = (dout.to(dtype) * out).sum(-1).transpose(-1, -2)
-        delta = delta if dlse is None else delta - dlse
         dq, dsink = torch.zeros_like(q, dtype=dtype), None if sink is None else torch.zeros_like(sink)
         own = Message(ring, rank, k, v, dtype, zeros=True)
         coming = None  # a share of dk and dv of this rank's keys
@@ -215,8 +216,9 @@ class _Attention(torch.autograd.Function):
             for call in ring.calls(source, q.device):
                 dq_part, dk, dv, *of_sink = fmha_backward(
                     ring.rows(dout, rank, call.rows), ring.rows(q, rank, call.rows),
-                    *_keys_of(ring, call, message, k, v), None, ring.rows_of_lse(lse, call.rows).contiguous(),
-                    delta=ring.rows_of_lse(delta, call.rows).contiguous(),
+                    *_keys_of(ring, call, message, k, v), ring.rows(out, rank, call.rows),
+                    ring.rows_of_lse(lse, call.rows).contiguous(),
+                    dlse=None if dlse is None else ring.rows_of_lse(dlse, call.rows).contiguous(),
                     sink=sink if call.has_sink else None, **call.options,
                 )  # fmt: skip
                 ring.rows(dq, rank, call.rows).add_(dq_part)
