@@ -1,12 +1,14 @@
-"""`python -m cutlass_ext.bench`: this library, attention written out in PyTorch, and every SDPA backend, in turn.
+"""`python -m cutlass_ext.bench`: this library, attention written out in PyTorch, every SDPA backend, and every other
+attention library that is installed (`peers.py`), in turn.
 
-For people who want to know what the library does on their machine; `make demo` calls it, and its JSON is what
-python/report.py turns into bench/results. Each case has fresh random data; our result is checked against a float64
-computation before it is timed (the bound: twice the error of written-out attention), and a miss ends the run. With
-`--backward` each case comes a second time, for its gradients; `--preset` takes the shapes of a model for the suite's.
+For people who want to know what the library does on their machine; `make demo` calls it, python/report.py makes pages
+of its JSON, and python/figures.py measures with it. Each case has fresh random data; our result is checked against a
+float64 computation before it is timed (the bound: twice the error of written-out attention), and a miss ends the run.
+With `--backward` each case comes a second time, for its gradients; `--preset` takes the shapes of a model.
 
 The figures are medians over rounds in which the providers take turns, in an order that rotates. On a GPU a sample is
-up to 20 calls back to back, timed by events and queued behind a sleeping kernel: host time is not in it.
+a CUDA graph of up to 20 calls, queued behind a sleeping kernel: host time is not in it. Rows over a cache are one call
+a sample, after reading more than L2 holds: there a cache comes from memory.
 """
 
 from __future__ import annotations
@@ -23,21 +25,22 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cutlass_ext
 
-OURS, WRITTEN_OUT = "cutlass_ext", "written out"
+from .peers import NAMES, OURS, WRITTEN_OUT, Provider, installed, written_out
+
 SAMPLE_MS = 1.0  # the least time of one sample, so that the few microseconds of an event do not count
-MAX_REPEATS = 20  # calls that the host queues in less time than the kernel before them sleeps
-SLEEP_CYCLES = 10_000_000  # about 5 ms
+MAX_REPEATS = 20  # calls of a sample
+SLEEP_CYCLES = 10_000_000  # about 5 ms: what the host needs to queue MAX_REPEATS calls that are no graph
+MORE_THAN_L2 = 512 << 20  # bytes
+DROPPED = 0.1
 
 
 @dataclass(frozen=True)
@@ -51,16 +54,31 @@ class Case:
     series: str = "table"  # or "memory", "scaling": the rows that --plot draws against N
     backward: bool = False
     heads_kv: int = 0  # key heads; 0: as many as query heads
-    n_q: int = 0  # query rows; 0: as many as keys
+    n_q: int = 0  # query rows, over a cache; 0: as many as keys
+    window: int = 0  # keys that a row of causal attention sees at most; 0: all
+    page: int = 0  # keys of a page; 0: no pages
+    scores: str = ""  # "mask", "bias" (and its gradient) or "dropout"
 
     @property
     def flops(self) -> int:
-        """Two matrix products over the visible (query, key) pairs; five in the backward pass."""
-        pairs = self.n * (self.n + 1) // 2 if self.causal else self.rows * self.n
+        """Two matrix products over the (query, key) pairs that causal and window leave; five in the backward pass."""
+        hidden = self.n - self.window if self.window else 0  # keys that a window hides from the last row
+        pairs = (self.n * (self.n + 1) - hidden * (hidden + 1)) // 2 if self.causal else self.rows * self.n
         return (10 if self.backward else 4) * self.batch * self.heads * pairs * self.head_dim
 
+    @property
+    def cache_bytes(self) -> int:
+        """What keys and values take."""
+        return 2 * self.batch * self.n * self.key_heads * self.head_dim * getattr(torch, self.dtype).itemsize
+
+    @property
+    def dropout_p(self) -> float:
+        return DROPPED if self.scores == "dropout" else 0.0
+
     def __str__(self) -> str:
-        words = [" causal"] * self.causal + [" backward"] * self.backward
+        words = [" causal"] * self.causal + [f" window {self.window}"] * bool(self.window)
+        words += [f" pages of {self.page}"] * bool(self.page) + [f" {self.scores}"] * bool(self.scores)
+        words += [" backward"] * self.backward
         rows, heads = [f"{self.n_q} x "] * bool(self.n_q), [f"/{self.heads_kv}"] * bool(self.heads_kv)
         sizes = f"{self.batch}, {''.join(rows)}{self.n}, {self.heads}{''.join(heads)}, {self.head_dim}"
         return f"({sizes}){''.join(words)}"
@@ -73,11 +91,64 @@ class Case:
     def key_heads(self) -> int:
         return self.heads_kv or self.heads
 
-    def inputs(self, device: str) -> list[Tensor]:
-        """q, k and v; and dout, which only the backward pass reads."""
+    def inputs(self, device: str) -> Inputs:
         of_rows, of_keys = (self.rows, self.heads), (self.n, self.key_heads)
         shapes = [(self.batch, *sizes, self.head_dim) for sizes in (of_rows, of_keys, of_keys, of_rows)]
-        return [torch.randn(shape, device=device).to(getattr(torch, self.dtype)) for shape in shapes]
+        dtype = getattr(torch, self.dtype)
+        x = Inputs(*(torch.randn(shape, device=device).to(dtype) for shape in shapes))
+        if self.scores == "mask":
+            x.mask = torch.rand(1, 1, self.rows, self.n, device=device) < 0.75
+            x.mask[..., 0] = True  # no row without keys: of those libraries think differently
+        elif self.scores == "bias":
+            x.bias = torch.randn(self.batch, self.heads, self.rows, self.n, device=device).to(dtype)
+        elif self.scores == "dropout":
+            x.seed = torch.randint(2**62, (2,), device=device)
+        if self.page:
+            x.table, x.pages = x.in_pages(self.page)
+            x.lengths = torch.full((self.batch,), self.n, dtype=torch.int32, device=device)
+        return x
+
+
+@dataclass
+class Inputs:
+    """Tensors of a case. `k` and `v` hold the keys one after the other also where `pages` has them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor  # read by the backward pass alone
+    mask: Tensor | None = None  # [1, 1, rows, n]
+    bias: Tensor | None = None  # [B, H, rows, n]
+    seed: Tensor | None = None  # of dropout
+    kept: Tensor | None = None  # [B, H, rows, n], what dropout keeps; for the float64 computation alone
+    table: Tensor | None = None
+    pages: tuple[Tensor, Tensor] | None = None
+    lengths: Tensor | None = None
+
+    def in_pages(self, page: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """A table of pages in random order, and the pages of k and v."""
+        batch, n = self.k.shape[:2]
+        place = torch.randperm(batch * n // page, device=self.k.device)  # of each page in its turn
+        pages = tuple(t.reshape(len(place), page, *t.shape[2:])[place.argsort()] for t in (self.k, self.v))
+        return place.to(torch.int32).view(batch, n // page), pages
+
+    def options(self, case: Case) -> dict:
+        """Of `cutlass_ext.fmha`."""
+        given = {"causal": case.causal, "mask": self.mask, "bias": self.bias}
+        if case.window:
+            given["window"] = (case.window - 1, 0)
+        if case.dropout_p:
+            given |= {"dropout_p": case.dropout_p, "dropout_seed": self.seed}
+        return given
+
+    @property
+    def differentiated(self) -> list[Tensor]:
+        return [t for t in (self.q, self.k, self.v, self.bias) if t is not None]
+
+    def requiring_grad(self) -> Inputs:
+        """The same values, in leaves of a new graph."""
+        q, k, v, *bias = (t.detach().requires_grad_() for t in self.differentiated)
+        return replace(self, q=q, k=k, v=v, bias=bias[0] if bias else None)
 
 
 LLAMA3 = {"heads": 32, "heads_kv": 8, "head_dim": 128}
@@ -121,77 +192,29 @@ def forward_suite(device: str, dtype: str) -> list[Case]:
     return table + [Case(1, 16, n, 64, True, dtype, "scaling") for n in lengths]
 
 
-# ---- the providers: (case, q, k, v) -> a call that returns [B, N, H, d] ----
-
-
-def written_out(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """PyTorch multi-head attention, scores and all, key heads repeated where query heads share them; the causal mask is
-    made beforehand and not counted."""
-    groups = q.shape[2] // k.shape[2]
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    hidden = torch.ones(case.rows, case.n, dtype=torch.bool, device=q.device).triu(1) if case.causal else None
-
-    def call() -> Tensor:
-        keys, values = (k, v) if groups == 1 else (t.repeat_interleave(groups, 1) for t in (k, v))
-        scores = q @ keys.transpose(-2, -1) / math.sqrt(case.head_dim)
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, float("-inf"))
-        return (torch.softmax(scores, -1) @ values).transpose(1, 2)
-
-    return call
-
-
-def ours(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    return lambda: cutlass_ext.fmha(q, k, v, causal=case.causal)
-
-
-def sdpa(backend: SDPBackend) -> Callable[..., Callable[[], Tensor]]:
-    def make(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-
-        def call() -> Tensor:
-            with sdpa_kernel(backend):
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=case.heads_kv > 0)
-                return out.transpose(1, 2)
-
-        return call
-
-    return make
-
-
-PROVIDERS = {
-    OURS: ours,
-    WRITTEN_OUT: written_out,
-    "SDPA math": sdpa(SDPBackend.MATH),
-    "SDPA efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION),
-    "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION),
-    "SDPA cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION),
-}
-
-
 # ---- what is timed ----
 
-Results = tuple[Tensor, ...]  # the output; or dq, dk, dv
+Results = tuple[Tensor, ...]  # the output; or dq, dk, dv, and dbias where there is a bias
 
 
 class Pass:
     """The forward pass of a provider for a case, or its backward pass after a forward pass that was made beforehand."""
 
-    def __init__(self, make: Callable[..., Callable[[], Tensor]], case: Case, inputs: list[Tensor]):
-        self.backward, self.dout = case.backward, inputs[3]
-        self.inputs = [t.detach().requires_grad_(case.backward) for t in inputs[:3]]
-        self.forward = make(case, *self.inputs)
+    def __init__(self, make: Provider, case: Case, inputs: Inputs):
+        self.backward, self.dout = case.backward, inputs.dout
+        self.inputs = inputs.requiring_grad() if case.backward else inputs
+        self.forward = make(case, self.inputs)
         self.out = self.forward() if case.backward else None
 
     def __call__(self) -> Results:
         if not self.backward:
             return (self.forward(),)
-        return torch.autograd.grad(self.out, self.inputs, self.dout, retain_graph=True)
+        return torch.autograd.grad(self.out, self.inputs.differentiated, self.dout, retain_graph=True)
 
     def step(self) -> Results:
         """All that a step of training takes: forward, and backward where that is what is timed."""
         out = self.forward()
-        return torch.autograd.grad(out, self.inputs, self.dout) if self.backward else (out,)
+        return torch.autograd.grad(out, self.inputs.differentiated, self.dout) if self.backward else (out,)
 
 
 # ---- right? ----
@@ -209,24 +232,42 @@ class Oracle:
     """A pass in float64 for up to three (sequence, key head) pairs of a case, with the query heads that share them, and
     written-out attention's errors."""
 
-    def __init__(self, case: Case, inputs: list[Tensor]):
-        self.key_heads = case.key_heads
+    def __init__(self, case: Case, inputs: Inputs):
+        self.key_heads, self.groups = case.key_heads, case.heads // case.key_heads
         last = (case.batch - 1, case.key_heads - 1)
         self.pairs = sorted({(0, 0), (case.batch // 2, case.key_heads // 3), last})
-        ones = [[self._part(t, b, h) for t in inputs] for b, h in self.pairs]
-        # Of each result in turn (the output; or dq, dk, dv) a list over the pairs.
-        self.expected = list(zip(*(Pass(written_out, case, [t.double() for t in one])() for one in ones), strict=True))
-        self.reference = self._errors(zip(*(Pass(written_out, case, one)() for one in ones), strict=True))
-        eps = torch.finfo(inputs[0].dtype).eps
+        case = replace(case, page=0)
+        self.expected, references = [], []  # of each pair its results: the output; or dq, dk, dv, dbias
+        for b, h in self.pairs:
+            one, exact = (self._inputs(case, inputs, b, h, double) for double in (False, True))
+            self.expected.append(Pass(written_out, case, exact)())
+            references.append(Pass(written_out, case, one)())
+        self.expected = list(zip(*self.expected, strict=True))
+        self.reference = self._errors(zip(*references, strict=True))
+        eps = torch.finfo(inputs.q.dtype).eps
         self.eps = [eps * max(e.abs().max().item() for e in expected) for expected in self.expected]
         # P of a backward pass is exp(score - lse), and lse one float32: its rounding is in all of a row's P.
         norms = [math.sqrt(sum(e.square().sum().item() for e in expected)) for expected in self.expected]
         self.of_lse = [torch.finfo(torch.float32).eps * norm if len(norms) > 1 else 0.0 for norm in norms]
 
-    def _part(self, t: Tensor, b: int, h: int) -> Tensor:
+    def _inputs(self, case: Case, x: Inputs, b: int, h: int, double: bool) -> Inputs:
+        """Those of a sequence and a key head."""
+        q, k, v, dout, bias = (
+            None if t is None else self._part(t, i == 4, b, h).to(torch.float64 if double else t.dtype)
+            for i, t in enumerate((x.q, x.k, x.v, x.dout, x.bias))
+        )
+        kept = None
+        if case.dropout_p:
+            sizes = 1, self.groups, case.rows, case.n
+            where = {"head_start": h * self.groups, "sequence_start": b}
+            kept = cutlass_ext.dropout_mask(*sizes, case.dropout_p, x.seed, **where)
+        return Inputs(q, k, v, dout, mask=x.mask, bias=bias, kept=kept)
+
+    def _part(self, t: Tensor, of_scores: bool, b: int, h: int) -> Tensor:
         """Of a sequence and a key head what a tensor of query heads or of key heads has."""
-        n = t.shape[2] // self.key_heads
-        return t[b : b + 1, :, h * n : (h + 1) * n]
+        heads = 1 if of_scores else 2
+        n = t.shape[heads] // self.key_heads
+        return t[b : b + 1].narrow(heads, h * n, n)
 
     def _errors(self, results: Iterable[Iterable[Tensor]]) -> list[Errors]:
         found = []
@@ -237,7 +278,7 @@ class Oracle:
         return found
 
     def errors(self, results: Results) -> list[Errors]:
-        return self._errors([[self._part(t, b, h) for b, h in self.pairs] for t in results])
+        return self._errors([[self._part(t, i == 3, b, h) for b, h in self.pairs] for i, t in enumerate(results)])
 
     def accepts(self, errors: list[Errors]) -> bool:
         return all(
@@ -247,14 +288,6 @@ class Oracle:
 
 
 # ---- how fast, in how much memory ----
-
-
-def repeats_of(call: Callable[[], object], device: str) -> int:
-    """How many calls make a sample of SAMPLE_MS on a GPU; 1 on a CPU."""
-    if device == "cpu":
-        return 1
-    ms = min(sample_ms(call, 1, device) for _ in range(3))
-    return max(1, min(MAX_REPEATS, math.ceil(SAMPLE_MS / ms)))
 
 
 def sample_ms(call: Callable[[], object], repeats: int, device: str) -> float:
@@ -271,6 +304,39 @@ def sample_ms(call: Callable[[], object], repeats: int, device: str) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / repeats
+
+
+class Timed:
+    """A call as it is timed: on a GPU some calls in one CUDA graph, or one after the other where a graph cannot hold
+    them; one at a time, and with nothing in L2, where `cold`."""
+
+    def __init__(self, call: Callable[[], object], device: str, cold: bool = False):
+        self.call, self.device, self.repeats, self.graph = call, device, 1, None
+        self.flushed = torch.empty(MORE_THAN_L2 // 4, device=device) if cold and device == "cuda" else None
+        if device == "cpu":
+            return
+        ms = min(sample_ms(call, 1, device) for _ in range(3))
+        if not cold:
+            self.repeats = max(1, min(MAX_REPEATS, math.ceil(SAMPLE_MS / ms)))
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # On this stream: gradients are computed on that of their forward pass.
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                for _ in range(self.repeats):
+                    call()
+            graph.replay()
+            torch.cuda.synchronize()
+            self.graph = graph  # beside `call`, which holds the tensors that the graph reads
+        except Exception:  # what libraries do that cannot be captured fails in many ways
+            torch.cuda.synchronize()
+
+    def sample_ms(self) -> float:
+        """Milliseconds a call."""
+        if self.flushed is not None:
+            self.flushed.sum()  # reads it: the lines that it leaves in L2 are clean
+        if self.graph:
+            return sample_ms(self.graph.replay, 1, self.device) / self.repeats
+        return sample_ms(self.call, self.repeats, self.device)
 
 
 def peak_extra_bytes(call: Callable[[], object], device: str) -> int:
@@ -297,37 +363,56 @@ class Wrong(Exception):
     """Our result misses the float64 computation by more than written-out attention allows."""
 
 
-def measure(case: Case, device: str, rounds: int, tick: Callable[[str], None]) -> list[dict]:
+Refusals = dict[str, str]  # of providers, what they said of the first case that they did not take
+
+
+def measure(
+    case: Case,
+    device: str,
+    rounds: int,
+    tick: Callable[[str], None],
+    providers: dict[str, Provider],
+    refusals: Refusals | None = None,
+) -> list[dict]:
     """One row for each provider that takes the case."""
+    with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():  # no graph on the default one
+        return measure_here(case, device, rounds, tick, providers, {} if refusals is None else refusals)
+
+
+def measure_here(case, device, rounds, tick, providers, refusals) -> list[dict]:
     inputs = case.inputs(device)
     oracle = Oracle(case, inputs)
     calls, rows = {}, {}
-    for name, make in PROVIDERS.items():
+    for name, make in providers.items():
         tick(f"{case} {name}")
         try:
             call = Pass(make, case, inputs)
             results = call()
             peak = peak_extra_bytes(call.step, device)
-        except RuntimeError:  # out of memory, or a backend that does not take the case
+        except Exception as error:  # out of memory, or not taken; every library has exceptions of its own
             if name == OURS:
                 raise
+            refusals.setdefault(name, f"{case}: {str(error).strip().splitlines()[0] if str(error) else repr(error)}")
             continue
-        errors = oracle.errors(results)
+        # What others drop is not what we drop.
+        errors = oracle.errors(results) if name == OURS or not case.dropout_p else None
         del results
         if name == OURS and not oracle.accepts(errors):
             raise Wrong(f"{case}: {errors} against float64, where written-out attention has {oracle.reference}")
-        calls[name] = call, repeats_of(call, device)
-        rows[name] = {**asdict(case), "provider": name, "max_error": max(e.largest for e in errors), "peak_bytes": peak}
+        calls[name] = Timed(call, device, cold=bool(case.n_q))
+        largest = max(e.largest for e in errors) if errors else None
+        rows[name] = {**asdict(case), "provider": name, "max_error": largest, "peak_bytes": peak}
 
     samples = {name: [] for name in calls}
     names = list(calls)
     for i in range(rounds):
         tick(f"{case} round {i + 1} of {rounds}")
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            samples[name].append(sample_ms(*calls[name], device))
+            samples[name].append(calls[name].sample_ms())
     for name, row in rows.items():
         q25, ms, q75 = statistics.quantiles(samples[name], n=4)
         row |= {"ms": ms, "ms_q25": q25, "ms_q75": q75, "tflops": case.flops / ms / 1e9}
+        row |= {"graph": calls[name].graph is not None}
     for row in rows.values():
         row["speedup"] = rows[WRITTEN_OUT]["ms"] / row["ms"] if WRITTEN_OUT in rows else None
     return list(rows.values())
@@ -338,11 +423,11 @@ def measure(case: Case, device: str, rounds: int, tick: Callable[[str], None]) -
 
 def explanation(case: Case, device: str) -> cutlass_ext.Explanation:
     """What this library runs for the case."""
-    q, k, v, dout = case.inputs(device)
+    x = case.inputs(device)
     if not case.backward:
-        return cutlass_ext.explain(q, k, v, causal=case.causal)
-    out, lse = cutlass_ext.fmha(q, k, v, causal=case.causal, return_lse=True)
-    return cutlass_ext.explain(cutlass_ext.fmha_backward, dout, q, k, v, out, lse, causal=case.causal)
+        return cutlass_ext.explain(x.q, x.k, x.v, **x.options(case))
+    out, lse = cutlass_ext.fmha(x.q, x.k, x.v, return_lse=True, **x.options(case))
+    return cutlass_ext.explain(cutlass_ext.fmha_backward, x.dout, x.q, x.k, x.v, out, lse, **x.options(case))
 
 
 def output_of(*command: str) -> str | None:
@@ -388,7 +473,7 @@ def print_table(console, rows: list[dict]) -> None:
                 row["provider"],
                 *figures,
                 f"{row['peak_bytes'] / 1e6:.2f}",
-                f"{row['max_error']:.1e}",
+                f"{row['max_error']:.1e}" if row["max_error"] is not None else "-",
                 style="bold" if row["ms"] == best else None,
                 end_section=i == len(group) - 1,
             )
@@ -437,7 +522,7 @@ def plot_pass(rows: list[dict], prefix: str, facts: dict, folder: Path) -> list[
         if not points:
             continue
         figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-        for provider in PROVIDERS:
+        for provider in NAMES:
             line = [(row["n"], value(row)) for row in points if row["provider"] == provider]
             if line:
                 width = 2.5 if provider == OURS else 1.2
@@ -506,20 +591,26 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_float32_matmul_precision("highest")
     facts = machine(device)
     facts["commit"] = options.commit or facts["commit"]
+    providers, versions, absent = installed()
+    facts |= versions
     if device == "cpu":
         console.print("No GPU: small sizes, on the CPU path (PyTorch's operators). No CUDA kernel is timed here.")
     dtype = options.dtype or ("bfloat16" if options.preset and device == "cuda" else "float32")
-    cases, rows = suite(device, dtype, options.backward, options.preset), []
+    if absent:
+        console.print("Not compared: " + "; ".join(f"{name} ({how})" for name, how in absent.items()), highlight=False)
+    cases, rows, refusals = suite(device, dtype, options.backward, options.preset), [], {}
     try:
         for case in cases[: 1 + options.backward]:
             console.print(f"{case}: {explanation(case, device)}", highlight=False)
-        with progress_bar(console, len(cases) * (rounds + len(PROVIDERS))) as tick:
+        with progress_bar(console, len(cases) * (rounds + len(providers))) as tick:
             for case in cases:
-                rows += measure(case, device, rounds, tick)
+                rows += measure(case, device, rounds, tick, providers, refusals)
     except (Wrong, NotImplementedError) as error:
         console.print(f"[bold red]{type(error).__name__}[/]: {error}")
         return 1
     print_table(console, rows)
+    for name in set(versions) & set(refusals):
+        console.print(f"{name} did not take {refusals[name]}", highlight=False, markup=False)
     console.print(", ".join(f"{name} {value}" for name, value in facts.items() if value), highlight=False)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,15 @@
-"""`python -m cutlass_ext.bench`: every preset is checked against float64, timed and printed."""
+"""`python -m cutlass_ext.bench`: every preset is checked against float64, timed and printed, beside every library that
+is installed; and the cases that python/figures.py has besides."""
 
 import json
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 
-from cutlass_ext import bench
+import cutlass_ext
+from cutlass_ext import bench, peers
 
 
 @pytest.mark.parametrize("preset", bench.PRESETS)
@@ -34,5 +38,98 @@ def test_cases_of_presets():
     causal = bench.suite("cuda", "bfloat16", backward=True, preset="llama3-8b")[1]
     assert str(causal) == "(1, 512, 32/8, 128) causal backward"
     assert causal.flops == 10 * 32 * (512 * 513 // 2) * 128
-    shapes = [tuple(t.shape) for t in causal.inputs("cpu")]
+    x = causal.inputs("cpu")
+    shapes = [tuple(t.shape) for t in (x.q, x.k, x.v, x.dout)]
     assert shapes == [(1, 512, 32, 128), (1, 512, 8, 128), (1, 512, 8, 128), (1, 512, 32, 128)]
+
+
+def test_flops_of_a_window():
+    case = bench.Case(1, 1, 20, 8, True, "float32", window=6)
+    seen = (~peers.hidden_keys(case, torch.device("cpu"))).sum(1)
+    assert seen.tolist() == [min(i + 1, 6) for i in range(20)]
+    assert case.flops == 4 * 8 * int(seen.sum())
+
+
+CASES = {
+    "window": bench.Case(2, 4, 48, 16, True, "float32", window=20),
+    "pages": bench.Case(3, 4, 48, 16, False, "float32", heads_kv=2, n_q=1, page=16),
+    "mask": bench.Case(2, 4, 40, 16, False, "float32", scores="mask"),
+    "bias": bench.Case(2, 4, 40, 16, False, "float32", scores="bias"),
+    "dropout": bench.Case(2, 4, 40, 16, False, "float32", heads_kv=2, scores="dropout"),
+}
+
+
+def rows_of(case, providers=peers.PYTORCH, refusals=None):
+    return bench.measure(case, "cpu", 2, lambda text: None, providers, refusals)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_case_is_checked_and_timed(name, backward, monkeypatch):
+    monkeypatch.setattr(bench, "peak_extra_bytes", lambda call, device: 0)
+    if backward and CASES[name].page:
+        pytest.skip("a cache has no gradients")
+    case = bench.replace(CASES[name], backward=backward)
+    rows = {row["provider"]: row for row in rows_of(case)}
+    assert {peers.OURS, peers.WRITTEN_OUT} <= set(rows)
+    assert (rows[peers.OURS]["max_error"] or 1) < 1e-5
+    assert str(case).endswith({"pages": "pages of 16"}.get(name, name if name != "window" else "window 20")) or backward
+    for provider, row in rows.items():
+        assert row["ms"] > 0
+        assert name == "dropout" or row["max_error"] < 1e-4, provider
+
+
+def test_a_result_that_is_wrong_is_not_timed(monkeypatch):
+    for name, case in CASES.items():
+        wrong = lambda case, x: lambda: peers.ours(case, x)() * 1.01  # noqa: E731
+        with pytest.raises(bench.Wrong, match=name):
+            rows_of(case, {peers.OURS: wrong})
+
+
+@pytest.fixture
+def fake_flash_attn(monkeypatch):
+    """A package `flash_attn` that computes as ours does, but for grouped heads, which it refuses."""
+    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
+
+    def flash_attn_func(q, k, v, dropout_p=0.0, causal=False, window_size=(-1, -1)):
+        if k.shape[2] != q.shape[2]:
+            raise ValueError("as many heads, please\nand more of that")
+        return cutlass_ext.flash_attn_func(q, k, v, dropout_p, causal=causal, window_size=window_size), None
+
+    package.flash_attn_func = flash_attn_func
+    package.flash_attn_with_kvcache = cutlass_ext.flash_attn_with_kvcache
+    package.flash_attn_interface = interface
+    package.__version__ = "2.99"
+    for module in (package, interface):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_peers_are_found_by_import(fake_flash_attn, monkeypatch):
+    broken = ModuleType("xformers")
+    monkeypatch.setitem(sys.modules, "xformers", broken)  # without `ops`
+    providers, versions, absent = peers.installed()
+    assert versions["flash-attn 2"] == "2.99" and list(providers)[: len(peers.PYTORCH)] == list(peers.PYTORCH)
+    assert set(providers) | set(absent) == set(peers.NAMES) and not set(providers) & set(absent)
+    assert "pip install" in absent["xFormers"]
+    refusals = {}
+    for name in ("window", "pages"):
+        by_name = {row["provider"]: row for row in rows_of(CASES[name], providers, refusals)}
+        assert by_name["flash-attn 2"]["max_error"] < 1e-5
+    assert "flash-attn 2" not in refusals
+    grouped = bench.replace(CASES["window"], heads_kv=2)
+    for _ in range(2):
+        assert "flash-attn 2" not in {row["provider"] for row in rows_of(grouped, providers, refusals)}
+    assert refusals["flash-attn 2"] == f"{grouped}: as many heads, please"
+    mask = {row["provider"] for row in rows_of(CASES["mask"], providers, {})}
+    assert "flash-attn 2" not in mask
+
+
+def test_the_command_names_who_is_not_there(fake_flash_attn, monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setattr(bench, "MOST_KEYS_ON_CPU", 32)
+    monkeypatch.setattr(bench, "peak_extra_bytes", lambda call, device: 0)
+    assert bench.main(["--preset", "decode", "--device", "cpu", "--rounds", "2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("Not compared: ") == 1 and said.count("pip install flashinfer-python") == 1
+    assert "flash-attn 2 did not take (1, 1 x 32, 32/8, 128): as many heads, please" in said
+    assert "flash-attn 2 2.99" in said

@@ -11,7 +11,7 @@ import torch
 from conftest import targets
 
 import cutlass_ext
-from cutlass_ext import bench
+from cutlass_ext import bench, peers
 
 sys.path.append(str(Path(__file__).parents[2] / "python"))
 import train
@@ -106,13 +106,13 @@ def test_bench_without_backward(small_suite, tmp_path):
 def test_bench_checks_gradients(small_suite, monkeypatch, capsys):
     """The right output, and gradients a tenth too large: nothing is timed."""
 
-    def wrong(case, q, k, v):
+    def wrong(case, x):
         def call():
-            out = cutlass_ext.fmha(q, k, v, causal=case.causal)
+            out = cutlass_ext.fmha(x.q, x.k, x.v, causal=case.causal)
             return 1.1 * out - 0.1 * out.detach() if case.backward else out
 
         return call
 
-    monkeypatch.setitem(bench.PROVIDERS, bench.OURS, wrong)
+    monkeypatch.setitem(peers.PYTORCH, peers.OURS, wrong)
     assert bench.main(["--device", "cpu", "--rounds", "2", "--backward"]) == 1
     assert "Wrong: (1, 33, 2, 64) backward" in capsys.readouterr().out
