@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import autograd
 from ._ops import run
-from .interface import NAMES, Backend, StartPos, check_bool, split_start, window_sides
+from .interface import NAMES, Backend, StartPos, behind_keys, check_bool, split_start, window_sides
 
 
 def fmha_backward(
@@ -45,6 +45,7 @@ def fmha_backward(
     head_start: int = 0,
     sequence_start: int = 0,
     bias_grad: bool = True,
+    key_start: int | Tensor = 0,
 ) -> tuple[Tensor, ...]:
     r"""The gradients of `out, lse = fmha(..., return_lse=True)` in q, k, v, sink and bias, from those of out and lse.
 
@@ -74,6 +75,7 @@ def fmha_backward(
             `torch.use_deterministic_algorithms(True)` is.
         dropout_p, dropout_seed: as in the call of `fmha`, which the seed has to be given, too.
         bias_grad: whether the gradient of bias is computed, where there is one.
+        key_start: as in the call of `fmha`.
 
     Returns:
         `(dq, dk, dv)`, contiguous, shapes and dtype of q, k and v; with a sink then `dsink`, float32 `[H_q]`; with a
@@ -91,12 +93,13 @@ def fmha_backward(
     check_bool("deterministic", deterministic)
     check_bool("bias_grad", bias_grad)
     left, right = window_sides("window", window)
+    start_pos, key_start, key_starts = behind_keys(start_pos, key_start)
     start, start_positions = split_start(start_pos)
     arguments = (
         dout, q, k, v, out, lse, delta, dlse, bias_grad, causal, start, False, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         max_seqlen_k, block_table, left, right, softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k,
         start_positions, 0, backend, deterministic or torch.are_deterministic_algorithms_enabled(), bias, mask,
-        dropout_p, dropout_seed, head_start, sequence_start,
+        dropout_p, dropout_seed, head_start, sequence_start, key_start, key_starts,
     )  # fmt: skip
     operator = autograd.backward_torch if backend == "torch" else autograd.backward
     *gradients, dsink, dbias = run(autograd.differentiable(operator), arguments, NAMES)

@@ -20,6 +20,7 @@ def dropout_mask(
     start_pos: StartPos = 0,
     head_start: int = 0,
     sequence_start: int = 0,
+    key_start: int | Tensor = 0,
 ) -> Tensor:
     """What `fmha(..., dropout_p=dropout_p, dropout_seed=dropout_seed)` keeps, on every backend and for its gradients.
 
@@ -31,15 +32,16 @@ def dropout_mask(
         dropout_p: the probability that a weight is dropped, 0 to less than 1, rounded to multiples of 2^-16.
         dropout_seed: int64 `[2]`; the mask is on its device.
         start_pos: the position of the first query row, as in `fmha`: an int, an int32 tensor `[B]`, or `"end"`,
-            `N_kv - N_q`.
+            which aligns the last row with the last key.
         head_start, sequence_start: as in `fmha`: what head 0 and sequence 0 count as.
+        key_start: as in `fmha`: the position of key 0, an int or an int32 tensor `[B]`.
 
     Returns:
         bool `[B, H, N_q, N_kv]`, true where a weight is kept, and then multiplied by `1 / (1 - dropout_p)`.
 
     Raises:
         TypeError: a dropout_seed that is no int64 tensor.
-        ValueError: a dropout_seed of another shape, a dropout_p or start_pos that does not fit.
+        ValueError: a dropout_seed of another shape, a dropout_p, start_pos or key_start that does not fit.
 
     Source: Philox4x32 with 7 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). The key is
     the first word of the seed; the counter is key position / 8, position of the row, query head, sequence, with the
@@ -54,18 +56,21 @@ def dropout_mask(
         raise ValueError(f"dropout_p: is {dropout_p}; expected a probability from 0 to less than 1 - 2^-17")
     device = dropout_seed.device
     start, start_positions = split_start(start_pos)
+    for name, x in (("start_pos", start_positions), ("key_start", key_start)):
+        if isinstance(x, Tensor) and x.shape != (B,):
+            raise ValueError(f"{name}: has shape {list(x.shape)}; expected [batch] = [{B}]")
+    if isinstance(key_start, Tensor):
+        key_start = key_start.to(device).long().view(B, 1, 1, 1)
     if start_positions is not None:
-        if start_positions.shape != (B,):
-            raise ValueError(f"start_pos: has shape {list(start_positions.shape)}; expected [batch] = [{B}]")
         start = start_positions.to(device).long().view(B, 1, 1, 1)
     elif start is None:
-        start = N_kv - N_q
+        start = N_kv - N_q + key_start
     sequences = torch.arange(B, device=device).view(B, 1, 1, 1) + sequence_start
     heads = torch.arange(H, device=device).view(H, 1, 1) + head_start
     mask = torch.empty(B, H, N_q, N_kv, dtype=torch.bool, device=device)
     step = max(_BLOCK // max(B * H * N_kv, 1), 1)
     for first in range(0, N_q, step):
         rows = torch.arange(first, min(first + step, N_q), device=device).unsqueeze(-1) + start
-        drawn = kept(dropout_seed, threshold_of(dropout_p), sequences, heads, rows, slice(0, N_kv))
+        drawn = kept(dropout_seed, threshold_of(dropout_p), sequences, heads, rows, slice(0, N_kv), key_start)
         mask[:, :, first : first + step] = drawn
     return mask

@@ -53,6 +53,7 @@ def fmha(
     dropout_seed: Tensor | None = None,
     head_start: int = 0,
     sequence_start: int = 0,
+    key_start: int | Tensor = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Exact multi-head attention, `softmax(softmax_scale * q k^T + ...) v`, without writing out the scores.
 
@@ -146,6 +147,12 @@ def fmha(
         head_start: what head 0 counts as for dropout, so that GPUs that have a part of the heads draw what one of all
             would.
         sequence_start: what sequence 0 counts as, the same of a batch in parts.
+        key_start: the position of key 0, where k and v are a part of longer ones: an int (negative ones too), or an
+            int32 tensor `[B]` on q's device. Causal calls, windows, ALiBi and dropout go by positions, so that parts,
+            merged by `merge_attention`, are what one call of all keys would be, weights dropped included: key `j`
+            stands for `j + key_start` in the rules above, and `start_pos` stays what it is in that call (`"end"` aligns
+            with the last of these keys). Bias, mask, `seqused_k` and `leftpad_k` are those of these keys, counted from
+            0. Dropout is slower where key_start is no multiple of 8.
 
     Returns:
         `out` `[B, N_q, H_q, d_v]` or `[total_q, H_q, d_v]`, contiguous, dtype of q; with `return_lse` also `lse`
@@ -172,9 +179,15 @@ def fmha(
     if deterministic is not False:
         check_bool("deterministic", deterministic)
     left, right = (-1, -1) if window == (-1, -1) else window_sides("window", window)
+    key_starts = None
+    if type(key_start) is not int or key_start != 0:
+        start_pos, key_start, key_starts = behind_keys(start_pos, key_start)
     start, start_positions = (start_pos, None) if type(start_pos) is int else split_start(start_pos)
     names = NAMES
-    no_pairs = bias is mask is block_mask is dropout_seed is None and dropout_p == head_start == sequence_start == 0
+    no_pairs = (
+        bias is mask is block_mask is dropout_seed is key_starts is None
+        and dropout_p == head_start == sequence_start == key_start == 0
+    )
     if not no_pairs:
         if block_mask is not None:
             if mask is not None:
@@ -209,7 +222,7 @@ def fmha(
             alibi_slopes, sink, seqused_k, leftpad_k, start_positions, num_splits, backend, deterministic,
         )  # fmt: skip
         if not no_pairs:
-            arguments += bias, mask, dropout_p, dropout_seed, head_start, sequence_start
+            arguments += bias, mask, dropout_p, dropout_seed, head_start, sequence_start, key_start, key_starts
     if needs_grad:
         operator = autograd.differentiable(autograd.with_grad_torch if backend == "torch" else autograd.with_grad)
     else:
@@ -297,6 +310,20 @@ def _check_gradients(needs_grad: bool, alibi_slopes: Tensor | None, block_table:
 def draw_seed(q: Tensor) -> Tensor:
     """A seed for dropout, by an operator of PyTorch on q's device, where nothing waits for it."""
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+
+
+def behind_keys(start_pos: StartPos, key_start: int | Tensor) -> tuple[StartPos, int, Tensor | None]:
+    """Positions as the operators take them: `start_pos` counted from key 0, and where that stands, an int or a tensor.
+
+    What a tensor is that does not fit is theirs to say, so nothing is computed with it.
+    """
+    if not isinstance(key_start, (Tensor, Integral, torch.SymInt)) or isinstance(key_start, bool):
+        raise TypeError(f"key_start: is {key_start!r}; expected an int or an int32 tensor [batch]")
+    tensors = [x for x in (start_pos, key_start) if isinstance(x, Tensor)]
+    fits = all(x.dtype == torch.int32 and (x.shape, x.device) == (tensors[0].shape, tensors[0].device) for x in tensors)
+    if fits and start_pos is not None and not isinstance(start_pos, str):
+        start_pos = start_pos - key_start
+    return (start_pos, 0, key_start) if isinstance(key_start, Tensor) else (start_pos, key_start, None)
 
 
 def check_bool(name: str, value: bool) -> None:

@@ -18,15 +18,21 @@ def threshold_of(probability: float) -> int:
     return int(probability * 65536 + 0.5)
 
 
-def kept(seed: Tensor, threshold: int, sequences: Tensor, heads: Tensor, rows: Tensor, keys: slice) -> Tensor:
+def kept(
+    seed: Tensor, threshold: int, sequences: Tensor, heads: Tensor, rows: Tensor, keys: slice, origin: int | Tensor = 0
+) -> Tensor:
     """Bool `[..., keys]`: where the weight of a row and a key is kept.
 
-    `sequences`, `heads` and `rows`, their positions, are int64 and broadcast to `[..., 1]`. Words of 32 bits are int64
-    here, whose products keep their low 64 bits.
+    `sequences`, `heads` and `rows`, their positions, are int64 and broadcast to `[..., 1]`, and so does `origin`, the
+    position of key 0. Words of 32 bits are int64 here, whose products keep their low 64 bits.
     """
     spread = seed[1] * _SPREAD
-    first = keys.start // _KEYS
-    c0 = torch.arange(first, -(-keys.stop // _KEYS), device=seed.device)
+    n, begin = keys.stop - keys.start, keys.start + origin
+    first = begin // _KEYS
+    if isinstance(begin, Tensor):  # sequences begin anywhere in eight keys
+        c0 = first + torch.arange(n // _KEYS + 2, device=seed.device) & _WORD
+    else:
+        c0 = torch.arange(first, -(-(begin + n) // _KEYS), device=seed.device) & _WORD
     c1, c2, c3 = rows & _WORD, heads + (spread & _WORD) & _WORD, sequences + (spread >> 32) & _WORD
     k0, k1 = seed[0] & _WORD, seed[0] >> 32 & _WORD
     for _ in range(_ROUNDS):
@@ -36,4 +42,7 @@ def kept(seed: Tensor, threshold: int, sequences: Tensor, heads: Tensor, rows: T
         k0, k1 = k0 + _W0 & _WORD, k1 + _W1 & _WORD
     # The low half of a word is for the even key, the high half for the odd one.
     halves = [half for c in (c0, c1, c2, c3) for half in ((c & 0xFFFF) >= threshold, c >= threshold << 16)]
-    return torch.stack(halves, -1).flatten(-2)[..., keys.start - _KEYS * first :][..., : keys.stop - keys.start]
+    of_eights, skipped = torch.stack(halves, -1).flatten(-2), begin - _KEYS * first
+    if isinstance(skipped, Tensor):
+        return of_eights.take_along_dim(skipped + torch.arange(n, device=seed.device), -1)
+    return of_eights[..., skipped:][..., :n]

@@ -61,6 +61,7 @@ class Lengths(NamedTuple):
     used: Tensor | None  # keys at or past it are not the sequence's
     leftpad: Tensor | None  # nor are those before it
     first: int = 0  # which of the call's sequences is the first of these
+    origin: int | Tensor = 0  # what key 0 counts as for dropout; positions here are counted from it
 
 
 def lengths_of(
@@ -75,7 +76,8 @@ def lengths_of(
         start = o.start_pos
     else:
         start = (n_kv if used is None else used) - n_q
-    return Lengths(start, used, leftpad)
+    key_starts = getattr(o, "key_starts", None)
+    return Lengths(start, used, leftpad, origin=getattr(o, "key_start", 0) if key_starts is None else key_starts)
 
 
 def dtype_of_scores(q: Tensor) -> torch.dtype:
@@ -201,6 +203,8 @@ class _Blocks:
             sequences = torch.arange(B, device=q.device) + (lengths.first + o.sequence_start)
             heads = torch.arange(H_q, device=q.device) + o.head_start
             self.sequences, self.q_heads = sequences.view(B, 1, 1, 1, 1), heads.view(1, H_kv, self.G, 1, 1)
+            origin = lengths.origin
+            self.origin = origin.long().view(B, 1, 1, 1, 1) if isinstance(origin, Tensor) else origin
         self.keys = torch.arange(N_kv, device=q.device)
         self.outside = _outside(self.keys, lengths)
         self.rows, self.heads = _block_shape(q.is_cuda, N_q, N_kv, self.G, d + d_v)
@@ -261,7 +265,9 @@ class _Blocks:
         if self.threshold == 0:
             return None
         sequences, heads = self.sequences[block.b], self.q_heads[:, block.h]
-        return ~kept(self.seed, self.threshold, sequences, heads, self.positions(block), block.j)
+        origin = self.origin[block.b] if isinstance(self.origin, Tensor) else self.origin
+        rows = self.positions(block) + origin
+        return ~kept(self.seed, self.threshold, sequences, heads, rows, block.j, origin)
 
     def drop(self, x: Tensor, dropped: Tensor | None) -> Tensor:
         """`x`, in place, times what dropout makes of its weights: 0, or 1 / (1 - dropout_p)."""
@@ -460,6 +466,8 @@ def _sequences(o: SimpleNamespace) -> Iterator[_Sequences]:
         if on_cpu:
             n_q, n_k = int(q_length[first]), int((k_length if batch.used is None else batch.used)[first])
             some = some._replace(start=int(some.start), used=None)  # there are no keys but those
+            if isinstance(some.origin, Tensor):
+                some = some._replace(origin=int(some.origin))
         options = SimpleNamespace(**vars(o))
         if o.alibi_slopes is not None and o.alibi_slopes.dim() == 2:
             options.alibi_slopes = o.alibi_slopes[b]

@@ -42,7 +42,8 @@ for _operator in (*FORWARD, torch.ops.cutlass_ext.fmha_explain.default):
 
 # ------------------------------------------------------------------------------------------------ vmap
 # Tensors whose first dimension is the sequence, so that what is vmapped over only makes more of them.
-_OF_SEQUENCES = {"q", "k", "v", "dout", "out", "lse", "delta", "dlse", "seqused_k", "leftpad_k", "start_positions"}
+_OF_SEQUENCES = {"q", "k", "v", "dout", "out", "lse", "delta", "dlse", "seqused_k", "leftpad_k", "start_positions",
+                 "key_starts"}  # fmt: skip
 
 
 def _register_vmap(operator) -> None:

@@ -297,6 +297,9 @@ def draw_pairs(rng, call, sizes, of_scores=True):
         call.layouts["dropout_seed"].dtype = "int64"
         if rng.random() < 0.3:
             call.options |= {name: rng.randint(0, 100) for name in ("head_start", "sequence_start")}
+    if rng.random() < 0.2:
+        start = lambda: rng.choice((-1, 1)) * rng.choice((8 * rng.randint(0, 20), rng.randint(0, 100)))  # noqa: E731
+        int_vectors(call, key_start=start() if rng.random() < 0.5 else [start() for _ in range(sizes.batch)])
 
 
 def draw_backend(rng, device, dtype):
@@ -367,7 +370,13 @@ def draw_padded(rng, call):
         call.options["enable_gqa"] = s.heads_q != s.heads_kv or rng.random() < 0.5
         draw_pairs(rng, call, s)
         call.layouts.pop("bias" if "mask" in call.layouts else "", None)
-        for name in ("dropout_p", "dropout_seed", "head_start", "sequence_start"):  # PyTorch's draws its own
+        for name in (
+            "dropout_p",
+            "dropout_seed",
+            "head_start",
+            "sequence_start",
+            "key_start",
+        ):  # PyTorch's draws its own
             call.options.pop(name, None), call.layouts.pop(name, None), call.values.pop(name, None)
 
 
@@ -590,7 +599,7 @@ def outside(n, firsts, lasts, device):
 def scores(call, arena):
     """What changes scores, as the oracle takes it."""
     names = "causal", "window", "softmax_scale", "softcap", "alibi_slopes", "sink", "start_pos", "leftpad_k"
-    names += "bias", "mask", "dropout_p", "dropout_seed", "head_start", "sequence_start"
+    names += "bias", "mask", "dropout_p", "dropout_seed", "head_start", "sequence_start", "key_start"
     arguments = {name: call.options[name] for name in names if name in call.options}
     arguments |= {name: arena[name] for name in names if name in call.layouts}
     if call.function.startswith("flash"):

@@ -58,6 +58,7 @@ struct PairMod {
   int leftpad;                       // keys before the first real one
   bool bias_in_pairs;                // whether a load may bring two neighbouring keys of the bias, the first even
   int position;                      // of row 0
+  int origin;                        // of the first real key, a position too
   uint32_t seed[2], head, sequence;  // of Philox, the latter with the seed's offset
 
   uint32_t limit;  // of dropout: above which the high half of a word is enough for a pair to be kept
@@ -66,11 +67,7 @@ struct PairMod {
   PairMod() = default;
 #if defined(__CUDACC__)
   CUTE_DEVICE PairMod(Params const& params, Sequence const& of, int b, int h)
-      : bias(nullptr),
-        mask(nullptr),
-        leftpad(of.leftpad),
-        bias_in_pairs(false),
-        position(of.visibility.offset(0, 0) + leftpad) {
+      : bias(nullptr), mask(nullptr), leftpad(of.leftpad), bias_in_pairs(false) {
     if (Bias const& x = params.bias; x.data) {
       int const bytes = x.type == BiasType::Float32 ? 4 : 2;
       int64_t const at = b * x.batch + h * x.head + leftpad * x.key;
@@ -83,6 +80,8 @@ struct PairMod {
       uint64_t const offset = uint64_t(x.seed[1]) * Dropout::kSpread;
       seed[0] = uint32_t(x.seed[0]), seed[1] = uint32_t(uint64_t(x.seed[0]) >> 32);
       limit = (anew(x.threshold) << 16) - 1;
+      origin = leftpad + (x.key_starts ? clamp(x.key_starts[b], -kMaxPosition, kMaxPosition) : x.key_start);
+      position = of.visibility.offset(0, 0) + origin;
       head = uint32_t(h + x.head_start) + uint32_t(offset);
       sequence = uint32_t(b + x.sequence_start) + uint32_t(offset >> 32);
     }
@@ -122,10 +121,10 @@ struct PairMod {
 
   /// Which of the `count` keys from `key` on dropout keeps, 32 at most, wherever they lie.
   CUTE_DEVICE uint32_t kept(int row, int key, int count) const {
-    int const first = key + leftpad, shift = first % 8;
-    uint32_t word = kept_of_eight(row, first / 8) >> shift;
+    int const first = key + origin, shift = first & 7;
+    uint32_t word = kept_of_eight(row, first >> 3) >> shift;
     CUTE_NO_UNROLL
-    for (int got = 8 - shift; got < count; got += 8) word |= kept_of_eight(row, (first + got) / 8) << got;
+    for (int got = 8 - shift; got < count; got += 8) word |= kept_of_eight(row, (first + got) >> 3) << got;
     return word;
   }
 
@@ -170,24 +169,24 @@ struct PairMod {
 
   /// The same of 32 keys by the four lanes of a quad, all of which want them.
   CUTE_DEVICE uint32_t kept_by_quad(int row, int key, int lane) const {
-    if ((key + leftpad) % 8 != 0) return kept(row, key, 32);
+    if (((key + origin) & 7) != 0) return kept(row, key, 32);
     int const part = lane % 4;
-    uint32_t word = kept_of_eight(row, (key + leftpad) / 8 + part) << part * 8;
+    uint32_t word = kept_of_eight(row, ((key + origin) >> 3) + part) << part * 8;
     word |= __shfl_xor_sync(0xffffffffu, word, 1);
     return word | __shfl_xor_sync(0xffffffffu, word, 2);
   }
 
   /// Of 16 keys the first or the last eight, where those are: the other half is 0. All 16 where positions cut eights.
   CUTE_DEVICE uint32_t kept_of_half(int row, int key, int half) const {
-    if ((key + leftpad) % 8 != 0) return kept(row, key, 16) & 0xffffu;
-    return kept_of_eight(row, (key + leftpad) / 8 + half) << half * 8;
+    if (((key + origin) & 7) != 0) return kept(row, key, 16) & 0xffffu;
+    return kept_of_eight(row, ((key + origin) >> 3) + half) << half * 8;
   }
 
   /// The same where the lanes that share a row are four apart.
   CUTE_DEVICE uint32_t kept_by_column(int row, int key, int lane) const {
-    if ((key + leftpad) % 8 != 0) return kept(row, key, 32);
+    if (((key + origin) & 7) != 0) return kept(row, key, 32);
     int const part = lane / 4 % 4;
-    uint32_t word = kept_of_eight(row, (key + leftpad) / 8 + part) << part * 8;
+    uint32_t word = kept_of_eight(row, ((key + origin) >> 3) + part) << part * 8;
     word |= __shfl_xor_sync(0xffffffffu, word, 4);
     return word | __shfl_xor_sync(0xffffffffu, word, 8);
   }

@@ -140,6 +140,8 @@ struct Dropout {
   float scale = 1.f;              // of what is kept: 1 / (1 - p)
   int head_start = 0;             // what head 0 and sequence 0 count as
   int sequence_start = 0;
+  int key_start = 0;                // the position of key 0
+  int const* key_starts = nullptr;  // [B], instead
 };
 
 /// What pairs of a row and a key have of their own.

@@ -84,8 +84,13 @@ void set_pairs(Arguments const& a, Params* p) {
   }
   auto const threshold = static_cast<uint32_t>(std::round(a.dropout_p * 65536.0));
   if (threshold > 0) {
-    p->dropout = {a.dropout_seed.as<int64_t>(), threshold, static_cast<float>(1.0 / (1.0 - a.dropout_p)),
-                  static_cast<int>(a.head_start), static_cast<int>(a.sequence_start)};
+    p->dropout = {a.dropout_seed.as<int64_t>(),
+                  threshold,
+                  static_cast<float>(1.0 / (1.0 - a.dropout_p)),
+                  static_cast<int>(a.head_start),
+                  static_cast<int>(a.sequence_start),
+                  static_cast<int>(a.key_start),
+                  a.key_starts.as<int>()};
   }
 }
 

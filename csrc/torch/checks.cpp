@@ -321,9 +321,15 @@ void check_dropout(Arguments const& a) {
 }
 
 void check_positions(Arguments const& a) {
+  auto const fits = [](int64_t position) { return -kMaxLength < position && position < kMaxLength; };
+  check_vector("key_start", a.key_starts, a.q, kInt32, a.batch(), "[batch]");
+  if (!fits(a.key_start))
+    fail("ValueError", "key_start: is ", a.key_start, "; expected a position between -2^29 and 2^29");
   check_vector("start_pos", a.start_positions, a.q, kInt32, a.batch(), "[batch]");
-  if (a.start_pos && (*a.start_pos <= -kMaxLength || *a.start_pos >= kMaxLength))
-    fail("ValueError", "start_pos: is ", *a.start_pos, "; expected a position between -2^29 and 2^29");
+  if (a.start_pos && !fits(*a.start_pos)) {
+    fail("ValueError", "start_pos: is ", *a.start_pos, a.key_start == 0 ? "" : " behind key_start",
+         "; expected a position between -2^29 and 2^29");
+  }
   for (auto const& [side, before, window] :
        {std::tuple("left", "before", a.window_left), std::tuple("right", "after", a.window_right)}) {
     if (window < -1) {

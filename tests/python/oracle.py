@@ -57,7 +57,7 @@ def rounded(x, dtype):
 def attention(
     q, k, v, *, causal=False, start_pos=0, window=(-1, -1), softmax_scale=None, softcap=0.0, alibi_slopes=None,
     sink=None, seqused_k=None, leftpad_k=None, bias=None, mask=None, dropout_p=0.0, dropout_seed=None, head_start=0,
-    sequence_start=0, rows=None, compute=torch.float64, round_to=None,
+    sequence_start=0, key_start=0, rows=None, compute=torch.float64, round_to=None,
 ):  # fmt: skip
     """Section 2, one sequence at a time. Same arguments as `cutlass_ext.fmha`; `rows` picks query rows.
 
@@ -69,8 +69,9 @@ def attention(
     rows = torch.arange(n_q, device=device) if rows is None else torch.as_tensor(rows, device=device)
     lengths = [n_kv] * batch if seqused_k is None else seqused_k.tolist()
     leftpads = [0] * batch if leftpad_k is None else leftpad_k.tolist()
+    key_starts = key_start.tolist() if isinstance(key_start, torch.Tensor) else [key_start] * batch
     if isinstance(start_pos, str):
-        starts = [length - n_q for length in lengths]
+        starts = [first + length - n_q for first, length in zip(key_starts, lengths, strict=True)]
     else:
         starts = start_pos.tolist() if isinstance(start_pos, torch.Tensor) else [start_pos] * batch
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -86,7 +87,7 @@ def attention(
         first, last = leftpads[b], lengths[b]
         if last <= first or heads_q == 0 or len(rows) == 0:
             continue
-        keys = torch.arange(first, last, device=device)
+        keys = torch.arange(first, last, device=device) + key_starts[b]  # their positions
         # [H_q, n, d]: each query head next to the key head that it reads
         k_b = k[b, first:last].to(compute).transpose(0, 1).repeat_interleave(heads_q // heads_kv, 0)
         v_b = v[b, first:last].to(compute).transpose(0, 1).repeat_interleave(heads_q // heads_kv, 0)
@@ -101,7 +102,7 @@ def attention(
                 s = softcap * torch.tanh(s / softcap)
             if slopes is not None:
                 s = s - slopes[b, :, None, None] * (position[:, None] - keys[None, :]).abs()
-            seen = visible(position, keys, causal=causal, window=window, leftpad=first, len_kv=last)
+            seen = visible(position, keys, causal=causal, window=window, leftpad=keys[0], len_kv=keys[-1] + 1)
             if bias is not None:
                 of_pairs = bias[b, :, i, first:last].to(compute)
                 s, seen = s + of_pairs, seen & (of_pairs != float("-inf"))
@@ -216,7 +217,7 @@ def expect(q, k, v, *, rows=None, **kwargs) -> Expected:
 
 def of_sequence(b, options):
     """What of the options of packed sequences is for sequence `b` alone."""
-    of_each = {"start_pos", "seqused_k", "leftpad_k"}
+    of_each = {"start_pos", "seqused_k", "leftpad_k", "key_start"}
     own = {
         name: x[b : b + 1]
         if isinstance(x, torch.Tensor) and (name in of_each or (name == "alibi_slopes" and x.dim() == 2))

@@ -43,6 +43,7 @@ def test_the_operators_have_the_defaults_of_the_functions(function, name):
     want["window_left"], want["window_right"] = want.pop("window", None) or want.pop("window_size")
     want |= {"start_positions": None, "return_lse": want.pop("return_softmax_lse", False)}
     want |= {CACHE: {"cache_len": None}, BACKWARD: {"num_splits": 0}}.get(function, {})
+    want |= {} if function is CACHE else {"key_starts": None}
     assert got == {n: x for n, x in want.items() if x is not inspect.Parameter.empty}
 
 
@@ -67,7 +68,7 @@ def test_every_argument_arrives_under_its_name(function, monkeypatch):
     sides = "window_left", "window_right"
     places = {"window": sides, "window_size": sides, "return_softmax_lse": ("return_lse",)}
     given = dict.fromkeys(("causal", "return_lse", "return_softmax_lse", "deterministic"), True)
-    given |= {"dropout_p": 0.5, "bias_grad": False}
+    given |= {"dropout_p": 0.5, "bias_grad": False, "key_start": 5}
     given |= {"rotary_interleaved": False, "start_pos": 3, "window": (5, 6), "window_size": (5, 6), "backend": "simt"}
     parameters = {n: p for n, p in inspect.signature(function).parameters.items() if n not in engine_names(function)}
     required = {n: torch.ones(1) for n, p in parameters.items() if p.default is inspect.Parameter.empty}
@@ -78,11 +79,13 @@ def test_every_argument_arrives_under_its_name(function, monkeypatch):
         _, got = raised.value.args
         values = value if isinstance(value, tuple) else (value,)
         assert all(got[n] is x for n, x in zip(places.get(name, (name,)), values, strict=True)), name
-    for name, value, place in (("start_pos", torch.ones(1), "start_positions"), ("cache_seqlens", 7, "cache_len")):
+    tensor = torch.ones(1)
+    for name, value, place in (("start_pos", tensor, "start_positions"), ("key_start", tensor, "key_starts"),
+                               ("cache_seqlens", 7, "cache_len")):  # fmt: skip
         if name in parameters:
             with pytest.raises(Recorded) as raised:
                 function(**required, **{name: value})
-            assert raised.value.args[1][place] is value and raised.value.args[1].get(name) is None
+            assert raised.value.args[1][place] is value and raised.value.args[1].get(name) in (None, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -375,6 +375,11 @@ POSITIONS = [
     {"start_pos": "end"},
     {"start_pos": [7, -100]},
     {"head_start": 6, "sequence_start": 3},
+    {"key_start": 40},
+    {"key_start": -27, "start_pos": 12},
+    {"key_start": 13, "start_pos": "end"},
+    {"key_start": [24, -8], "start_pos": -30},
+    {"key_start": [3, 10**6], "start_pos": [7, -100]},
 ]
 
 
@@ -386,12 +391,13 @@ def test_the_same_bits_everywhere(target, options, dropout_p):
     options = {n: target.int32(x) if isinstance(x, list) else x for n, x in options.items()}
     drop = {"dropout_p": dropout_p, "dropout_seed": seed_of(target, 987654321987654321, -4)}
     want = cutlass_ext.dropout_mask(2, 4, rows, keys, **drop, **options)
-    start = options.get("start_pos", 0)
+    start, key_start = (options.get(name, 0) for name in ("start_pos", "key_start"))
     for b in range(2):
-        first = keys - rows if start == "end" else start if isinstance(start, int) else int(start[b])
+        key = key_start if isinstance(key_start, int) else int(key_start[b])
+        first = key + keys - rows if start == "end" else start if isinstance(start, int) else int(start[b])
         heads, sequence = torch.arange(4) + options.get("head_start", 0), b + options.get("sequence_start", 0)
         positions = torch.arange(rows) + first
-        by_oracle = keeps(drop["dropout_p"], drop["dropout_seed"], sequence, heads, positions, torch.arange(keys))
+        by_oracle = keeps(drop["dropout_p"], drop["dropout_seed"], sequence, heads, positions, torch.arange(keys) + key)
         assert torch.equal(want[b].cpu(), by_oracle)
     eye = torch.eye(64, dtype=target.dtype, device=target.device)
     q, k = uniform(target, rows, keys)
@@ -426,6 +432,12 @@ def test_dropout_by_position(target_fp32):
     assert torch.equal(mask(2, 3, 50, 99, head_start=3, sequence_start=1), whole[1:3, 3:])
     assert torch.equal(mask(4, 6, 20, 99, start_pos=30), whole[:, :, 30:])
     assert torch.equal(mask(4, 6, 50, 43), whole[..., :43])
+    assert torch.equal(mask(4, 6, 50, 63, key_start=36), whole[..., 36:])
+    key_start = target_fp32.int32([0, 1, 12, 40])
+    got = mask(4, 6, 50, 59, key_start=key_start, start_pos=0)
+    assert torch.equal(
+        got, torch.stack([of[..., first : first + 59] for of, first in zip(whole, key_start, strict=True)])
+    )
     q, k, v = target_fp32.qkv(4, 50, 6, 16, n_kv=99)
     options = {"dropout_p": 0.3, "dropout_seed": seed}
     out, _ = tried(target_fp32, lambda: target_fp32.fmha(q, k, v, **options))
@@ -940,7 +952,13 @@ WRONG = [
     ("dropout_seed", T, {"dropout_p": 0.5, "dropout_seed": torch.ones(2, dtype=torch.int32)}),
     ("dropout_seed", T, {"dropout_seed": 3}),
     *[(name, V, {name: x}) for name in ("head_start", "sequence_start") for x in (-1, 2**31)],
-    *[(name, T, {name: None}) for name in ("head_start", "sequence_start")],
+    *[(name, T, {name: None}) for name in ("head_start", "sequence_start", "key_start")],
+    *[("key_start", V, {"key_start": x}) for x in (2**29, -(2**29))],
+    *[("key_start", T, {"key_start": x}) for x in ("end", 1.0, True, torch.ones(B), torch.ones(B, dtype=INT64))],
+    *[("key_start", V, {"key_start": torch.ones(s, dtype=torch.int32)}) for s in ((), (1,), (B + 1,), (B, 1))],
+    ("key_start", V, {"key_start": torch.ones(3, dtype=torch.int32), "start_pos": torch.ones(B, dtype=torch.int32)}),
+    ("start_pos", V, {"key_start": torch.ones(B, dtype=torch.int32), "start_pos": torch.ones(3, dtype=torch.int32)}),
+    ("start_pos", V, {"key_start": -(2**28), "start_pos": 2**28}),
 ]  # fmt: skip
 
 
@@ -1005,6 +1023,7 @@ def test_wrong_block_mask(device):
         ("dropout_p", V, {"dropout_p": -0.5}),
         ("start_pos", V, {"start_pos": torch.ones(3, dtype=torch.int32)}),
         ("start_pos", V, {"start_pos": "begin"}),
+        ("key_start", V, {"key_start": torch.ones(3, dtype=torch.int32)}),
     ],
 )
 def test_wrong_argument_of_dropout_mask(name, error, arguments):
