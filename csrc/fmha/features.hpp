@@ -105,6 +105,15 @@ CUTE_HOST_DEVICE Params specialised(Params const& params) {
   return p;
 }
 
+/// The parameters of a call as if it did not ask for `bit`.
+inline Params without(Params p, Features bit) {
+#define FEATURE(name, argument, asked, cleared) \
+  if (bit == feature::name) cleared;
+  CUTLASS_EXT_FEATURES(FEATURE)
+#undef FEATURE
+  return p;
+}
+
 /// The argument that asks for the lowest bit of `features`, which is not 0.
 inline char const* argument_of(Features features) {
   static constexpr char const* kArguments[] = {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../fmha/pairs.hpp"
 #include "choice.hpp"
 #include "error.hpp"
 #include "heuristics.hpp"
@@ -88,6 +89,8 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   }
   size_t const statistics = StatisticsRows(params).size(params) * sizeof(RowStatistics);
   if (statistics > 0) params.row_statistics = static_cast<RowStatistics*>(allocate(statistics));
+  if (statistics > 0 && changes_scores(params))
+    params.empty_rows = static_cast<uint32_t*>(allocate(StatisticsRows(params).size(params) / 8));
   compute_row_statistics(plan.of_keys.kernel->dtype, params, stream);
   if (params.dbias) compute_dbias(plan.of_keys.kernel->dtype, params, stream, allocate);
   if (plan.adds_to_queries()) {

@@ -52,6 +52,15 @@ Kernel const* cheapest(std::initializer_list<Kind> kinds, DType dtype, Accepts c
   return best;
 }
 
+/// Of the features of a call whose sizes a kernel does not take the first without which it would; 0: none.
+inline Features feature_that_keeps(Kernel const& kernel, Call const& call) {
+  for (Features rest = call.features; rest; rest &= rest - 1) {
+    Features const bit = rest & ~(rest - 1);
+    if (kernel.takes_sizes(without(call.params, bit))) return bit;
+  }
+  return 0;
+}
+
 /// What keeps every kernel from the call: the head dims, or the argument that the nearest one does not take.
 inline std::string refusal_of(Call const& call, std::initializer_list<Kind> kinds) {
   auto const missing = [&](Kernel const& k) { return call.features & ~k.takes; };
@@ -68,10 +77,11 @@ inline std::string refusal_of(Call const& call, std::initializer_list<Kind> kind
   } else if (missing(*nearest) & feature::UnalignedRows) {
     text << "q, k, v: no kernel" << where << " takes rows that do not begin at multiples of 16 bytes; copy them with "
          << ".contiguous()";
-  } else if (missing(*nearest) == 0) {
+  } else if (Features const kept_by = missing(*nearest) | feature_that_keeps(*nearest, call); kept_by == 0) {
     text << "backend: no kernel" << where << " is for a call of these sizes";
   } else {
-    text << argument_of(missing(*nearest)) << ": no kernel" << where << " takes it together with what else is asked";
+    text << argument_of(missing(*nearest) ? missing(*nearest) : kept_by) << ": no kernel" << where
+         << " takes it together with what else is asked";
   }
   text << "; use backend=\"" << (call.request.backend == "auto" ? "torch\"" : "auto\" or \"torch\"");
   return text.str();

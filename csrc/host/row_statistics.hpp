@@ -9,7 +9,8 @@
 
 namespace cutlass_ext {
 
-/// `params.row_statistics` of every query row, and the sink's gradient where it is asked for.
+/// `params.row_statistics` of every query row, `params.empty_rows` where there is room for them, and the sink's
+/// gradient where it is asked for.
 void compute_row_statistics(DType dtype, BackwardParams const& params, cudaStream_t stream);
 
 /// dQ from what `kernel`, of Kind::AllGradients, has summed up in `params.dq_sums`.

@@ -19,6 +19,10 @@ void compute_row_statistics(DType dtype, BackwardParams const& params, cudaStrea
   if (ctas.x > 0 && ctas.z > 0) {
     kernel<<<ctas, kStatisticsThreads, 0, stream>>>(params);
     check_cuda(cudaGetLastError(), "launching the statistics of rows");
+    if (params.empty_rows) {
+      empty_rows_kernel<<<ctas, kStatisticsThreads, 0, stream>>>(params);
+      check_cuda(cudaGetLastError(), "looking for rows without keys");
+    }
   }
   if (!params.dsink) return;
   sink_gradient_kernel<<<params.heads_q, kSinkThreads, 0, stream>>>(params);

@@ -40,14 +40,13 @@ def sources(pytestconfig):
 
 def attempt(target, call, backward=False):
     """What `call` gives; None where the kernels refuse one of `FEATURES` by its argument: those of a family that is
-    asked for may, those that are chosen where none takes it. Hopper's gradients refuse a bias beside softcap by what
-    sizes they take."""
+    asked for may, those that are chosen where none takes it. Hopper's gradients take no softcap beside a bias."""
     try:
         return call()
     except NotImplementedError as refused:
         argument = str(refused).split(":")[0]
-        of_sizes = target.backend == "sm90" and backward and argument == "backend"
-        if not target.cuda or target.backend == "torch" or (argument not in FEATURES and not of_sizes):
+        capped = target.backend == "sm90" and backward and argument == "softcap"
+        if not target.cuda or target.backend == "torch" or (argument not in FEATURES and not capped):
             raise
         if target.backend == "auto":
             text = (attempt.root / "csrc/fmha/features.hpp").read_text()
@@ -321,7 +320,7 @@ def test_what_stands_outside_a_sequence(target, name):
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("kind", ["mask", "bias", "bias and mask"])
 def test_rows_without_a_visible_key(target, kind, sink):
-    """0, and -inf or the sink's logit; gradients of 0, in the torch path whatever stands in their q and dout."""
+    """0, and -inf or the sink's logit; gradients of 0, whatever stands in their q, dout and out."""
     q, k, v = target.qkv(2, 70, 4, 64, n_kv=130, heads_kv=2)
     seen = mask_of(target, (2, 4, 70, 130), 0.05)
     seen[:, :, ::3] = False
@@ -342,17 +341,20 @@ def test_rows_without_a_visible_key(target, kind, sink):
     assert torch.equal(
         lse[empty], (options["sink"][None, :, None] if sink else lse.new_tensor(-INF)).expand_as(lse)[empty]
     )
-    if kind != "mask" or target.family != "torch":  # -inf and NaN are NaN; kernels multiply such rows by 0
+    if kind != "mask" and target.family == "torch":  # there -inf and NaN are NaN
         return
-    dout, _ = of_out(target, q, v)
-    spoilt = [t.clone() for t in (q, dout)]
-    for t in spoilt:
-        t.transpose(1, 2)[empty] = NAN
-    options["deterministic"] = True
-    want = tried(target, lambda: target.gradients(q, k, v, dout, **options), backward=True)
-    got = cutlass_ext.fmha_backward(spoilt[1], spoilt[0], k, v, out, lse, backend=target.backend, **options)
-    assert not got[0].transpose(1, 2)[empty].any()
-    assert_same_bits(got[:3], want[:3])
+    dout, dlse = of_out(target, q, v)
+    call = functools.partial(
+        cutlass_ext.fmha_backward, backend=target.backend, dlse=dlse, deterministic=True, **options
+    )
+    want = tried(target, lambda: call(dout, q, k, v, out, lse), backward=True)
+    for plant in (NAN, INF):
+        spoilt = [t.clone() for t in (q, dout, out)]
+        for t in spoilt:
+            t.transpose(1, 2)[empty] = plant
+        got = call(spoilt[1], spoilt[0], k, v, spoilt[2], lse)
+        assert not got[0].transpose(1, 2)[empty].any()
+        assert_same_bits(got, want)
 
 
 def test_a_mask_of_all_is_none(target):

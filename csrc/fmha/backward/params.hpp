@@ -28,7 +28,8 @@ struct Gradients {
   void* dbias = nullptr;                                   // of the bias's shape and dtype; null: not asked for
   int64_t dbias_batch = 0, dbias_head = 0, dbias_row = 0;  // element strides, 0 where the bias has one for all
   RowStatistics* row_statistics = nullptr;                 // workspace, laid out by StatisticsRows
-  float* dq_sums = nullptr;  // workspace of kernels that add to dQ: as many rows, of the tile's head_dim
+  uint32_t* empty_rows = nullptr;  // a bit for each: rows that see no key by what pairs have; null: there are none
+  float* dq_sums = nullptr;        // workspace of kernels that add to dQ: as many rows, of the tile's head_dim
 };
 
 /// Of Results, `o` and `lse` are read: what the forward gave.

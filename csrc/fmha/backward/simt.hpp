@@ -111,10 +111,15 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
     tile.data += col0;
     return tile;
   };
+  auto statistics_row = [&](Task const& task, int head, int row0) {
+    return StatisticsRows(params).first(params, task.sequence, task.work.batch, head) + task.first_row + row0;
+  };
+  // Of rows of q and dout, those that see no key by what pairs have are left out.
+  auto sifted = [&](GlobalTile<float> const& tile, Task const& task, int head, int row0) {
+    return SiftedTile<float>{tile, Traits::Pairs ? params.empty_rows : nullptr, statistics_row(task, head, row0)};
+  };
   auto copy_statistics = [&](Task const& task, int head, int row0) {
-    RowStatistics const* const from = params.row_statistics +
-                                      StatisticsRows(params).first(params, task.sequence, task.work.batch, head) +
-                                      task.first_row + row0;
+    RowStatistics const* const from = params.row_statistics + statistics_row(task, head, row0);
     for (int row = threadIdx.x; row < Traits::B_r; row += Traits::Threads) {
       bool const exists = row0 + row < task.sequence.visibility.n_q;
       SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(from[row].lse_log2, shared.lse[row], exists);
@@ -139,7 +144,12 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
       auto const src =
           tile_of(!OfKeys, second, task, OfKeys ? query_head : params.heads_per_kv.div(query_head), first,
                   OfKeys ? task.sequence.visibility.n_q : task.sequence.visibility.len_kv, piece * PieceCols);
-      copy_tile<Walked, PieceCols, Traits::Threads>(src, slot, [](int row) { return row / 4; });
+      auto const moved = [](int row) { return row / 4; };
+      if constexpr (OfKeys) {
+        copy_tile<Walked, PieceCols, Traits::Threads>(sifted(src, task, query_head, first), slot, moved);
+      } else {
+        copy_tile<Walked, PieceCols, Traits::Threads>(src, slot, moved);
+      }
       if (OfKeys && step == 0) copy_statistics(task, query_head, first);
     }
     cp_async_fence();
@@ -178,9 +188,16 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
     if (Stages > 1) load_item(0, task.tiles.begin, 0, shared.ring[0]);
     CUTE_UNROLL
     for (int x = 0; x < 2; ++x) {
-      auto const tile = tile_of(OfKeys, x, task, task.work.head, task.work.row0, task.own_length, 0);
-      tile.aligned ? copy_q<Products, true>(tile, shared.own[x], 1.f)
-                   : copy_q<Products, false>(tile, shared.own[x], 1.f);
+      auto const copy = [&](auto const& tile) {
+        tile.aligned ? copy_q<Products, true>(tile, shared.own[x], 1.f)
+                     : copy_q<Products, false>(tile, shared.own[x], 1.f);
+      };
+      auto const own = tile_of(OfKeys, x, task, task.work.head, task.work.row0, task.own_length, 0);
+      if constexpr (OfKeys) {
+        copy(own);
+      } else {
+        copy(sifted(own, task, task.work.head, task.work.row0));
+      }
     }
   }
 

@@ -62,6 +62,23 @@ class Streams {
     __syncthreads();
   }
 
+  /// Zeroes the rows of both parts of `tile`, which have landed, that see no key by what pairs have.
+  CUTE_DEVICE void zero_empty_rows(int head, int tile) const {
+    int const thread = this->thread();
+    if (thread < Streamed && tile * Streamed + thread < shared_.view.len_kv) {
+      int64_t const row = statistics_row(head, tile) + thread;
+      if (__ldg(params_.empty_rows + row / 32) >> row % 32 & 1) {
+        CUTE_NO_UNROLL
+        for (int chunk = 0; chunk < 2 * HeadDim / kVector; ++chunk) {
+          int const in_part = chunk % (HeadDim / kVector), panel = in_part / 8;
+          Element* const part = shared_.y[chunk / (HeadDim / kVector)][stage()];
+          reinterpret_cast<uint4*>(part + (panel * Streamed + thread) * kPanel)[in_part % 8] = make_uint4(0, 0, 0, 0);
+        }
+      }
+    }
+    __syncthreads();
+  }
+
   /// The stage in use, and its byte offset.
   CUTE_DEVICE uint32_t stage() const { return Two ? stage_ : 0; }
   CUTE_DEVICE uint32_t here() const { return Two ? stage_ * TileBytes : 0; }
@@ -116,9 +133,12 @@ class Streams {
         data<Y>(params_), stride<Y>(params_), shared_.tensor_batch, OfKeys ? head : params_.heads_per_kv.div(head),
         int64_t(shared_.streamed_row0) + tile * Streamed, shared_.view.len_kv - tile * Streamed, cols<Y>());
   }
+  /// Of the tile's first row, where rows pass by.
+  CUTE_DEVICE int64_t statistics_row(int head, int tile) const {
+    return shared_.statistics_row0 + head * StatisticsRows(params_).of_a_head + tile * Streamed;
+  }
   CUTE_DEVICE RowStatistics const* statistics(int head, int tile) const {
-    return params_.row_statistics + shared_.statistics_row0 + head * StatisticsRows(params_).of_a_head +
-           (tile * Streamed + int(threadIdx.x));
+    return params_.row_statistics + statistics_row(head, tile) + int(threadIdx.x);
   }
 
   /// With two stages both of what follows `tile`, with one its early part.
@@ -286,6 +306,7 @@ class GradientLoop {
     constexpr int Columns = kAtom;
     streams_.template during_first<false>(head, tile);
     if (!Two) streams_.wait();
+    if (OfKeys && params_.empty_rows) streams_.zero_empty_rows(head, tile);
     CUTE_NO_UNROLL
     for (int column = 0; column < Streamed; column += Columns) {
       if (!is_seen((tile * Streamed + column) / Columns)) continue;
@@ -579,10 +600,17 @@ class BackwardTile {
     void const* const data = OfKeys ? (X == 0 ? params_.k : params_.v) : (X == 0 ? params_.q : params_.dout);
     Strides const& stride =
         OfKeys ? (X == 0 ? params_.k_stride : params_.v_stride) : (X == 0 ? params_.q_stride : params_.dout_stride);
-    copy_tile<Own, Traits::HeadDim, Traits::Threads>(
-        global_tile<Element>(data, stride, shared_.tensor_batch, shared_.work.head, shared_.own_row0, own_rows(),
-                             X == 0 ? params_.head_dim : params_.head_dim_v),
-        shared_.x[X], [](int row) { return row; });
+    auto const own = global_tile<Element>(data, stride, shared_.tensor_batch, shared_.work.head, shared_.own_row0,
+                                          own_rows(), X == 0 ? params_.head_dim : params_.head_dim_v);
+    auto const moved = [](int row) { return row; };
+    if constexpr (OfKeys) {
+      copy_tile<Own, Traits::HeadDim, Traits::Threads>(own, shared_.x[X], moved);
+    } else {
+      int64_t const first =
+          shared_.statistics_row0 + shared_.work.head * StatisticsRows(params_).of_a_head + shared_.work.row0;
+      copy_tile<Own, Traits::HeadDim, Traits::Threads>(SiftedTile<Element>{own, params_.empty_rows, first},
+                                                       shared_.x[X], moved);
+    }
   }
 
   /// Writes a gradient of the own rows. It leaves through the warp's own part of `tile`, which nobody reads any more.

@@ -189,12 +189,26 @@ CUTE_DEVICE void copy_stream(BackwardParams const& params, GradientMaps const& m
   auto const is_cut = [](Range rows, int all, int64_t at, int stored) {
     return rows.begin > 0 || (rows.end < all && at + rows.end < stored);
   };
+  // And the query rows of a tile that see no key by what pairs have, in bits; null where there are none.
+  auto const empty_rows = [&](bool of_rows, int head, int first, int rows) -> uint32_t const* {
+    if (!Traits::Pairs || !of_rows || !params.empty_rows) return nullptr;
+    uint32_t const* const bits =
+        params.empty_rows + (StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) + first) / 32;
+    uint32_t any = 0;
+    for (int word = 0; word < rows / 32; ++word) any |= __ldg(bits + word);
+    return any ? bits : nullptr;
+  };
   int const row = tile.held_row0 + tile.work.row0;
   Range const here = counting(Traits::OfKeys ? keys : query_rows, tile.work.row0, Held);
-  tail.template tile<Held, Columns>(held_full, held, is_cut(here, Held, row, held_stored), here, [&](Barrier& barrier) {
-    if (leader)
-      copy_panels<Held, Columns>(map_held, barrier, held, row, tile.work.head, batch, TMA::CacheHintSm90::EVICT_FIRST);
-  });
+  auto const* const empty_held = empty_rows(!Traits::OfKeys, tile.head_q, tile.work.row0, Held);
+  tail.template tile<Held, Columns>(
+      held_full, held, empty_held || is_cut(here, Held, row, held_stored), here,
+      [&](Barrier& barrier) {
+        if (leader)
+          copy_panels<Held, Columns>(map_held, barrier, held, row, tile.work.head, batch,
+                                     TMA::CacheHintSm90::EVICT_FIRST);
+      },
+      empty_held);
   RingPosition<Traits::Stages> ring;
   for (int g = 0; g < tile.heads; ++g) {
     int const head = Traits::OfKeys ? tile.head_q + g : tile.head_kv;
@@ -204,9 +218,11 @@ CUTE_DEVICE void copy_stream(BackwardParams const& params, GradientMaps const& m
       int const first = t * Step, at = tile.streamed_row0 + first;
       Range const here = counting(Traits::OfKeys ? query_rows : keys, first, Step);
       auto* const to = streamed + ring.stage * Step * Columns;
+      auto const* const empty_streamed = empty_rows(Traits::OfKeys, head, first, Step);
       empty[ring.stage].wait_for(ring.phase ^ 1);
       tail.template tile<Step, Columns>(
-          full[ring.stage], to, is_cut(here, Step, at, streamed_stored), here, [&](Barrier& barrier) {
+          full[ring.stage], to, empty_streamed || is_cut(here, Step, at, streamed_stored), here,
+          [&](Barrier& barrier) {
             if (!leader) return;
             barrier.arrive_and_expect_tx(Step * Columns * sizeof(Element) + StatisticsBytes);
             copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
@@ -215,7 +231,8 @@ CUTE_DEVICE void copy_stream(BackwardParams const& params, GradientMaps const& m
                                        reinterpret_cast<uint64_t*>(&barrier), shared.statistics[ring.stage],
                                        StatisticsBytes);
             }
-          });
+          },
+          empty_streamed);
     }
   }
 }

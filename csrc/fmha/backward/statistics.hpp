@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../copy/cp_async.hpp"
+#include "../pairs.hpp"
 #include "../score.hpp"
 #include "../softmax.hpp"
 #include "params.hpp"
@@ -68,6 +69,52 @@ __global__ void __launch_bounds__(kStatisticsThreads)
     }
     if (lane == 0) to[row - row0] = statistics;
   }
+}
+
+/// Whether bias and mask leave a row some of the keys that it sees, by the 16 lanes that share it. All lanes of a warp
+/// take part; of rows that are not `asked` for they get true.
+CUTE_DEVICE bool sees_some(BackwardParams const& params, Sequence const& sequence, int b, int head, int row, bool asked,
+                           int lane) {
+  bool found = !asked;
+  if (asked) {
+    PairMod const pairs(params, sequence, b, head);
+    Range const keys = sequence.visibility.keys_of_row(row);
+    for (int key = keys.begin + lane; key < keys.end && !found; key += 16) {
+      float score[1] = {0.f};
+      pairs.apply(score, params, sequence.visibility, row, key, [](int e) { return e; });
+      found = score[0] != -INFINITY;
+    }
+  }
+  return __ballot_sync(0xffffffffu, found) >> (threadIdx.x % 32 / 16 * 16) & 0xffffu;
+}
+
+/// `params.empty_rows` of a tile of rows of one head, a CTA each, behind their statistics: rows that see keys, but none
+/// that bias and mask leave. Their lse is -inf; or the sink's logit, or NaN where NaN met a bias of -inf, as that of
+/// other rows may be, too.
+inline __global__ void __launch_bounds__(kStatisticsThreads)
+    empty_rows_kernel(__grid_constant__ BackwardParams const params) {
+  constexpr int kTile = StatisticsRows::kTile;
+  int const b = blockIdx.z, head = blockIdx.y, row0 = blockIdx.x * kTile, lane = threadIdx.x % 16;
+  Sequence const sequence = sequence_of(params, b);
+  int const n_q = sequence.visibility.n_q;
+  int64_t const first = StatisticsRows(params).first(params, sequence, b, head) + row0,
+                result_row0 = sequence.result_row0(params, head, 0);
+  __shared__ uint32_t empty[kTile / 32];
+  if (threadIdx.x < kTile / 32) empty[threadIdx.x] = 0;
+  __syncthreads();
+  CUTE_NO_UNROLL
+  for (int row = row0 + threadIdx.x / 16; row < row0 + kTile; row += kStatisticsThreads / 16) {
+    float const lse = row < n_q ? params.lse[result_row0 + row] : 0.f;
+    bool const asked = row < n_q && !(lse > -INFINITY && lse != params.sink_of(head)) &&
+                       sequence.visibility.keys_of_row(row).size() > 0;
+    if (sees_some(params, sequence, b, head, row, asked, lane) || lane != 0) continue;
+    atomicOr(&empty[row % kTile / 32], 1u << row % 32);
+    // `out` is 0, and its gradient may be anything.
+    if (lse > -INFINITY && !params.delta)
+      params.row_statistics[first + row - row0].delta = params.dlse ? -params.dlse[result_row0 + row] : 0.f;
+  }
+  __syncthreads();
+  if (threadIdx.x < kTile / 32) params.empty_rows[first / 32 + threadIdx.x] = empty[threadIdx.x];
 }
 
 constexpr int kSinkThreads = 512;

@@ -20,6 +20,19 @@ struct GlobalTile {
   bool aligned;  // 16-byte vectors allowed
 
   CUTE_DEVICE Element const* row(int row) const { return data + row * row_stride; }
+  CUTE_DEVICE bool has(int row) const { return row < rows; }
+};
+
+/// The same without some of its rows, which are filled with zeros too.
+template <class Element>
+struct SiftedTile : GlobalTile<Element> {
+  uint32_t const* left_out;  // a bit for each row; null: none
+  int64_t first;             // bit of the tile's first row
+
+  CUTE_DEVICE bool has(int row) const {
+    int64_t const bit = first + row;
+    return row < this->rows && !(left_out && __ldg(left_out + bit / 32) >> bit % 32 & 1);
+  }
 };
 
 /// The same of keys or values that may lie in pages: where a row is, is looked up.
@@ -32,6 +45,8 @@ struct LookedUpTile {
   int first_row;     // of the tile, counted in the sequence
   int rows, cols;
   bool aligned;
+
+  CUTE_DEVICE bool has(int row) const { return row < rows; }
 
   /// Of a row that does not exist the table says nothing.
   CUTE_DEVICE Element const* row(int row) const {
@@ -67,7 +82,7 @@ CUTE_DEVICE void copy_tile_vectors(Tile const& src, RowOf const& row_of, Element
   CUTE_UNROLL
   for (int pass = 0; pass < TileRows / RowsAPass; ++pass) {
     int const row = pass * RowsAPass + row0;
-    bool const row_exists = !Predicated || row < src.rows;
+    bool const row_exists = !Predicated || src.has(row);
     Element const* src_row = row_of(pass) + chunk * Vector;
     CUTE_UNROLL
     for (int panel = 0; panel < TileCols / Panel; ++panel) {
@@ -88,7 +103,7 @@ CUTE_DEVICE void copy_tile_elements(Tile const& src, Element* dst, Moved moved, 
   CUTE_NO_UNROLL
   for (int i = thread; i < TileRows * TileCols; i += Threads) {
     int const row = i / TileCols, col = i % TileCols;
-    bool const exists = row < src.rows && col < src.cols;
+    bool const exists = col < src.cols && src.has(row);
     Element const* from = exists ? src.row(row) + col : src.data;
     Element* to = dst + (col / Panel * TileRows + row) * Panel +
                   swizzled_chunk<Element>(col % Panel / Vector, moved(row)) + col % Vector;
@@ -112,6 +127,17 @@ CUTE_DEVICE void copy_tile(GlobalTile<Element> const& src, Element* dst, Moved m
     copy_tile_vectors<TileRows, TileCols, Threads, true>(src, row_of, dst, moved, thread);
   } else {
     copy_tile_vectors<TileRows, TileCols, Threads, false>(src, row_of, dst, moved, thread);
+  }
+}
+
+template <int TileRows, int TileCols, int Threads, class Element, class Moved>
+CUTE_DEVICE void copy_tile(SiftedTile<Element> const& src, Element* dst, Moved moved, unsigned thread = threadIdx.x) {
+  Element const* const first = src.row(thread / 8);
+  auto const row_of = [&](int pass) { return first + pass * (Threads / 8) * src.row_stride; };
+  if (src.aligned) {
+    copy_tile_vectors<TileRows, TileCols, Threads, true>(src, row_of, dst, moved, thread);
+  } else {
+    copy_tile_elements<TileRows, TileCols, Threads>(src, dst, moved, thread);
   }
 }
 

@@ -61,6 +61,16 @@ CUTE_DEVICE void zero_rows(Element* tile, Range kept) {
   __syncwarp();
 }
 
+/// Zeroes the rows of a tile whose bits are set in `rows`. By a whole warp, before zero_rows, which makes it seen.
+template <int Rows, int Cols, class Element>
+CUTE_DEVICE void zero_chosen_rows(Element* tile, uint32_t const* rows) {
+  for (int chunk = threadIdx.x % 32; chunk < Rows * 8; chunk += 32) {
+    if (!(__ldg(rows + chunk / 8 / 32) >> chunk / 8 % 32 & 1)) continue;
+    for (int panel = 0; panel < Cols / kPanel; ++panel)
+      reinterpret_cast<uint4*>(tile + panel * Rows * kPanel)[chunk] = make_uint4(0, 0, 0, 0);
+  }
+}
+
 /// Copies tiles whose rows may end inside them and zeroes the rows that do not exist, before anyone sees them, where
 /// the tensor goes on there; what lies past its own end arrives as zeros. V, because P is 0 there, but 0 times NaN is
 /// not; Q, because warps ask all of their rows whether m is to rise (LazySoftmax), and bits must not depend on what
@@ -69,13 +79,16 @@ struct TailCopy {
   Barrier& landed;
   uint32_t phase = 0;
 
-  /// A tile of which, where it is `cut`, the rows outside `kept` are to be zeroed. `copy(barrier)` starts its copies.
+  /// A tile of which, where it is `cut`, the rows outside `kept` are to be zeroed, and those in `left_out`, bits, where
+  /// that is not null. `copy(barrier)` starts its copies.
   template <int Rows, int Cols, class Element, class Copy>
-  CUTE_DEVICE void tile(Barrier& full, Element* to, bool cut, Range kept, Copy const& copy) {
+  CUTE_DEVICE void tile(Barrier& full, Element* to, bool cut, Range kept, Copy const& copy,
+                        uint32_t const* left_out = nullptr) {
     copy(cut ? landed : full);
     if (cut) {
       landed.wait_for(phase);
       phase ^= 1;
+      if (left_out) zero_chosen_rows<Rows, Cols>(to, left_out);
       zero_rows<Rows, Cols>(to, kept);
       if (threadIdx.x % 32 == 0) full.arrive();
     }

@@ -15,8 +15,8 @@ CUTE_DEVICE float component(float4 const& v, int e) { return e == 0 ? v.x : e ==
 
 /// Copies the query tile to shared memory, transposed and times `scale`: the scale then costs no instruction a score,
 /// and P at a row's maximum is exactly 1. All loads are under way before the first store waits for one.
-template <class Traits, bool Aligned>
-CUTE_DEVICE void copy_q(GlobalTile<float> const& src, float* sQ, float scale) {
+template <class Traits, bool Aligned, class Tile>
+CUTE_DEVICE void copy_q(Tile const& src, float* sQ, float scale) {
   constexpr int RowsAPass = Traits::Threads / kPanelChunks, Passes = Traits::B_r / RowsAPass,
                 Panels = Traits::HeadDim / kPanel;
   int const row0 = threadIdx.x / kPanelChunks, col0 = threadIdx.x % kPanelChunks * kVector;
@@ -28,7 +28,7 @@ CUTE_DEVICE void copy_q(GlobalTile<float> const& src, float* sQ, float scale) {
       int const row = pass * RowsAPass + row0, col = panel * kPanel + col0;
       float const* from = src.data + row * src.row_stride + col;
       v[panel][pass] = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (row < src.rows && col < src.cols) {
+      if (col < src.cols && src.has(row)) {
         v[panel][pass] =
             Aligned ? *reinterpret_cast<float4 const*>(from) : make_float4(from[0], from[1], from[2], from[3]);
       }
