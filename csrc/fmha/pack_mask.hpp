@@ -1,4 +1,5 @@
-// A mask of bytes, a bool tensor of any strides, to bits (Mask in params.hpp). Launched by kernels/pack_mask.cu.
+// A mask of bytes, a bool tensor of any strides, to bits and a map of their blocks (Mask in params.hpp). Launched by
+// kernels/pack_mask.cu.
 #pragma once
 
 #include <cstdint>
@@ -15,24 +16,27 @@ struct ByteMask {
 };
 
 constexpr int kPackThreads = 256;
+constexpr int kPackKeys = 8 * Mask::kBlock;  // of a CTA, which has a byte of the map's words
+
+/// CTAs along the keys: those past the last key write what the map's words have there.
+CUTE_HOST_DEVICE int pack_ctas(int keys) { return (Mask::blocks_of(keys) + 31) / 32 * 4; }
 
 #if defined(__CUDACC__)
 /// The low bits of four bytes.
 CUTE_DEVICE uint32_t bits_of_bytes(uint32_t bytes) { return bytes * 0x10204080u >> 28; }
 
-/// A thread makes a word of 32 keys.
-inline __global__ void __launch_bounds__(kPackThreads) pack_mask_kernel(ByteMask const mask, uint32_t* bits) {
-  int const words = Mask::words_of(mask.keys);
-  int64_t const index = int64_t(blockIdx.x) * kPackThreads + threadIdx.x;
-  if (index >= int64_t(mask.batch) * mask.heads * mask.rows * words) return;
-  int64_t rest = index / words;
-  int const first_key = static_cast<int>(index - rest * words) * 32, row = static_cast<int>(rest % mask.rows);
-  rest /= mask.rows;
-  uint8_t const* const from = mask.data + rest / mask.heads * mask.batch_stride + rest % mask.heads * mask.head_stride +
-                              row * mask.row_stride + first_key * mask.key_stride;
-  int const keys = min(mask.keys - first_key, 32);
+/// The even ones of 16 bits.
+CUTE_DEVICE uint32_t even_bits(uint32_t x) {
+  x &= 0x5555u;
+  x = (x | x >> 1) & 0x3333u;
+  x = (x | x >> 2) & 0x0f0fu;
+  return (x | x >> 4) & 0xffu;
+}
+
+/// A word of 32 keys, of which `keys` exist.
+CUTE_DEVICE uint32_t pack_word(uint8_t const* from, int64_t key_stride, int keys) {
   uint32_t word = 0;
-  if (mask.key_stride == 1 && keys == 32 && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+  if (key_stride == 1 && keys == 32 && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
     uint4 const* const bytes = reinterpret_cast<uint4 const*>(from);
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -41,9 +45,51 @@ inline __global__ void __launch_bounds__(kPackThreads) pack_mask_kernel(ByteMask
               << half * 16;
     }
   } else {
-    for (int key = 0; key < keys; ++key) word |= uint32_t(from[key * mask.key_stride] != 0) << key;
+    for (int key = 0; key < keys; ++key) word |= uint32_t(from[key * key_stride] != 0) << key;
   }
-  bits[index] = word;
+  return word;
+}
+
+/// A CTA makes the words of 64 rows and 512 keys, a thread those of 32 keys of every 16th row, and their part of the
+/// map.
+inline __global__ void __launch_bounds__(kPackThreads) pack_mask_kernel(ByteMask const mask, uint32_t* bits) {
+  constexpr int kWords = kPackKeys / 32, kRows = kPackThreads / kWords, kWarps = kPackThreads / 32;
+  __shared__ uint32_t some_of_warp[kWarps], all_of_warp[kWarps];
+  int const words = Mask::words_of(mask.keys), along = pack_ctas(mask.keys), row_blocks = Mask::blocks_of(mask.rows);
+  int const chunk = blockIdx.x % along, of_head = blockIdx.x / along;
+  int const block = of_head % row_blocks, head = of_head / row_blocks;
+  int const word = chunk * kWords + threadIdx.x % kWords, keys = max(min(mask.keys - word * 32, 32), 0);
+  uint8_t const* const from = mask.data + head / mask.heads * mask.batch_stride + head % mask.heads * mask.head_stride +
+                              word * 32 * mask.key_stride;
+  uint32_t* const to = bits + head * Mask::stored_rows(mask.rows) * words;
+  uint32_t const every = keys == 32 ? ~0u : (1u << keys) - 1;
+  bool some = false, all = true;
+  CUTE_UNROLL
+  for (int pass = 0; pass < Mask::kBlock / kRows; ++pass) {
+    int const row = block * Mask::kBlock + pass * kRows + threadIdx.x / kWords;
+    if (row < mask.rows && word < words) {
+      uint32_t const x = pack_word(from + row * mask.row_stride, mask.key_stride, keys);
+      to[int64_t(row) * words + word] = x;
+      some |= x != 0;
+      all &= x == every;
+    }
+  }
+  // The halves of a warp have other rows, neighbours the halves of a block of keys.
+  uint32_t x = __ballot_sync(0xffffffffu, some), y = __ballot_sync(0xffffffffu, all);
+  x |= x >> 16, y &= y >> 16;
+  if (threadIdx.x % 32 == 0) {
+    some_of_warp[threadIdx.x / 32] = even_bits(x | x >> 1);
+    all_of_warp[threadIdx.x / 32] = even_bits(y & y >> 1);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    x = 0, y = ~0u;
+    for (int warp = 0; warp < kWarps; ++warp) x |= some_of_warp[warp], y &= all_of_warp[warp];
+    auto* const of_chunk =
+        reinterpret_cast<uint8_t*>(to + (int64_t(mask.rows) + block) * words + chunk / 4 * 2) + chunk % 4;
+    of_chunk[0] = static_cast<uint8_t>(x);
+    of_chunk[4] = static_cast<uint8_t>(y);
+  }
 }
 #endif
 

@@ -51,6 +51,11 @@ CUTE_DEVICE float float_of(T x) {
 constexpr int kQuadColumns = 8;
 CUTE_HOST_DEVICE constexpr int key_of_quad(int j) { return j / 2 * 8 + j % 2; }
 
+/// What a mask says of all pairs of some rows and keys; of none that nothing is seen and nothing hidden.
+struct Seen {
+  bool some, all;
+};
+
 /// Where it begins of one sequence and head.
 struct PairMod {
   void const* bias;                  // of row 0 and the first real key; null: none
@@ -104,6 +109,27 @@ struct PairMod {
     uint32_t const low = at < words ? __ldg(of_row + at) : 0;
     if (shift == 0) return low;
     return __funnelshift_r(low, at + 1 < words ? __ldg(of_row + at + 1) : 0, shift);
+  }
+
+  /// What the map says of the blocks in which rows and keys lie. So `some` may be true because of a neighbour, and
+  /// `all` false; never the other way round.
+  CUTE_DEVICE Seen seen_of(Params const& params, Range rows, Range keys) const {
+    Mask const& of = params.mask;
+    int const row_blocks = Mask::blocks_of(of.rows);
+    if (of.row == 0) rows = {0, rows.end > rows.begin ? 1 : 0};
+    int const last_row = min(Mask::blocks_of(rows.end), row_blocks),
+              end = min(Mask::blocks_of(keys.end + leftpad), Mask::blocks_of(params.n_kv));
+    Seen seen{false, true};
+    for (int row = rows.begin / Mask::kBlock; row < last_row; ++row) {
+      auto const* const of_row = reinterpret_cast<uint2 const*>(mask + (of.rows + row) * int64_t(words));
+      for (int at = (keys.begin + leftpad) / Mask::kBlock; at < end; at = (at / 32 + 1) * 32) {
+        uint2 const word = __ldg(of_row + at / 32);
+        uint32_t const blocks = ~0u << at % 32 & ~0u >> (31 - min(end - 1 - at / 32 * 32, 31));
+        seen.some |= (word.x & blocks) != 0;
+        seen.all &= (~word.y & blocks) == 0;
+      }
+    }
+    return seen;
   }
 
   /// Which of eight keys of a row dropout keeps: those whose positions, divided by eight, are `group`.
@@ -202,35 +228,6 @@ struct PairMod {
 
 #if defined(__CUDACC__)
 
-/// Of `tiles` of `block` keys those from the first to the last of which a mask that all rows share shows something: by
-/// a whole warp.
-CUTE_DEVICE Range seen_tiles(Params const& params, Sequence const& of, int b, int head, Range tiles, int block) {
-  Mask const& mask = params.mask;
-  if (!mask.bits || mask.row != 0 || tiles.size() == 0) return tiles;
-  uint32_t const* const words = mask.bits + b * mask.batch + head * mask.head;
-  int const lane = threadIdx.x % 32, begin = (tiles.begin * block + of.leftpad) / 32,
-            end = min((tiles.end * block + of.leftpad + 31) / 32, Mask::words_of(params.n_kv));
-  // Keys of the first and of the last word that shows something.
-  int first = end, last = -1;
-  for (int at = begin; at < end && last < 0; at += 32) {
-    unsigned const found = __ballot_sync(0xffffffffu, at + lane < end && __ldg(words + at + lane) != 0);
-    if (found) first = at + __ffs(found) - 1, last = first;
-  }
-  for (int at = end - 32; last >= 0 && at + 32 > last; at -= 32) {
-    unsigned const found = __ballot_sync(0xffffffffu, at + lane >= first && __ldg(words + at + lane) != 0);
-    if (found) {
-      last = at + 31 - __clz(found);
-      break;
-    }
-  }
-  if (last < 0) return {tiles.begin, tiles.begin};
-  int const first_key = first * 32 + __ffs(__ldg(words + first)) - 1 - of.leftpad,
-            last_key = last * 32 + 31 - __clz(__ldg(words + last)) - of.leftpad;
-  Range const seen{max(tiles.begin, first_key < 0 ? 0 : first_key / block),
-                   min(tiles.end, last_key < 0 ? 0 : last_key / block + 1)};
-  return seen.size() > 0 ? seen : Range{tiles.begin, tiles.begin};
-}
-
 /// Changes scores in accumulators by the columns that lie in 32 keys: `change(scores, row, first column)`. They go
 /// through local memory: unrolled, the changes would spill what is in registers.
 template <class ScoreTensor, class Change>
@@ -328,20 +325,10 @@ CUTE_DEVICE void load_bias(ScoreTensor& S, float factor, PairMod const& pairs, P
   }
 }
 
-/// Hides what the mask hides from scores in accumulators, `first_key` being the quad's.
-template <class ScoreTensor, class RowOf>
-CUTE_DEVICE void hide_in_quad(ScoreTensor& S, PairMod const& pairs, Params const& params, Visibility const& visibility,
-                              int first_row, int first_key, RowOf row_of, int lane) {
-  CUTE_UNROLL
-  for (int i = 0; i < cute::size<0>(S); ++i) {
-    uint32_t seen = 0;
-    CUTE_UNROLL
-    for (int j = 0; j < cute::size<1>(S); ++j) {
-      if (j % kQuadColumns == 0)
-        seen = pairs.seen(params, visibility, first_row + row_of(i), first_key + j * 4) >> (lane % 4 * 2);
-      if (!(seen & 1u << key_of_quad(j % kQuadColumns))) S(i, j) = -INFINITY;
-    }
-  }
+/// Of the mask's word of 32 keys those of a lane's columns in accumulators, a bit each.
+CUTE_DEVICE uint32_t columns_of_word(uint32_t word, int lane) {
+  uint32_t const of_lane = word >> lane % 4 * 2 & 0x03030303u;  // two in each byte, which a product brings together
+  return of_lane * 0x01041040u >> 24;
 }
 
 /// Of two neighbouring columns of eight, the one `atom` of four pairs, a mask for their 16-bit halves of a word: all

@@ -118,12 +118,29 @@ struct Bias {
 };
 
 /// Which keys a row may see, in bits, as kernels/pack_mask.cu packs them of a bool tensor: bit j % 32 of word j / 32 is
-/// key j, bits at or past N_kv are 0. Rows and keys as those of a bias.
+/// key j, bits at or past N_kv are 0. Rows and keys as those of a bias. Behind the rows of a head lies its map of
+/// blocks of 64 rows and 64 keys, a row of as many words for each 64 rows: of 32 blocks of keys a word with the bits of
+/// those of which some pair is seen, and one with the bits of those of which no pair is hidden (pairs past the last row
+/// or key are neither).
 struct Mask {
-  uint32_t const* bits = nullptr;        // [1 or B, 1 or H_q, 1 or N_q, words]; null: none
-  int64_t batch = 0, head = 0, row = 0;  // strides in words, 0 where broadcast
+  static constexpr int kBlock = 64;
 
-  CUTE_HOST_DEVICE static int words_of(int n_kv) { return n_kv / 32 + (n_kv % 32 != 0); }
+  uint32_t const* bits = nullptr;        // [1 or B, 1 or H_q, stored_rows(rows), words]; null: none
+  int64_t batch = 0, head = 0, row = 0;  // strides in words, 0 where broadcast
+  int rows = 0;                          // 1 or N_q
+
+  Mask() = default;
+  /// Of the bits of [batch, heads, rows, keys], one after the other.
+  Mask(int batch, int heads, int rows, int keys)
+      : head(heads == 1 ? 0 : stored_rows(rows) * words_of(keys)), row(rows == 1 ? 0 : words_of(keys)), rows(rows) {
+    if (batch > 1) this->batch = heads * stored_rows(rows) * words_of(keys);
+  }
+
+  CUTE_HOST_DEVICE static int blocks_of(int length) { return length / kBlock + (length % kBlock != 0); }
+  /// Of a row: 16 bytes, or a multiple.
+  CUTE_HOST_DEVICE static int words_of(int n_kv) { return (n_kv / 128 + (n_kv % 128 != 0)) * 4; }
+  /// Of a head: those of the bits, and those of the map.
+  CUTE_HOST_DEVICE static int64_t stored_rows(int rows) { return int64_t(rows) + blocks_of(rows); }
 };
 
 /// Dropout by position, so that whoever computes a pair of a row and a key draws the same for it: Philox4x32-7 (Salmon

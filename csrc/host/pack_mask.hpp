@@ -1,4 +1,4 @@
-// The launch that makes bits of a mask of bytes. Called by torch/operators.cpp.
+// The launch that makes bits, and a map of their blocks, of a mask of bytes. Called by torch/operators.cpp.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace cutlass_ext {
 
-/// Writes `bits`, [batch, heads, rows, Mask::words_of(keys)], contiguous.
+/// Writes `bits`, [batch, heads, Mask::stored_rows(rows), Mask::words_of(keys)], contiguous.
 void pack_mask(ByteMask const& mask, uint32_t* bits, cudaStream_t stream);
 
 }  // namespace cutlass_ext

@@ -76,11 +76,9 @@ void set_pairs(Arguments const& a, Params* p) {
     p->bias.key = t.stride(3);
   }
   if (Tensor const& t = a.mask) {
-    int64_t const words = Mask::words_of(static_cast<int>(t.size(3)));
+    ByteMask const of = bytes_of(t);
+    p->mask = Mask(of.batch, of.heads, of.rows, of.keys);
     p->mask.bits = t.as<uint32_t>();
-    p->mask.batch = broadcast_stride(t, 0, t.size(1) * t.size(2) * words);
-    p->mask.head = broadcast_stride(t, 1, t.size(2) * words);
-    p->mask.row = broadcast_stride(t, 2, words);
   }
   auto const threshold = static_cast<uint32_t>(std::round(a.dropout_p * 65536.0));
   if (threshold > 0) {
@@ -167,6 +165,12 @@ std::string schema_of(Operator of, std::string const& name, bool appends, char c
   if (is_cache) add(schema, #name, default_value);
 #include "../options.def"
   return text + ") -> " + returns;
+}
+
+ByteMask bytes_of(Tensor const& mask) {
+  auto const size = [&](int i) { return static_cast<int>(mask.size(i) > 1 && mask.stride(i) == 0 ? 1 : mask.size(i)); };
+  return {mask.as<uint8_t>(), size(0),        size(1),        size(2),       static_cast<int>(mask.size(3)),
+          mask.stride(0),     mask.stride(1), mask.stride(2), mask.stride(3)};
 }
 
 Params params_of(Arguments const& a) {

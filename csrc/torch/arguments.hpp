@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "../fmha/pack_mask.hpp"
 #include "../host/backward.hpp"
 #include "tensor.hpp"
 
@@ -59,5 +60,8 @@ void check(Arguments const& arguments);
 Params params_of(Arguments const& arguments);
 BackwardParams backward_params_of(Arguments const& arguments);
 Request request_of(Arguments const& arguments);
+
+/// A bool tensor of scores, of which a dimension that repeats its elements has one.
+ByteMask bytes_of(Tensor const& mask);
 
 }  // namespace cutlass_ext

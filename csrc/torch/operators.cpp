@@ -31,10 +31,9 @@ AtenTensorHandle no_lse(int device) {
 /// The bits of a call's mask, which the launches to come read.
 Allocation pack(Tensor const& t, cudaStream_t stream, Params* params) {
   if (!t) return {};
-  auto const size = [&](int i) { return static_cast<int>(t.size(i)); };
-  ByteMask const bytes{t.as<uint8_t>(), size(0),     size(1),     size(2),    size(3),
-                       t.stride(0),     t.stride(1), t.stride(2), t.stride(3)};
-  Allocation bits({t.size(0), t.size(1), t.size(2), Mask::words_of(bytes.keys)}, kInt32, t.device_index);
+  ByteMask const bytes = bytes_of(t);
+  Allocation bits({bytes.batch, bytes.heads, Mask::stored_rows(bytes.rows), Mask::words_of(bytes.keys)}, kInt32,
+                  t.device_index);
   pack_mask(bytes, static_cast<uint32_t*>(bits.data), stream);
   params->mask.bits = static_cast<uint32_t const*>(bits.data);
   return bits;

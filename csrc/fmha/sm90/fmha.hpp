@@ -42,7 +42,7 @@ struct Results {
 
 /// The same of a job whose sums are complete; writes lse.
 template <class Traits>
-CUTE_DEVICE Results finish(Params const& params, Job<Traits::Consumers> const& job,
+CUTE_DEVICE Results finish(Params const& params, typename Traits::Job const& job,
                            typename Traits::Softmax const& softmax) {
   bool const split = params.is_split();
   TileRows const tile_rows(params, Traits::B_r);
@@ -116,7 +116,7 @@ CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& 
 
 /// The same where no key is visible.
 template <class Traits>
-CUTE_DEVICE void store_empty(Params const& params, Job<Traits::Consumers> const& job,
+CUTE_DEVICE void store_empty(Params const& params, typename Traits::Job const& job,
                              typename Traits::SharedStorage& shared) {
   Tensor O = make_tensor<float>(Shape<_2, Int<Traits::HeadDimV / 4>>{});
   clear(O);
@@ -129,8 +129,8 @@ struct TilesOfRows {
   int skipped;  // tiles of the job past these
   Range unmasked;
 
-  template <int Consumers>
-  CUTE_DEVICE TilesOfRows(Job<Consumers> const& job, int warpgroup) {
+  template <class Job>
+  CUTE_DEVICE TilesOfRows(Job const& job, int warpgroup) {
     bool const any = job.exists && job.tiles.size() > 0;
     int const end = any ? job.of_warpgroup[warpgroup].end : job.tiles.begin;
     tiles = {job.tiles.begin, end};
@@ -168,11 +168,11 @@ struct Rings {
   }
 
   /// A job of which this warpgroup has no rows: lets go, in its turn, what the others use.
-  CUTE_DEVICE void stand_by(Range const& tiles) {
+  CUTE_DEVICE void stand_by(int tiles) {
     wait_q();
     release_q();
     CUTE_NO_UNROLL
-    for (int i = 0; i < tiles.size(); ++i) {
+    for (int i = 0; i < tiles; ++i) {
       skip_k();
       skip_v();
     }
@@ -186,16 +186,47 @@ struct Rings {
   }
 };
 
+/// What a quad reads of the mask of a tile that hides some of its keys from some of its rows: each lane the words of 32
+/// keys.
+template <class Traits>
+struct MaskWords {
+  static_assert(!Traits::Pairs || Traits::B_c == 128, "a word for each lane of a quad");
+  bool any = false;
+  uint32_t word[2];  // of the thread's rows
+
+  /// Asks for them, long before they are wanted.
+  CUTE_DEVICE void ask(Params const& params, typename Traits::Job const& job, int tile) {
+    if constexpr (Traits::Pairs) {
+      auto const [lane, warp_row] = ConsumerThread();
+      any = params.mask.bits && !job.shows_all(warp_row / kAtomRows, tile);
+      if (!any) return;
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        word[i] = job.pairs.seen(params, job.visibility, job.token0 + warp_row + lane / 4 + row_of(i),
+                                 tile * Traits::B_c + lane % 4 * 32);
+      }
+    }
+  }
+
+  /// Those of the thread's columns in row `i`.
+  CUTE_DEVICE uint32_t columns(int i, int lane) const {
+    uint32_t seen = 0;
+    CUTE_UNROLL
+    for (int part = 0; part < 4; ++part)
+      seen |= columns_of_word(__shfl_sync(0xffffffffu, word[i], part, 4), lane) << part * kQuadColumns;
+    return seen;
+  }
+};
+
 /// From products with the keys of `tile` to scores: score modifications, and masks where `masked`.
 template <class Traits, class ScoreTensor>
-CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, Job<Traits::Consumers> const& job, int tile,
-                               bool masked, float query_scale, int lane) {
+CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Traits::Job const& job, int tile,
+                               bool masked, MaskWords<Traits> const& words, float query_scale, int lane) {
   constexpr int B_c = Traits::B_c;
   if constexpr (Traits::ScoreMods) {
-    int const first_key = tile * B_c + lane % 4 * 2;
-    // Distances are ALiBi's, under which heads are not packed, nor where pairs have something: rows are tokens.
-    int const token = job.token0 + ConsumerThread().warp_row + lane / 4;
     if (ScoreMod::changes(params)) {
+      // Distances are ALiBi's, under which heads are not packed, nor where pairs have something: rows are tokens.
+      int const first_key = tile * B_c + lane % 4 * 2, token = job.token0 + ConsumerThread().warp_row + lane / 4;
       CUTE_UNROLL
       for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
       job.score_mod.template apply<true>(S, job.visibility.start_pos + token - first_key,
@@ -206,23 +237,31 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, Job<Traits:
         });
       }
     }
-    if (Traits::Pairs && params.mask.bits)
-      hide_in_quad(S, job.pairs, params, job.visibility, token, tile * B_c, row_of, lane);
   }
-  if (masked) {
-    int tokens[2];  // of the thread's rows
-    int const row = ConsumerThread().warp_row + lane / 4;
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i)
-      tokens[i] = job.token0 + (Traits::PacksHeads ? params.heads_a_tile.div(row + row_of(i)) : row + row_of(i));
-    TileMask<B_c / 4> const mask(job.visibility.counted_from(tile * B_c), tokens, lane);
+  bool const some_hidden = Traits::Pairs && words.any;
+  if (masked || some_hidden) {
+    TileMask<B_c / 4> mask;
+    if (masked) {
+      int tokens[2];  // of the thread's rows
+      int const row = ConsumerThread().warp_row + lane / 4;
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i)
+        tokens[i] = job.token0 + (Traits::PacksHeads ? params.heads_a_tile.div(row + row_of(i)) : row + row_of(i));
+      mask = {job.visibility.counted_from(tile * B_c), tokens, lane};
+    }
+    if constexpr (Traits::Pairs) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        if (some_hidden) mask.visible[i][0] = words.columns(i, lane) & (masked ? mask.visible[i][0] : ~0u);
+      }
+    }
     mask.apply(S);
   }
 }
 
 /// Makes 0 of what dropout does not keep of P, an operand.
 template <class Traits, class WordTensor>
-CUTE_DEVICE void drop(WordTensor& words, Job<Traits::Consumers> const& job, int tile) {
+CUTE_DEVICE void drop(WordTensor& words, typename Traits::Job const& job, int tile) {
   auto const [lane, warp_row] = ConsumerThread();
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
@@ -263,7 +302,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
 
   // What pairs add to scores is there before the product, unless a softcap comes between.
   bool const starts_loaded = Traits::Pairs && has_bias(params) && !ScoreMod::caps(params);
-  auto begin_scores = [&](Job<Traits::Consumers> const& job, int tile) {
+  auto begin_scores = [&](typename Traits::Job const& job, int tile) {
     if (!starts_loaded) return;
     auto const [lane, warp_row] = ConsumerThread();
     load_bias(S, kLog2e / query_scale, job.pairs, params, job.visibility, job.token0 + warp_row + lane / 4,
@@ -280,7 +319,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
   };
   // Issues the first Q K^T of a job, past the tiles that are hidden from this warpgroup alone. Where the job sees no
   // key or there is none, of whatever the buffers hold: WGMMAs in flight forbid a branch here.
-  auto begin_job = [&](Job<Traits::Consumers> const& job, TilesOfRows const& mine) {
+  auto begin_job = [&](typename Traits::Job const& job, TilesOfRows const& mine) {
     if (mine.tiles.size() > 0) {
       begin_scores(job, mine.tiles.end - 1);
       CUTE_NO_UNROLL
@@ -294,7 +333,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
   };
 
   // At head_dim 256 no register is left to keep `warpgroup` around the main loop: 28 bytes spilled.
-  auto const tiles_of = [&](Job<Traits::Consumers> const& job) {
+  auto const tiles_of = [&](typename Traits::Job const& job) {
     return TilesOfRows(job, Traits::PacksHeads ? warpgroup : ConsumerThread().warp_row / kAtomRows);
   };
 
@@ -309,20 +348,24 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       int const begin = mine.tiles.begin, end = mine.tiles.end;
       Range const unmasked = mine.unmasked;
       typename Traits::Softmax softmax;
+      MaskWords<Traits> of_mask;
       // The products of Q and the keys of `tile` have arrived: lets K go, and Q after the last.
       auto take_scores = [&](int tile) {
         warpgroup_fence_operand(cS);
         rings.release_k();
         if (tile == begin) rings.release_q();
-        finish_scores<Traits>(params, S, job, tile, !unmasked.contains(tile), query_scale, lane);
+        finish_scores<Traits>(params, S, job, tile, !unmasked.contains(tile), of_mask, query_scale, lane);
       };
+      of_mask.ask(params, job, end - 1);
       take_scores(end - 1);
       softmax.template start<Element>(S, words, scale);
       if (Traits::Pairs && has_dropout(params)) drop<Traits>(words, job, end - 1);
       clear(cO);
       CUTE_NO_UNROLL
       for (int i = 0; i < mine.skipped; ++i) rings.skip_v();
-      for (int tile = end - 2; tile >= begin; --tile) {
+      for (int tile = job.below(end - 1), next_tile; tile >= begin; tile = next_tile) {
+        next_tile = job.below(tile);
+        of_mask.ask(params, job, tile);
         begin_scores(job, tile);
         rings.wait_k();
         turns.wait();
@@ -358,7 +401,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
     exists = next->exists;
     if (exists) {
       if (next->tiles.size() > 0) {
-        rings.stand_by(next->tiles);
+        rings.stand_by(next->count(next->tiles));
       } else {
         store_empty<Traits>(params, *next, shared);
       }

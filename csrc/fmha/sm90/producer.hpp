@@ -39,8 +39,8 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
     int const token0 = tile_rows.token(work.row0), head0 = work.head * params.heads_a_tile.divisor;
     Range tiles =
         split_range(visibility.tiles_of(token0, tile_rows.tokens, B_c), params.scheduler.splits(), work.split);
-    if (Traits::Pairs && exists) tiles = seen_tiles(params, sequence, work.batch, head0, tiles, B_c);
     auto& job = shared.jobs[slot.stage];
+    bool const looks = Traits::Pairs && exists && params.mask.bits;  // which tiles there are is known in the end
     int const row = sequence.q_row0 + token0;
     if (lane == 0) {
       job.exists = exists;
@@ -54,7 +54,7 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
       job.head = work.head;
       job.head_kv = params.heads_per_kv.div(head0);
       job.pages = params.pages_of(work.batch);
-      shared.job_placed[slot.stage].arrive();
+      if (!looks) shared.job_placed[slot.stage].arrive();
     }
     if (lane < Traits::Consumers) {
       // The tokens of its rows, of which the last may be the next warpgroup's too.
@@ -77,6 +77,16 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
         job.score_mod.sink_log2 = exists ? params.sink_of(head0) * kLog2e : -INFINITY;
       }
     }
+    if constexpr (Traits::Pairs) {
+      if (looks) {
+        __syncwarp();
+        look<B_c>(params, job);
+        __syncwarp();
+        if (lane == 0) shared.job_placed[slot.stage].arrive();
+      } else if (lane == 0) {
+        job.is_mapped = false;
+      }
+    }
     if (lane < Traits::Consumers) shared.job_full[slot.stage].arrive();
   }
 }
@@ -88,14 +98,14 @@ struct JobReader {
   Barrier (&full)[Traits::StagesJobs];
   RingPosition<Traits::StagesJobs> slot{};
 
-  CUTE_DEVICE Job<Traits::Consumers> const* next() {
+  CUTE_DEVICE typename Traits::Job const* next() {
     full[slot.stage].wait_for(slot.phase);
     auto const* const job = &shared.jobs[slot.stage];
     slot.advance();
     return job;
   }
   /// By one lane of each reading warp.
-  CUTE_DEVICE void release(Job<Traits::Consumers> const* job) { shared.job_empty[job - shared.jobs].arrive(); }
+  CUTE_DEVICE void release(typename Traits::Job const* job) { shared.job_empty[job - shared.jobs].arrive(); }
 };
 
 /// The warp that copies Q, as soon as a job is known and a buffer free.
@@ -168,9 +178,6 @@ class KeyRows {
   Params const& params_;
 };
 
-/// How many key tiles before the last of a job the next one is asked for; 1 is 4% slower at b1 N1024 d64, 4 no faster.
-constexpr int kTilesAhead = 2;
-
 /// The warp that keeps the ring of K full. It asks for the next job as late as its arrival in time allows: who takes
 /// work early takes it from a CTA that will be idle.
 template <class Traits>
@@ -182,9 +189,9 @@ CUTE_DEVICE void copy_keys(Params const& params, CUtensorMap const& map, typenam
   JobReader<Traits> jobs{shared, shared.job_placed};
   for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
     Range const tiles = job->tiles;
-    int const ask_at = tiles.size() > kTilesAhead ? tiles.begin + kTilesAhead - 1 : tiles.end - 1;
+    int const ask_at = job->ask_at(tiles);
     if (leader && tiles.size() == 0) shared.job_asked.arrive();
-    for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+    for (int tile = tiles.end - 1; tile >= tiles.begin; tile = job->below(tile)) {
       int const page = rows.page(*job, tile);
       if (leader && tile == ask_at) shared.job_asked.arrive();
       shared.k_empty[k.stage].wait_for(k.phase ^ 1);
@@ -207,7 +214,7 @@ CUTE_DEVICE void copy_values(Params const& params, CUtensorMap const& map, typen
   for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
     int const len_kv = job->visibility.len_kv;
     bool const goes_on = job->pages || job->k_row0 + len_kv < params.stored_keys();  // behind the sequence's last key
-    for (int tile = job->tiles.end - 1; tile >= job->tiles.begin; --tile) {
+    for (int tile = job->tiles.end - 1; tile >= job->tiles.begin; tile = job->below(tile)) {
       int const page = rows.page(*job, tile), keys = len_kv - tile * B_c;
       shared.v_empty[v.stage].wait_for(v.phase ^ 1);
       auto* const to = shared.v + v.stage * B_c * Columns;

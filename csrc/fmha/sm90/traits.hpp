@@ -34,6 +34,7 @@ struct Traits {
   using Element = Element_;
   static constexpr int Consumers = B_r / kAtomRows;             // warpgroups
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;  // and the producer's
+  using Job = sm90::Job<Consumers, Pairs>;
   // setmaxnreg, in units of 8 a thread. What the CTA is launched with (65,536 over its threads, rounded down to units
   // of 8) is all there is to hand out: 504 for three warpgroups, 512 for four.
   static constexpr int ProducerRegisters = Consumers == 3 ? 32 : 40;
@@ -76,7 +77,7 @@ struct Traits {
     alignas(1024) Element k[cosize_v<LayoutK>];
     alignas(1024) Element v[cosize_v<LayoutV>];
     alignas(128) Element o[B_r * StagedPanels * kPanel];  // 16 rows for each consumer warp
-    Job<Consumers> jobs[StagesJobs];
+    Job jobs[StagesJobs];
     Barrier job_placed[StagesJobs], job_full[StagesJobs], job_empty[StagesJobs];  // placed: known to who copies
     Barrier job_asked;  // the next job, by the warp that will copy for it
     Barrier q_full[StagesQ], q_empty[StagesQ];
