@@ -29,7 +29,7 @@ struct Gradients {
   int64_t dbias_batch = 0, dbias_head = 0, dbias_row = 0;  // element strides, 0 where the bias has one for all
   RowStatistics* row_statistics = nullptr;                 // workspace, laid out by StatisticsRows
   uint32_t* empty_rows = nullptr;  // a bit for each: rows that see no key by what pairs have; null: there are none
-  float* dq_sums = nullptr;        // workspace of kernels that add to dQ: as many rows, of the tile's head_dim
+  float* dq_sums = nullptr;  // workspace of kernels that add to dQ: as many rows, of the tile's head_dim (SumsOfTile)
 };
 
 /// Of Results, `o` and `lse` are read: what the forward gave.
@@ -54,6 +54,16 @@ struct StatisticsRows {
 
  private:
   CUTE_HOST_DEVICE static int64_t whole(int64_t rows) { return (rows + kTile - 1) / kTile * kTile; }
+};
+
+/// In which order the sums of dQ of a tile of rows and a head lie: that in which the threads that add them hold them,
+/// as accumulators of WGMMA. `kParts` warpgroups have a part of the columns each; of a part a warp's 16 rows lie in one
+/// piece, in vectors of four: two columns of two rows, of eight columns by its lanes side by side.
+template <int HeadDim>
+struct SumsOfTile {
+  static constexpr int kRows = 64, kParts = 2, kOfAWarp = HeadDim / 8 / kParts * 32;
+  /// Of the vectors of a warp of a warpgroup.
+  CUTE_HOST_DEVICE static constexpr int first(int part, int warp) { return (part * (kRows / 16) + warp) * kOfAWarp; }
 };
 
 }  // namespace cutlass_ext

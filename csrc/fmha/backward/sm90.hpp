@@ -8,6 +8,7 @@
 // csrc/kernels/sm90_backward_*.cu.
 #pragma once
 
+#include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
@@ -35,6 +36,16 @@ enum class Sums {
 /// Adds four numbers that lie side by side to as many in memory.
 CUTE_DEVICE void add_to_memory(float* to, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+/// Has the copy engine add `bytes` of shared memory, as floats, to as many in memory; one thread, and a bulk group of
+/// its own. The sums stay in L2 as long as they can: every tile of keys adds to them.
+CUTE_DEVICE void add_to_memory(float* to, void const* from, int bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;" ::"l"(to),
+      "r"(cast_smem_ptr_to_uint(from)), "r"(bytes), "l"(static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_LAST))
+      : "memory");
+  tma_store_arrive();
 }
 
 /// What a CTA works on: a tile of one side, and the tiles of the other that it goes through, once for each head.
@@ -107,9 +118,16 @@ struct BackwardTraits {
   using LayoutAcross = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
                                               Shape<Int<Columns>, Int<Step>, Int<Stages>>{}, cute::Step<_2, _1, _3>{}));
 
+  // Whether a warpgroup keeps its rows in hand in registers: there are 52 left, and shared memory, which the products
+  // would read them from each turn, is what the kernel waits for.
+  static constexpr bool HoldsInRegisters = AddsToQueries && HeadDim <= 64 && HeadDimV <= 64;
+  template <int Columns>
+  using ShapeOfScores = Shape<Int<kAtomRows>, Int<Step>, Int<Columns>>;
   template <int Columns>
   using MmaScores = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<Step>, Int<Columns>>>()));
+      std::conditional_t<HoldsInRegisters,
+                         decltype(GMMA::rs_op_selector<Element, Element, float, ShapeOfScores<Columns>>()),
+                         decltype(GMMA::ss_op_selector<Element, Element, float, ShapeOfScores<Columns>>())>{}));
   template <int Columns>
   using MmaGradient = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<Columns>, Int<Step>>, GMMA::Major::K,
@@ -120,6 +138,9 @@ struct BackwardTraits {
   // three buffers the barrier that says that it is there will do.
   static constexpr int BuffersDS = 3;
   static constexpr int QueryColumns = HeadDim / Consumers;
+  // Whether the copy engine adds it, out of `staging`: the registers are free at once. Wider heads have neither room
+  // there nor time of shared memory.
+  static constexpr bool StagesSums = AddsToQueries && QueryColumns * sizeof(float) <= kPanel * sizeof(Element);
   using LayoutDS =
       decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{}, Shape<Int<B_r>, Int<B_c>, Int<BuffersDS>>{}));
   using MmaKeys = decltype(make_tiled_mma(
@@ -147,6 +168,8 @@ struct BackwardTraits {
 
   static_assert(StatisticsRows::kTile % B_r == 0 || !OfKeys, "statistics are copied by whole tiles of rows");
   static_assert(!AddsToQueries || (OfKeys && !Apart && B_r == kPanel), "a row of a panel of dS is one key's");
+  static_assert(!AddsToQueries || (B_r == SumsOfTile<HeadDim>::kRows && Consumers == SumsOfTile<HeadDim>::kParts),
+                "the order of the sums");
   static_assert(Held % kAtomRows == 0 && Step % 16 == 0, "WGMMA's rows, and its steps");
 };
 
@@ -245,6 +268,7 @@ struct QuerySums {
   static constexpr int Columns = Traits::QueryColumns;
   using Mma = typename Traits::template MmaQueries<Columns>;
   using MmaOfPanel = typename Traits::template MmaQueries<kPanel>;  // describes a panel of K as it lies there
+  static constexpr int kVectors = Columns * 4;                      // of a warp's 16 rows
 
   typename Traits::SharedStorage& shared;
   int warpgroup;
@@ -293,17 +317,47 @@ struct QuerySums {
     gemm_async<kKeys / 16>(Mma{}, fDS(_, _, _, buffer), fK, sums, true);
   }
 
-  /// `to`: the thread's own first. Sums lie in memory in the order in which threads hold them: each adds whole vectors,
-  /// side by side with its neighbours'. dq_kernel (sums.hpp) knows the order.
+  /// `to`: as `first` says. Sums lie in memory in the order in which threads hold them: each adds whole vectors, side
+  /// by side with its neighbours', those of a warp in one piece. SumsOfTile knows the order.
   template <class Sums>
   CUTE_DEVICE void add(Sums const& sums, float* to) const {
-    CUTE_UNROLL
-    for (int e = 0; e < size(sums); e += 4)
-      add_to_memory(to + e * kWarpgroup, sums(e), sums(e + 1), sums(e + 2), sums(e + 3));
+    if constexpr (Traits::StagesSums) {
+      auto* const warps =
+          reinterpret_cast<float4*>(shared.staging) + threadIdx.x / 32 % (4 * Traits::Consumers) * kVectors;
+      tma_store_wait<0>();  // what the warp left there last has been read: by the thread that had it copied
+      __syncwarp();
+      CUTE_UNROLL
+      for (int e = 0; e < size(sums); e += 4)
+        warps[e * 8 + threadIdx.x % 32] = make_float4(sums(e), sums(e + 1), sums(e + 2), sums(e + 3));
+      cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+      if (elect_one_sync()) add_to_memory(to, warps, kVectors * sizeof(float4));
+    } else {
+      CUTE_UNROLL
+      for (int e = 0; e < size(sums); e += 4)
+        add_to_memory(to + e * 32, sums(e), sums(e + 1), sums(e + 2), sums(e + 3));
+    }
   }
-  /// Where the thread adds, counted from the sums of a tile.
-  CUTE_DEVICE int first() const { return (warpgroup * (Columns / 8) * kWarpgroup + threadIdx.x % kWarpgroup) * 4; }
+  /// Where the thread adds, or the warp, counted from the sums of a tile.
+  CUTE_DEVICE int first() const {
+    int const lane = Traits::StagesSums ? 0 : threadIdx.x % 32;
+    return (SumsOfTile<Traits::HeadDim>::first(warpgroup, threadIdx.x / 32 % 4) + lane) * 4;
+  }
 };
+
+/// The warp's 16 rows of a tile in hand of one panel, to registers: operand A.
+template <class Operand, class Element>
+CUTE_DEVICE void load_held(Operand& operand, Element const* held) {
+  auto const [lane, warp_row] = ConsumerThread();
+  Tensor words = recast<uint32_t>(operand);
+  int const row = warp_row + lane % 16;
+  CUTE_UNROLL
+  for (int m = 0; m < kPanel / 16; ++m) {
+    auto const* const from = held + row * kPanel + swizzled_chunk<Element>(2 * m + lane / 16, row);
+    SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t const*>(from), words(4 * m), words(4 * m + 1), words(4 * m + 2),
+                            words(4 * m + 3));
+  }
+}
 
 /// A consumer warpgroup: goes through the tiles of the stream and sums up its gradients.
 template <class Traits, Sums What>
@@ -322,6 +376,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   using MmaV = typename Traits::template MmaGradient<Traits::HeadDimV>;
 
   auto const operand_held = [&](auto mma, Element* data, auto columns) {
+    if constexpr (Traits::HoldsInRegisters)
+      return make_tensor<Element>(partition_shape_A(mma, Shape<Int<kAtomRows>, decltype(columns)>{}));
     using Layout = typename Traits::template LayoutHeld<decltype(columns)::value>;
     Tensor rows = local_tile(make_tensor(make_smem_ptr(data), Layout{}), Shape<Int<kAtomRows>, decltype(columns)>{},
                              make_coord(row_block, _0{}));
@@ -521,6 +577,10 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     shared.full[0].wait_for(0);
     if constexpr (SumsS) shared.held_v_full.wait_for(0);
   }
+  if constexpr (Traits::HoldsInRegisters) {
+    load_held(fX, shared.held);
+    load_held(fXv, shared.held_v);
+  }
   issue_s(0);
   read_statistics(0);
   warpgroup_wait<0>();
@@ -606,6 +666,10 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   warpgroup_fence_operand(cS);
   warpgroup_fence_operand(cA);
   warpgroup_fence_operand(cV);
+  if constexpr (Traits::StagesSums) {
+    tma_store_wait<0>();  // `staging` is written again, and is to be there until it has been read
+    __syncwarp();
+  }
 
   ConsumerThread const thread;
   int const lane = thread.lane, warp_row = thread.warp_row % Traits::Held;

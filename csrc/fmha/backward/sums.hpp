@@ -10,12 +10,14 @@
 
 namespace cutlass_ext {
 
-constexpr int kSumsRows = 64, kSumsThreads = 128;  // of a tile: rows, and threads that hold its sums
+constexpr int kSumsRows = 64, kSumsThreads = 128;
 
 /// A CTA scales and rounds the 64 rows of one tile and head.
 template <int HeadDim, class Element>
 __global__ void __launch_bounds__(kSumsThreads) dq_kernel(__grid_constant__ BackwardParams const params) {
-  constexpr int kVectors = HeadDim / 8;  // float4 of a thread: 8 columns of all rows each, two of two rows a thread
+  using Sums = SumsOfTile<HeadDim>;
+  static_assert(Sums::kRows == kSumsRows && kSumsThreads == kSumsRows * 2, "a warp takes 16 rows");
+  constexpr int kVectors = HeadDim / 8;  // of a thread
   constexpr int kPitch = HeadDim + 8;    // of a row in shared memory: 16 bytes more spread rows over the banks
   __shared__ __align__(16) Element tile[kSumsRows * kPitch];
   int const b = blockIdx.z, head = blockIdx.y, row0 = blockIdx.x * kSumsRows;
@@ -23,11 +25,12 @@ __global__ void __launch_bounds__(kSumsThreads) dq_kernel(__grid_constant__ Back
   int const rows = sequence.visibility.n_q - row0;
   if (rows <= 0) return;
   int64_t const first = StatisticsRows(params).first(params, sequence, b, head) + row0;
-  auto const* const sums = reinterpret_cast<float4 const*>(params.dq_sums + first * HeadDim) + threadIdx.x;
-  int const lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+  auto const* const sums = reinterpret_cast<float4 const*>(params.dq_sums + first * HeadDim);
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp * 16 + lane / 4;
   CUTE_UNROLL
   for (int i = 0; i < kVectors; ++i) {
-    float4 const x = sums[i * kSumsThreads];
+    constexpr int kOfAPart = kVectors / Sums::kParts;
+    float4 const x = sums[Sums::first(i / kOfAPart, warp) + i % kOfAPart * 32 + lane];
     float const scale = ScoreMod::gradient_scale(params);
     auto* const to = reinterpret_cast<uint32_t*>(tile + row * kPitch + i * 8 + lane % 4 * 2);
     to[0] = pack<Element>(x.x * scale, x.y * scale);
