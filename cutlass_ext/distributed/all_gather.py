@@ -15,14 +15,14 @@ from torch.autograd.function import once_differentiable
 from ..backward import fmha_backward
 from ..interface import fmha
 from ..torch_backend import dtype_of_scores
+from .model import KEPT_BYTES
 from .ring import routes_of
 from .spread import Spread
 from .transfer import Transfer, connect
 
-# Bytes of K and V of all ranks. Up to the first they are kept for the backward pass, which else gathers them again: of
-# 16,384 rows of 8 heads of 128 that is a tenth of the time that they take to come, and 64 MB a layer. From the second
-# on they come in two pieces, the first of which is what nothing is beside: a message costs as much as 5 MB of it do.
-KEPT_BYTES = 1 << 27
+# K and V of all ranks come in one piece below so many bytes: a message costs as much as 5 MB of it do. (What is kept
+# for the backward pass, up to KEPT_BYTES, it need not gather again: at 16,384 rows of 8 heads of 128, 64 MB, that would
+# be a thirtieth of its time.)
 PIECES_BYTES = 1 << 23
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from ..interface import fmha
 from .spread import Spread, cu_seqlens_of
 
-
 _Order = tuple[Tensor, Tensor] | None  # a permutation of rows, and its inverse
 
 

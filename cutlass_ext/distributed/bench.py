@@ -6,16 +6,20 @@
     python -m cutlass_ext.distributed.bench --model 8 64          # what to expect; nothing runs
 
 For people who want to know what several GPUs make of a long sequence. Each row is checked against one GPU before it is
-timed. A time is the median over rounds of the slowest rank's; efficiency is the time of one GPU for the whole over
-GPUs times that. `all_gather` has K and V of all ranks on each, the plain way. The columns of the model are model.py's,
-with the rates of one GPU and of a transfer between two as measured here.
+timed. A time is the median over rounds of the slowest rank's, of calls one after the other for a few milliseconds;
+efficiency is the time of one GPU for the whole over GPUs times that. `plain all_gather` is what anyone would write with
+`gather` and two calls. `torch` is PyTorch's context parallelism with cuDNN's attention, for which K and V are repeated,
+as it knows no grouped heads; there is no such row where PyTorch has no such thing. The columns of the model are
+model.py's, with the rates of one GPU and of a transfer between two as measured here.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import socket
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.nn import functional  # of which PyTorch's context parallelism replaces the function, while it lasts
 
 from ..bench import sample_ms
 from ..interface import fmha as fmha_of_one
@@ -31,10 +36,11 @@ from . import fmha, gather, shard
 from .model import MODELS, Attention, Machine, one_gpu_ms
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # of the largest value of one GPU's
+CALLS_MS, MAX_CALLS = 10.0, 20  # of a sample, so that ranks that leave the barrier one after the other do not count
 HEADER = ("tokens", "pass", "method", "GPUs", "one GPU ms", "ms", "efficiency", "model ms", "model", "difference")
 
 
-def all_gather(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def plain_all_gather(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Each rank's rows, two chunks, with the keys of all."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     k, v = gather(k), gather(v)
@@ -43,10 +49,35 @@ def all_gather(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return torch.cat([fmha_of_one(part, k, v, causal=causal, start_pos=chunk * rows) for part, chunk in chunks], 1)
 
 
+def of_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """PyTorch's, inside `torch_context`: it cuts sequences up as zigzag does."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+
+@contextlib.contextmanager
+def torch_context(device: str) -> Iterator[None]:
+    """In which PyTorch's attention is that of all ranks."""
+    if device == "cpu":
+        raise NotImplementedError("PyTorch has no context parallelism on a CPU")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    ranks = dist.get_world_size()
+    cut = torch.zeros(2 * ranks, device="cuda")  # it wants something to cut up
+    mesh = init_device_mesh("cuda", (ranks,))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), context_parallel(mesh, buffers=[cut], buffer_seq_dims=[0]):
+        yield
+
+
 METHODS = {
     "ring": lambda q, k, v, causal: fmha(q, k, v, method="ring", causal=causal),
     "all_to_all": lambda q, k, v, causal: fmha(q, k, v, method="all_to_all", causal=causal),
-    "all_gather": all_gather,
+    "all_gather": lambda q, k, v, causal: fmha(q, k, v, method="all_gather", causal=causal),
+    "plain all_gather": plain_all_gather,
+    "torch": of_torch,
 }
 
 
@@ -60,13 +91,14 @@ def passes(call: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, backw
 
 
 def slowest_ms(run: Callable[[], object], rounds: int, device: str) -> float:
-    samples = []
-    for _ in range(rounds):
+    def sample(repeats: int) -> float:
         dist.barrier()
-        ms = torch.tensor(sample_ms(run, 1, device), device=device)
+        ms = torch.tensor(sample_ms(run, repeats, device), device=device)
         dist.all_reduce(ms, dist.ReduceOp.MAX)
-        samples.append(ms.item())
-    return statistics.median(samples)
+        return ms.item()
+
+    repeats = 1 if device == "cpu" else max(1, min(MAX_CALLS, round(CALLS_MS / sample(1))))
+    return statistics.median(sample(repeats) for _ in range(rounds))
 
 
 def transfer_gbs(device: str, rounds: int) -> float:
@@ -117,12 +149,20 @@ def measure(args: argparse.Namespace, tokens: int, backward: bool, machine: Mach
         def run(method=METHODS[name]) -> list[Tensor]:
             return passes(lambda: method(*inputs, args.causal), inputs, dout, backward)
 
-        differences = [(a - b).abs().max() / b.abs().max() for a, b in zip(run(), expected, strict=True)]
-        worst = torch.stack(differences).max().float()
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        if not worst.item() <= TOLERANCE[dtype]:
-            raise SystemExit(f"Wrong: {name}, {tokens} tokens: {worst.item():.1e} of the largest value from one GPU")
-        ms = slowest_ms(run, args.rounds, args.device)
+        with contextlib.ExitStack() as around:
+            try:
+                if name == "torch":
+                    around.enter_context(torch_context(args.device))
+                results = run()
+            except (ImportError, NotImplementedError) as absent:
+                print(f"{name}: {absent}", file=sys.stderr)
+                continue
+            differences = [(a - b).abs().max() / b.abs().max() for a, b in zip(results, expected, strict=True)]
+            worst = torch.stack(differences).max().float()
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            if not worst.item() <= TOLERANCE[dtype]:
+                raise SystemExit(f"Wrong: {name}, {tokens} tokens: {worst.item():.1e} of the largest value of one GPU")
+            ms = slowest_ms(run, args.rounds, args.device)
         yield {
             "tokens": tokens, "pass": "forward and backward" if backward else "forward", "method": name, "GPUs": ranks,
             "one GPU ms": one, "ms": ms, "efficiency": one / ranks / ms, "model ms": expect,

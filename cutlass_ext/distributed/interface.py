@@ -1,5 +1,6 @@
 """`fmha` over several GPUs: what is checked, on all ranks alike, and which of the methods runs. Called by users."""
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,10 +11,12 @@ from torch import Tensor
 from ..interface import Backend, draw_seed, explain, window_sides
 from . import all_gather, all_to_all, ring
 from .agreement import agreed, group_of
-from .model import Attention, Machine, all_to_all_ms, ring_ms
+from .model import MODELS, Attention, Machine
 from .spread import Layout, Spread, cu_seqlens_of, spread_of
 
 Method = Literal["ring", "all_to_all", "all_gather", "auto"]
+
+GATHERED_BYTES = 1 << 30  # of K and V of all ranks, up to which "auto" gathers them
 
 
 def fmha(
@@ -45,7 +48,7 @@ def fmha(
     Each rank passes its rows of q, k and v, as `shard` cuts them, and gets its rows of out. All ranks of the group call
     it, forward and backward.
 
-    Query row i and key i stand at the same position; everything else is as in `cutlass_ext.fmha`. Two methods:
+    Query row i and key i stand at the same position; everything else is as in `cutlass_ext.fmha`. Three methods:
 
     - `"ring"`: K and V go round, while each rank computes its rows' attention to what has come; the results are merged
       by `lse`. K and V of a rank are sent in one message, straight to the rank that needs them, and only the chunks
@@ -53,18 +56,26 @@ def fmha(
     - `"all_to_all"`: the ranks exchange rows for heads, each computes some heads of all rows, and they exchange back.
       The number of ranks divides H_q, and is a multiple or a divisor of H_kv. The whole sequence is computed by one
       call, so the result has its bits.
+    - `"all_gather"`: every rank gets the keys that its rows see, a few heads first, and computes as one GPU would: out
+      has its bits where no sequence is so short that its keys are split. Any number of heads. Gradients of keys go back
+      in q's dtype, each of a part of the rows, and are added up in float32. The fastest while K and V of all ranks are
+      no burden.
 
     Sizes beyond q, k, v and out, with N rows on P ranks: a ring has K and V of a rank three times (as sent, and two
     as received) and out in float32 twice, while it merges; backward also dq, and dk and dv four times, in float32.
-    All-to-all has q, k, v and out of N rows and H / P heads, as sent and as received. Nothing has N^2 elements.
+    All-to-all has q, k, v and out of N rows and H / P heads, as sent and as received. All-gather has K and V of all N
+    rows, whatever P is (packed sequences for a moment twice), and out twice; up to 128 MB of K and V are kept for the
+    backward pass, which has them, the gradients of them that its rows give, at most twice their size, and those that
+    come, at most twice too (causal half of all that), and dq twice. Nothing has N^2 elements.
 
     Args:
         q, k, v: `[B, N / P, heads, head_dim]`, or packed `[rows of this rank, heads, head_dim]`: dtypes and head dims
             as in `cutlass_ext.fmha`. The same number of rows in all three.
         group: a process group, a DeviceMesh of one dimension, or None for all ranks. With CUDA tensors NCCL's.
         layout: how `shard` cut the rows. `"zigzag"` gives all ranks the same work under causal.
-        method: as above. `"auto"`: all-to-all for dropout, and where a model of the time (not measured) says that
-            it is faster, if the heads allow it; else a ring.
+        method: as above. `"auto"` takes what a model of the time, fitted to two H200s (model.py), says is fastest of
+            those that take the call: all-gather only while K and V of all ranks are up to 1 GiB; with windows a ring,
+            which has those of neighbours alone.
         causal, window, softmax_scale, softcap, backend, deterministic, return_lse: as in `cutlass_ext.fmha`, the same
             on all ranks. `deterministic=True` fixes the bits of gradients.
         alibi_slopes: float32 `[H_q]`, the same on all ranks.
@@ -73,7 +84,7 @@ def fmha(
         cu_seqlens: where sequences are packed, the ends of the whole ones, `[B + 1]` beginning with 0, as ints or a CPU
             tensor, the same on all ranks. Sequences may have any lengths, also fewer rows than there are ranks.
         dropout_p, head_start, sequence_start: as in `cutlass_ext.fmha`; the same weights are dropped as on one GPU.
-            With `"all_to_all"` only.
+            Not in a ring.
         dropout_seed: int64 `[2]`, the same on all ranks; by default the first rank of the group draws it.
         check: before anything is sent, the ranks compare their arguments, on the host and over gloo: the device does
             not wait, but hosts do, for the slowest. With False a call that differs among ranks may hang until the
@@ -114,7 +125,7 @@ def fmha(
         if rows != spread.rows[rank]:
             raise ValueError(f"q: has {rows} rows; expected {spread.rows[rank]}, the shard of cu_seqlens on this rank")
         left, right = window_sides("window", window)
-        chosen = _method(method, q, k, spread, causal, (left, right), dropout_p)
+        chosen = _method(method, q, k, v, spread, causal, (left, right), dropout_p)
         options = {
             "causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
             "dropout_p": dropout_p, "head_start": head_start, "sequence_start": sequence_start, "backend": backend,
@@ -155,8 +166,9 @@ def fmha(
 
 
 def _method(
-    method: str, q: Tensor, k: Tensor, spread: Spread, causal: bool, window: tuple[int, int], dropout_p: float
-) -> str:
+    method: str, q: Tensor, k: Tensor, v: Tensor, spread: Spread, causal: bool, window: tuple[int, int],
+    dropout_p: float,
+) -> str:  # fmt: skip
     """The method that runs, or why it cannot."""
     if method not in ("ring", "all_to_all", "all_gather", "auto"):
         raise ValueError(f'method: is {method!r}; expected "ring", "all_to_all", "all_gather" or "auto"')
@@ -168,25 +180,29 @@ def _method(
             'expected ranks that divide H_q, and are a multiple or a divisor of H_kv, or method="ring"'
         )
     if method == "auto":
-        method = (
-            "all_to_all" if divides and (dropout_p or _exchange_is_faster(q, k, spread, causal, window)) else "ring"
-        )
+        if any(side >= 0 for side in window) and not dropout_p:
+            return "ring"  # which sends to neighbours alone, and fills nothing in
+        methods = [
+            name for name, takes in (("ring", not dropout_p), ("all_to_all", divides), ("all_gather", True)) if takes
+        ]
+        return _fastest(q, k, v, spread, causal, methods)
     if method == "ring" and dropout_p:
         raise NotImplementedError(
             "dropout_p: not in a ring, as cutlass_ext.fmha has no key_start yet, by which keys of another rank would "
-            'draw what they draw on one GPU; use method="all_to_all", with ranks that divide the heads'
+            'draw what they draw on one GPU; use method="all_gather", or "all_to_all" with ranks that divide the heads'
         )
     return method
 
 
-def _exchange_is_faster(q: Tensor, k: Tensor, spread: Spread, causal: bool, window: tuple[int, int]) -> bool:
-    """Whether all-to-all is, by the model of model.py. With a window a ring sends to neighbours alone."""
-    if any(side >= 0 for side in window):
-        return False
-    tokens = sum(spread.lengths) // max(len(spread.lengths), 1)  # of a sequence: only the ratio matters
-    call = Attention(tokens, q.shape[-2], k.shape[-2], q.shape[-1], causal)
-    exchange = all_to_all_ms(call, Machine(), spread.ranks, False)
-    return exchange is not None and exchange < ring_ms(call, Machine(), spread.ranks, False)
+def _fastest(q: Tensor, k: Tensor, v: Tensor, spread: Spread, causal: bool, methods: list[str]) -> str:
+    """Of some methods, by the model of model.py, which has of packed sequences the mean: only ratios matter."""
+    rows, sequences = sum(spread.lengths), max(len(spread.lengths), 1)
+    of_row = math.prod(k.shape[:-3]) * k.shape[-2] * (k.shape[-1] + v.shape[-1]) * k.element_size()
+    if rows * of_row > GATHERED_BYTES:
+        methods = [method for method in methods if method != "all_gather"]
+    call = Attention(rows // sequences, q.shape[-2], k.shape[-2], q.shape[-1], causal)
+    times = {method: MODELS[method](call, Machine(), spread.ranks, _needs_grad(q, k, v)) for method in methods}
+    return min(times, key=times.get, default="ring")
 
 
 def _described(x: Tensor, packed: bool) -> str:

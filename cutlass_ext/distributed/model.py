@@ -1,19 +1,23 @@
 """What attention over several GPUs should take, from the rates of one GPU and of what joins them. Called by bench.py,
-which prints it beside what it measures. A model: it knows nothing of launches, of short calls that fill a GPU badly, or
-of transfers that take multiprocessors from the kernels."""
+which prints it beside what it measures, and by interface.py for method="auto". A model: it knows of launches, of the
+ends of kernels, and of transfers that take multiprocessors from them, only as one constant a pass."""
 
 from dataclasses import dataclass
+
+KEPT_BYTES = 1 << 27  # of K and V of all ranks, up to which all_gather.py keeps them for the backward pass
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of a GPU and of its links. The defaults are assumptions for an H100, not measurements of this package:
-    the TFLOP/s are cuDNN 9.19's there (65,536 tokens, causal, bfloat16), links are less than what they are sold as."""
+    """Rates of a GPU and of its links: of two H200s, as bench/results/distributed_h200.md has them. Fitted there: the
+    TFLOP/s are one GPU's at 65,536 tokens, `host_gbs` is NCCL's of one message of 64 MB; `memory_gbs` and `pass_us` are
+    those of ring and all_to_all at commit a9c3e12. Nothing across hosts has been measured."""
 
-    forward_tflops: float = 620.0
-    backward_tflops: float = 560.0
+    forward_tflops: float = 744.0
+    backward_tflops: float = 581.0
     memory_gbs: float = 3000.0  # read and written together
-    host_gbs: float = 300.0  # of a GPU, each way, to another of its host (NVLink)
+    pass_us: float = 300.0  # forward or backward, on more than one GPU, beyond what is counted
+    host_gbs: float = 266.0  # of a GPU, each way, to another of its host (NVLink)
     network_gbs: float = 40.0  # to one of another host (400 Gbit/s)
     host_gpus: int = 8
     message_us: float = 20.0  # before the first byte of a step
@@ -52,12 +56,13 @@ def ring_ms(call: Attention, machine: Machine, gpus: int, backward: bool) -> flo
     merge = 18 * out / machine.memory_gbs / 1e6
     compute = call.flops(False) / gpus**2 / machine.forward_tflops / 1e9
     transfer = _transfer_ms(2 * kv, machine, gpus)
-    ms = _steps_ms(compute, compute + merge, transfer, gpus)
+    extra = machine.pass_us / 1e3 if gpus > 1 else 0.0
+    ms = _steps_ms(compute, compute + merge, transfer, gpus) + extra
     if backward:
         compute = call.flops(True) / gpus**2 / machine.backward_tflops / 1e9
-        add = (10 * out + 26 * kv) / machine.memory_gbs / 1e6  # dq; dk and dv into a share, and into their sum
+        add = (14 * out + 26 * kv) / machine.memory_gbs / 1e6  # dq, delta; dk and dv into a share, and their sum
         gradients = _transfer_ms(4 * kv, machine, gpus)
-        ms += _steps_ms(compute, compute + add, transfer + gradients, gpus) + (gradients if gpus > 1 else 0.0)
+        ms += _steps_ms(compute, compute + add, transfer + gradients, gpus) + (gradients if gpus > 1 else 0.0) + extra
     return ms
 
 
@@ -77,7 +82,30 @@ def all_to_all_ms(call: Attention, machine: Machine, gpus: int, backward: bool) 
     exchange = _transfer_ms(2 * (sent + back) * (gpus - 1) / gpus, machine, gpus) if gpus > 1 else 0.0
     copies = (12 * sent + 8 * back) / machine.memory_gbs / 1e6
     ms = one_gpu_ms(call, machine, backward) / gpus
-    return ms + (2 if backward else 1) * (exchange + copies)
+    return ms + (2 if backward else 1) * (exchange + copies + (machine.pass_us / 1e3 if gpus > 1 else 0.0))
+
+
+def all_gather_ms(call: Attention, machine: Machine, gpus: int, backward: bool) -> float:
+    """K and V of the first heads, which nothing is beside; the others' beside those. Backward long ones come again,
+    and gradients of half of the rows go back beside the other half."""
+    ms = one_gpu_ms(call, machine, backward) / gpus
+    if gpus == 1:
+        return ms
+    rows = call.tokens / gpus
+    out, kv = rows * call.heads * call.head_dim, 2 * rows * call.kv_heads * call.head_dim
+    first = max(call.kv_heads // 8, 1) / call.kv_heads
+    compute = call.flops(False) / gpus / machine.forward_tflops / 1e9
+
+    def transfer(part: float) -> float:
+        return _transfer_ms(part * 2 * kv * (gpus - 1), machine, gpus)
+
+    late = max(transfer(1 - first) - first * compute, 0.0) if first < 1 else 0.0
+    ms += transfer(first) + late + (4 * kv + 4 * out) / machine.memory_gbs / 1e6 + machine.pass_us / 1e3
+    if backward:
+        again = transfer(1) if 2 * kv * gpus > KEPT_BYTES else 0.0
+        sums = (4 * out + 6 * (gpus + 0.5) * kv) / machine.memory_gbs / 1e6
+        ms += again + transfer(0.5) + sums + machine.pass_us / 1e3
+    return ms
 
 
 def _transfer_ms(size: float, machine: Machine, gpus: int) -> float:
@@ -86,4 +114,4 @@ def _transfer_ms(size: float, machine: Machine, gpus: int) -> float:
     return size / gbs / 1e6 + machine.message_us / 1e3
 
 
-MODELS = {"ring": ring_ms, "all_to_all": all_to_all_ms}
+MODELS = {"ring": ring_ms, "all_to_all": all_to_all_ms, "all_gather": all_gather_ms}

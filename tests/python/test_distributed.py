@@ -384,18 +384,21 @@ def test_the_first_rank_draws_the_seed(pool):
 def chosen(group, rows, H_q, H_kv, window=(-1, -1), dropout_p=0.0):
     from cutlass_ext.distributed import interface, spread
 
-    q, k = torch.empty(1, rows, H_q, 8, device="meta"), torch.empty(1, rows, H_kv, 8, device="meta")
+    q, k = (torch.empty(1, rows, H, 128, dtype=torch.bfloat16, device="meta") for H in (H_q, H_kv))
     spread = spread.spread_of(rows * group.size(), None, group.size(), "zigzag", "q")
-    return interface._method("auto", q, k, spread, True, window, dropout_p)
+    return interface._method("auto", q, k, k, spread, True, window, dropout_p)
 
 
 def test_auto(pool):
-    """What the model says is faster, where the heads allow it; windows in a ring, dropout not."""
-    assert pool.run(chosen, 2, 1 << 15, 32, 8) == ["ring"] * 2
-    assert pool.run(chosen, 4, 1 << 10, 32, 8) == ["all_to_all"] * 4
+    """What the model says is faster, and the heads allow; K and V of all ranks while they are small; windows in a ring,
+    dropout not."""
+    assert pool.run(chosen, 2, 1 << 15, 32, 8) == ["all_gather"] * 2
+    assert pool.run(chosen, 3, 1 << 10, 32, 8) == ["all_gather"] * 3
+    assert pool.run(chosen, 2, 1 << 18, 32, 8) == ["ring"] * 2  # 2 GB
+    assert pool.run(chosen, 2, 1 << 18, 32, 8, (-1, -1), 0.1) == ["all_to_all"] * 2
+    assert pool.run(chosen, 3, 1 << 18, 32, 8) == ["ring"] * 3
     assert pool.run(chosen, 4, 1 << 10, 32, 8, (1000, 0)) == ["ring"] * 4
-    assert pool.run(chosen, 3, 1 << 10, 32, 8) == ["ring"] * 3
-    assert pool.run(chosen, 2, 1 << 15, 32, 8, (1000, 0), 0.1) == ["all_to_all"] * 2
+    assert pool.run(chosen, 3, 1 << 15, 32, 8, (1000, 0), 0.1) == ["all_gather"] * 3
 
 
 # ------------------------------------------------------------------------------------------------ decode
@@ -454,7 +457,7 @@ PACKED = [(3, 4, 16), (3, 2, 16), (3, 2, 16)]
         ({1: {"causal": True}}, ["causal: is False on rank 0 and True on rank 1"]),
         ({2: {"window": (3, 0)}}, ["window: is (-1, -1) on rank 0 and (3, 0) on rank 2"]),
         ({0: {"dtype": torch.bfloat16}}, ["q: is torch.bfloat16", "rank 1"]),
-        ({2: {"method": "ring"}}, ["method: is all_to_all on rank 0 and ring on rank 2"]),
+        ({2: {"method": "ring"}}, ["method: is all_gather on rank 0 and ring on rank 2"]),
         ({2: {"softcap": -1.0}}, ["ValueError: softcap", "(rank 2 of 4)"]),
         ({1: {"layout": "striped"}}, ['layout: is \'striped\'; expected "zigzag" or "contiguous" (rank 1 of 4)']),
         ({3: {"shapes": [(1, 4, 4, 16), (1, 3, 2, 16), (1, 4, 2, 16)]}}, ["k: has 3 rows and q 4", "(rank 3 of 4)"]),
@@ -564,7 +567,7 @@ def test_model():
 def test_bench_model(capsys):
     bench.main(["--model", "8", "64", "--tokens", "131072"])
     out = capsys.readouterr().out
-    assert "not measured" in out and out.count("| ring |") == 4 and out.count("| all_to_all |") == 2
+    assert "not measured" in out and all(out.count(f"| {m} |") == n for m, n in (("ring", 4), ("all_to_all", 2)))
 
 
 def bench_rows(group):
@@ -576,5 +579,5 @@ def bench_rows(group):
 
 def test_bench(pool):
     for rows in pool.run(bench_rows, 4):
-        assert [row["method"] for row in rows] == ["ring", "all_to_all", "all_gather"]
+        assert [row["method"] for row in rows] == ["ring", "all_to_all", "all_gather", "plain all_gather"]
         assert all(row["ms"] > 0 and row["difference"] <= 2e-2 and row["GPUs"] == 4 for row in rows)
