@@ -57,13 +57,8 @@ class Gathering:
         return [slice(0, first), slice(first, heads)]
 
     def bytes_of_whole(self, k: Tensor, v: Tensor) -> int:
-        return (
-            math.prod(k.shape[:-3])
-            * self.spread.places[-1]
-            * k.shape[-2]
-            * (k.shape[-1] + v.shape[-1])
-            * k.element_size()
-        )
+        rows = math.prod(k.shape[:-3]) * self.spread.places[-1]
+        return rows * k.shape[-2] * (k.shape[-1] + v.shape[-1]) * k.element_size()
 
     def place(self, x: Tensor, chunk: int) -> Tensor:
         """Rows of a chunk, of a tensor that has them in its first dimension, chunk after chunk."""
@@ -188,14 +183,11 @@ class _Attention(torch.autograd.Function):
                     )  # fmt: skip
                 results.append((part, of_q, *result))
         launches.join()
-        if len(results) == 1 and results[0][2].shape[:-1] == q.shape[:-1]:
-            *_, out, lse = results[0]
-        else:
-            out = q.new_empty(*q.shape[:-1], v.shape[-1])
-            lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=dtype_of_scores(q))
-            for part, of_q, part_out, part_lse in results:
-                place.part_of(out, part, of_q).copy_(part_out)
-                place.part_of_lse(lse, part, of_q).copy_(part_lse)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=dtype_of_scores(q))
+        for part, of_q, part_out, part_lse in results:
+            place.part_of(out, part, of_q).copy_(part_out)
+            place.part_of_lse(lse, part, of_q).copy_(part_lse)
         launches.release()
         ctx.place, ctx.d = place, d
         ctx.kept = [heads for heads, _ in gathered] if place.bytes_of_whole(k, v) <= KEPT_BYTES else None

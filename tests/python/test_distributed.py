@@ -393,7 +393,7 @@ def test_auto(pool):
     """What the model says is faster, and the heads allow; K and V of all ranks while they are small; windows in a ring,
     dropout not."""
     assert pool.run(chosen, 2, 1 << 15, 32, 8) == ["all_gather"] * 2
-    assert pool.run(chosen, 3, 1 << 10, 32, 8) == ["all_gather"] * 3
+    assert pool.run(chosen, 3, 1 << 14, 32, 8) == ["all_gather"] * 3
     assert pool.run(chosen, 2, 1 << 18, 32, 8) == ["ring"] * 2  # 2 GB
     assert pool.run(chosen, 2, 1 << 18, 32, 8, (-1, -1), 0.1) == ["all_to_all"] * 2
     assert pool.run(chosen, 3, 1 << 18, 32, 8) == ["ring"] * 3
