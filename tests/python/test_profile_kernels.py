@@ -1,4 +1,4 @@
-"""`python/profile_kernels.py` from a saved CSV: tests/python/data/backward.csv is as ncu writes it, with the figures of a
+"""`python/profile_kernels.py` from a saved CSV. tests/python/data/backward.csv is as ncu writes it: the figures of a
 real run of a backward kernel where there were any, made up elsewhere."""
 
 import sys
