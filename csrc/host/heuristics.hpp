@@ -150,11 +150,11 @@ inline int64_t key_tiles(Params const& p, Kernel const& kernel) {
 /// Microseconds of a launch of Hopper's persistent kernels and of its merge, if its keys are in `splits`: as many turns
 /// as it takes `p.resident_ctas` CTAs for all query tiles, at least the longest, and at least what it takes to read the
 /// keys of sequences half as long as the longest. Fitted to an H200, which has 132: a tile of 128 rows and 128 keys
-/// takes 1.0 us at head_dim 64 and 1.1 at 128, one of 192 rows 1.18; parts are written and merged in 0.9 us a
-/// megabyte of one, and 0.45 for each: (1, 4096, 1, 64) takes 48.7 us in one split, 32.6 in two, 21.9 in six, (1, 2048,
-/// 1, 128) 27.8, 21.8 and 16.9, (1, 2048, 4, 128) 24.0 and, in two, 22.5.
+/// takes 1.0 us at head_dim 64 and 1.1 at 128, one of 192 rows 1.24; parts are written and merged in 1.2 us a
+/// megabyte of one, and 0.5 for each: (1, 4096, 1, 64) takes 48.7 us in one split, 32.6 in two, 21.9 in six, (1, 2048,
+/// 1, 128) 27.8, 21.8 and 16.9, (1, 8192, 2, 64) 70.3 and, in three, 76.5.
 inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles const& tiles, int splits) {
-  double const tall = kernel.block_r > 128 ? 0.79 : 1,
+  double const tall = kernel.block_r > 128 ? 0.83 : 1,
                a_tile =
                    tall * kernel.block_r * kernel.block_c * (5.5e-5 + 4.7e-8 * (kernel.head_dim + kernel.head_dim_v));
   int64_t const keys = longest_keys(p), longest = key_tiles(p, kernel);
@@ -165,7 +165,7 @@ inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles 
   double const a_key = double(p.heads_kv) * (p.head_dim + p.head_dim_v) * p.element_bytes,
                reads = 0.5 * p.batch * std::min(keys, longest * kernel.block_c) * a_key / 4.1e6;
   double const part = 4e-6 * p.head_dim_v * p.heads_q * (p.packed() ? p.total_q : int64_t(p.batch) * p.n_q);
-  return std::max({longest_item, all_turns, reads}) + (splits > 1 ? 0.3 + part * (0.9 + 0.45 * splits) : 0);
+  return std::max({longest_item, all_turns, reads}) + (splits > 1 ? 0.5 + part * (1.2 + 0.5 * splits) : 0);
 }
 
 /// The fastest number of splits there.

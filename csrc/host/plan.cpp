@@ -170,7 +170,8 @@ void plan_chunk(Call const& call, Plan* plan) {
   }
   Plan prefill;
   plan_prefill({after, call.request, call.device, features_of(after)}, &prefill);
-  if (!prefill.kernel || (p.n_q <= kMaxDecodeRows && !packs_heads(prefill, after))) return;
+  if (!prefill.kernel) return;
+  if (p.n_q <= kMaxDecodeRows && prefill.kernel->kind != Kind::Short && !packs_heads(prefill, after)) return;
   *plan = prefill;
   plan->appends_apart = p.n_new > 0 || p.rotary.cos;
   static_cast<Work&>(p) = after;
