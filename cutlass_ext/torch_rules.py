@@ -19,20 +19,13 @@ CACHE = list(kvcache.OPERATORS)
 
 # ------------------------------------------------------------------------------------------------ autocast
 def _register_autocast(operator, device: str) -> None:
-    """Casts q, k and v to autocast's dtype, as PyTorch does for its own attention; slopes and sinks stay float32."""
     key = getattr(torch._C.DispatchKey, f"Autocast{device.upper()}")
 
     def call(*arguments):
-        dtype = torch.get_autocast_dtype(device)
-        qkv = [x.to(dtype) if _is_cast(x, device) else x for x in arguments[:3]]
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            return operator(*qkv, *arguments[3:])
+            return operator(*autograd.autocast(arguments, device))
 
     library.impl(operator._schema.name.partition("::")[2], call, key.name)
-
-
-def _is_cast(x: Tensor, device: str) -> bool:
-    return x.is_floating_point() and x.dtype != torch.float64 and x.device.type == device
 
 
 for _operator in (*FORWARD, torch.ops.cutlass_ext.fmha_explain.default):

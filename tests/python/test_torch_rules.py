@@ -100,6 +100,12 @@ def test_autocast(on, dtype):
     assert mixed.dtype == same.dtype == dtype
     (dq,) = torch.autograd.grad(mixed.float().sum(), leaves[:1])
     assert dq.dtype == torch.float32 and dq.any()
+
+    def loss(q):
+        with torch.autocast(on.device, dtype):
+            return cutlass_ext.fmha(q, *leaves[1:]).float().sum()
+
+    assert torch.equal(torch.func.grad(loss)(q), dq)
     if not on.cuda:
         with torch.autocast(on.device, dtype):
             assert cutlass_ext.fmha(q.double(), k.double(), v.double()).dtype == torch.float64
