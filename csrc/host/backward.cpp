@@ -103,8 +103,8 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
     finish_dq(*plan.of_keys.kernel, params, stream);
     return;
   }
+  launch(plan.of_queries, params, stream);  // first: simt's leaves a better lse
   launch(plan.of_keys, params, stream);
-  launch(plan.of_queries, params, stream);
 }
 
 }  // namespace cutlass_ext

@@ -172,7 +172,7 @@ std::string run_of(Call const& call, size_t* workspace) {
 
 TEST(BackwardRun, ComputesTheStatisticsOfRowsFirst) {
   size_t workspace;
-  EXPECT_EQ(run_of(Call(2, 1000, 1000, 8, 4, 128), &workspace), "statistics, keys, rows");
+  EXPECT_EQ(run_of(Call(2, 1000, 1000, 8, 4, 128), &workspace), "statistics, rows, keys");
   EXPECT_EQ(workspace, 2u * 8 * 1024 * sizeof(RowStatistics));
   EXPECT_EQ(fake::cleared_bytes, 0u) << "every row and key is some tile's";
   EXPECT_NE(of_statistics.row_statistics, nullptr);
@@ -187,9 +187,9 @@ TEST(BackwardRun, ClearsTheSumsOfQueriesAndFinishesThem) {
 
 TEST(BackwardRun, ClearsWhatMayLieOutsideEverySequence) {
   size_t workspace;
-  EXPECT_EQ(run_of(Call(2, 1000, 500, 8, 4, 128).head_dim_v(64).lengths(), &workspace), "statistics, keys, rows");
+  EXPECT_EQ(run_of(Call(2, 1000, 500, 8, 4, 128).head_dim_v(64).lengths(), &workspace), "statistics, rows, keys");
   EXPECT_EQ(fake::cleared_bytes, 2u * 500 * 4 * (128 + 64) * 2);
-  EXPECT_EQ(run_of(Call(3, 100, 200, 8, 4, 64).packed(250, 333), &workspace), "statistics, keys, rows");
+  EXPECT_EQ(run_of(Call(3, 100, 200, 8, 4, 64).packed(250, 333), &workspace), "statistics, rows, keys");
   EXPECT_EQ(fake::cleared_bytes, 333u * 4 * (64 + 64) * 2 + 250u * 8 * 64 * 2);
   EXPECT_EQ(workspace, 8u * 640 * sizeof(RowStatistics));  // of 250 rows and a tile a sequence, in whole tiles
 }
