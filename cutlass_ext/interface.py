@@ -54,6 +54,7 @@ def fmha(
     head_start: int = 0,
     sequence_start: int = 0,
     key_start: int | Tensor = 0,
+    precision: Literal["high", "highest"] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Exact multi-head attention, `softmax(softmax_scale * q k^T + ...) v`, without writing out the scores.
 
@@ -153,6 +154,13 @@ def fmha(
             stands for `j + key_start` in the rules above, and `start_pos` stays what it is in that call (`"end"` aligns
             with the last of these keys). Bias, mask, `seqused_k` and `leftpad_k` are those of these keys, counted from
             0. Dropout is slower where key_start is no multiple of 8.
+        precision: of float32: `"highest"` computes on CUDA cores; `"high"` on a Hopper GPU's tensor cores, each operand
+            in two fp16 parts with a power-of-two scale, held to the same accuracy, for head dims up to 128 (without
+            softcap, slopes, bias, mask, dropout, pages and num_splits; in other calls it is an error). It takes
+            workspace of the size of q, k and v, head dims rounded up to 64 or 128. Where numbers are too far apart for
+            such parts, or not finite, the GPU sees it and computes the call on CUDA cores. None: `"high"` where it is
+            expected to be faster. Neither is TF32, whatever `torch.set_float32_matmul_precision` says. Gradients are
+            computed on CUDA cores.
 
     Returns:
         `out` `[B, N_q, H_q, d_v]` or `[total_q, H_q, d_v]`, contiguous, dtype of q; with `return_lse` also `lse`
@@ -216,13 +224,16 @@ def fmha(
         cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is softmax_scale is alibi_slopes is sink
         is seqused_k is leftpad_k is start_positions is block_table is None
     ) and no_pairs  # fmt: skip
+    absent = absent and precision is None
     if not absent or (left, right, softcap, num_splits, backend, deterministic) != (-1, -1, 0.0, 0, "auto", False):
         arguments += (
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, left, right, softmax_scale, softcap,
             alibi_slopes, sink, seqused_k, leftpad_k, start_positions, num_splits, backend, deterministic,
         )  # fmt: skip
-        if not no_pairs:
+        if not no_pairs or precision is not None:
             arguments += bias, mask, dropout_p, dropout_seed, head_start, sequence_start, key_start, key_starts
+            if precision is not None:
+                arguments += (precision,)
     if needs_grad:
         operator = autograd.differentiable(autograd.with_grad_torch if backend == "torch" else autograd.with_grad)
     else:

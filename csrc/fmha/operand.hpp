@@ -1,5 +1,5 @@
-// What P, an accumulator of fp32, becomes as operand A of the next product on the tensor cores, and O on its way out.
-// Called by the families that use them.
+// What operands are made of, what P, an accumulator of fp32, becomes as operand A of the next product on the tensor
+// cores, and O on its way out. Called by the families that use them.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,24 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cute/config.hpp>
+#include <cute/tensor.hpp>
 #include <cutlass/numeric_types.h>
 
 namespace cutlass_ext {
+
+/// What the tensor cores are given of an operand: a 16-bit one itself; of fp32 two parts, x = high + low, of 11 bits
+/// each. A product of two is then three, what both low parts have together being 2^-22 of it or less (Ootomo and
+/// Yokota, arXiv:2203.03341).
+template <class Element>
+struct Operand {
+  using Part = Element;
+  static constexpr int Parts = 1;
+};
+template <>
+struct Operand<float> {
+  using Part = cutlass::half_t;
+  static constexpr int Parts = 2;
+};
 
 /// Two floats rounded to the two halves of a register.
 template <class Element>
@@ -26,10 +40,16 @@ CUTE_DEVICE uint32_t pack(float low, float high) {
 }
 
 /// Puts columns j (even) and j + 1 of a thread's row i, of two rows 8 apart, in the words of operand A. mma.sync and
-/// WGMMA alike have 16 columns of both rows in four words, in the order in which the accumulators of 8 columns lie.
+/// WGMMA alike have 16 columns of both rows in four words, in the order in which the accumulators of 8 columns lie. The
+/// low parts of all columns follow their high parts.
 template <class Element, class Words>
 CUTE_DEVICE void put_operand(Words& words, int i, int j, float left, float right) {
-  words[j + i] = pack<Element>(left, right);
+  using Part = typename Operand<Element>::Part;
+  words[j + i] = pack<Part>(left, right);
+  if constexpr (Operand<Element>::Parts == 2) {
+    float2 const high = __half22float2(reinterpret_cast<__half2 const&>(words[j + i]));
+    words[cute::size(words) / 2 + j + i] = pack<Part>(left - high.x, right - high.y);
+  }
 }
 
 }  // namespace cutlass_ext

@@ -204,8 +204,24 @@ struct Cache {
   CUTE_HOST_DEVICE int const* pages_of(int b) const { return paged() ? block_table + b * block_table_stride : nullptr; }
 };
 
+/// What scores and O are to be multiplied by where operands were scaled: powers of two.
+struct PartScales {
+  float scores, out;
+};
+
+/// Of float32 calls on tensor cores, whose operands are in two parts of 16 bits (split.hpp), and of the launches on
+/// CUDA cores that compute what such parts do not hold.
+struct InParts {
+  PartScales const* part_scales = nullptr;  // [B, H_kv]
+  int const* out_of_range = nullptr;        // on the device: 1 where parts do not hold the call; null: none were made
+  bool if_out_of_range = false;             // what the launch is for
+
+  /// Whether the other launch computes the call.
+  CUTE_HOST_DEVICE bool stands_aside() const { return out_of_range && (*out_of_range != 0) != if_out_of_range; }
+};
+
 /// What a CTA asks for first stands first: 64 bytes of parameters come from memory at a time, and each time it waits.
-struct Params : Lengths, Work, Problem, Scores, Results, Cache, Pairs {
+struct Params : Lengths, Work, Problem, Scores, Results, Cache, Pairs, InParts {
   /// Results of one split: elements of lse.
   CUTE_HOST_DEVICE int64_t result_rows() const { return int64_t(stored_batch()) * heads_q * stored_rows(); }
 };

@@ -12,6 +12,11 @@
 
 namespace cutlass_ext {
 
+/// Whether a kernel multiplies float32 on tensor cores, in parts of 16 bits (fmha/operand_parts.hpp).
+inline bool multiplies_parts(Kernel const& kernel) {
+  return kernel.dtype == DType::Float32 && kernel.kind == Kind::Persistent;
+}
+
 /// A call on its way to a plan.
 struct Call {
   Params& params;
@@ -20,6 +25,9 @@ struct Call {
   Features features;
 
   bool may_use(Kernel const& kernel) const {
+    if (kernel.dtype == DType::Float32 &&
+        request.precision == (multiplies_parts(kernel) ? Precision::Highest : Precision::High))
+      return false;
     return (request.backend == "auto" || request.backend == kernel.family) && runs_on(kernel, device);
   }
   bool runs(Kernel const& kernel) const {
@@ -68,10 +76,17 @@ inline std::string refusal_of(Call const& call, std::initializer_list<Kind> kind
     return call.may_use(k) && call.params.head_dim <= k.head_dim && call.params.head_dim_v <= k.head_dim_v;
   };
   auto const cost = [&](Kernel const& k) { return std::tuple(!k.takes_sizes(call.params), count_bits(missing(k))); };
+  bool const high = call.request.precision == Precision::High;
   Kernel const* const nearest = cheapest(kinds, call.request.dtype, holds, cost);
   std::string const where = call.request.backend == "auto" ? "" : " of backend \"" + call.request.backend + "\"";
   std::ostringstream text;
-  if (!nearest) {
+  if (high && !nearest) {
+    text << "precision: no kernel" << where << " for this GPU computes float32 with head_dim "
+         << std::max(call.params.head_dim, call.params.head_dim_v) << " on tensor cores";
+  } else if (high) {
+    text << "precision: no kernel" << where << " of tensor cores takes float32 together with "
+         << (missing(*nearest) ? argument_of(missing(*nearest)) : "a factor of scores so large");
+  } else if (!nearest) {
     text << "q: no kernel" << where << " for this GPU takes " << name_of(call.request.dtype) << " with head_dim "
          << std::max(call.params.head_dim, call.params.head_dim_v);
   } else if (missing(*nearest) & feature::UnalignedRows) {
@@ -82,6 +97,10 @@ inline std::string refusal_of(Call const& call, std::initializer_list<Kind> kind
   } else {
     text << argument_of(missing(*nearest) ? missing(*nearest) : kept_by) << ": no kernel" << where
          << " takes it together with what else is asked";
+  }
+  if (high) {
+    text << "; use precision=None or \"highest\"";
+    return text.str();
   }
   text << "; use backend=\"" << (call.request.backend == "auto" ? "torch\"" : "auto\" or \"torch\"");
   return text.str();

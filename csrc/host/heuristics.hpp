@@ -41,6 +41,25 @@ inline bool is_tiny(Params const& p, Device const& device) {
          int64_t(p.batch) * p.heads_q * ceil_div(p.n_q, 64) * ceil_div(p.n_kv, 64) <= 4 * device.multiprocessors;
 }
 
+/// Whether float32 is computed faster in two fp16 parts than on CUDA cores, where both can. Computed, to be measured:
+/// products at 150 TFLOP/s for 45, against reading q, k and v twice and writing them once at 2.5 TB/s, and 12 us of
+/// launches. From 512 keys on alone, where a query tile has several key tiles.
+inline bool parts_pay(Params const& p) {
+  constexpr double kOnTensorCores = 150e6, kOnCudaCores = 45e6, kBytes = 2.5e6, kLaunches = 12;  // a microsecond
+  int64_t const keys = p.longest_kv > 0 ? p.longest_kv : p.n_kv;
+  if (keys < 512) return false;
+  double const rows = double(p.stored_batch()) * p.stored_rows(),
+               stored_keys = double(p.stored_batch()) * p.stored_keys();
+  double seen = keys;
+  if (p.window_right >= 0) {
+    seen = p.window_left >= 0 ? std::min<double>(seen, double(p.window_left) + p.window_right + 1)
+                              : std::max(seen / 2, seen - p.n_q / 2.);
+  }
+  double const columns = p.head_dim + p.head_dim_v, flops = 2 * columns * p.heads_q * rows * seen,
+               bytes = 3 * 4 * columns * (p.heads_q * rows / 2 + p.heads_kv * stored_keys);
+  return flops / kOnTensorCores + bytes / kBytes + kLaunches < flops / kOnCudaCores;
+}
+
 /// How many warpgroups a query tile gets in the short kernels of Hopper; 0 where the persistent ones are faster. For
 /// calls whose sequences are alike. Blocks are of 64 rows and keys, figures (batch, N) in us there and in the
 /// persistent kernels, 32 heads on 8 where no others are named.
@@ -154,7 +173,10 @@ inline int64_t key_tiles(Params const& p, Kernel const& kernel) {
 /// megabyte of one, and 0.5 for each: (1, 4096, 1, 64) takes 48.7 us in one split, 32.6 in two, 21.9 in six, (1, 2048,
 /// 1, 128) 27.8, 21.8 and 16.9, (1, 8192, 2, 64) 70.3 and, in three, 76.5.
 inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles const& tiles, int splits) {
-  double const tall = kernel.block_r > 128 ? 0.83 : 1,
+  // Parts have three products for one: computed, to be measured.
+  double const tall = kernel.block_r > 128             ? 0.83
+                      : kernel.dtype == DType::Float32 ? 3
+                                                       : 1,
                a_tile =
                    tall * kernel.block_r * kernel.block_c * (5.5e-5 + 4.7e-8 * (kernel.head_dim + kernel.head_dim_v));
   int64_t const keys = longest_keys(p), longest = key_tiles(p, kernel);

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <tuple>
 
+#include "../fmha/operand_parts.hpp"
 #include "append.hpp"
 #include "choice.hpp"
 #include "counters.hpp"
@@ -16,6 +17,7 @@
 #include "fork.hpp"
 #include "heuristics.hpp"
 #include "merge.hpp"
+#include "operand_parts.hpp"
 
 namespace cutlass_ext {
 namespace {
@@ -107,7 +109,10 @@ void plan_prefill(Call const& call, Plan* plan) {
   // With the number of splits fixed nothing may depend on the batch.
   bool const tiny = call.request.backend == "auto" && !p.fixed_splits && is_tiny(p, call.device);
   DType const dtype = call.request.dtype;
+  bool const in_parts = !call.request.is_cache &&
+                        (call.request.precision == Precision::High || call.request.backend == "sm90" || parts_pay(p));
   auto const accepts = [&](Kernel const& k) {
+    if (multiplies_parts(k)) return in_parts && ScoreMod::query_scale(p) <= operand_parts::kMostScale && call.runs(k);
     if (k.kind == Kind::Short) return k.threads / 128 == warpgroups && call.runs(k);
     return !(k.kind == Kind::Persistent && tiny) && call.runs(k);
   };
@@ -146,6 +151,19 @@ void plan_prefill(Call const& call, Plan* plan) {
   if (tiny) plan->passed_over = "sm90 would not have its pipeline full before so few scores are done";
   if (call.features & feature::UnalignedRows)
     plan->passed_over = "sm90 wants rows of q, k and v that begin at multiples of 16 bytes";
+}
+
+/// The same, and where the kernel multiplies parts the launch that computes what these do not hold.
+void plan_tiles(Call const& call, Plan* plan) {
+  Params other = call.params;
+  plan_prefill(call, plan);
+  if (!plan->kernel || !multiplies_parts(*plan->kernel)) return;
+  Request request = call.request;
+  request.backend = "simt";
+  request.precision = Precision::Highest;
+  Plan exact;
+  plan_prefill({other, request, call.device, call.features}, &exact);
+  plan->out_of_range = std::make_shared<Step const>(Step{other, exact});
 }
 
 /// Whether a planned call's query tiles hold the rows of all heads that share a key head. Those of a single head read
@@ -221,8 +239,10 @@ Plan plan(Params* params, Request const& request) {
   Plan plan;
   bool const is_mixed = params->packed() && params->paged();
   if (is_mixed) plan_mixed(call, &plan);
-  if (!is_mixed && is_chunk(*params) && (request.is_cache || decodes(call))) plan_chunk(call, &plan);
-  if (!plan.kernel && !is_mixed && (request.is_cache || decodes(call))) {
+  bool const few_rows = decodes(call) && request.precision != Precision::High;
+  bool const may_pack = request.is_cache || (few_rows && request.dtype != DType::Float32);
+  if (!is_mixed && may_pack && is_chunk(*params)) plan_chunk(call, &plan);
+  if (!plan.kernel && !is_mixed && (request.is_cache || few_rows)) {
     Features const asked = call.features;
     if (!params->fixed_splits && decode::has_too_many_keys(*params)) {  // each sequence then has parts of its own
       params->fixed_splits = true;
@@ -236,7 +256,7 @@ Plan plan(Params* params, Request const& request) {
       call.features = asked;
     }
   }
-  if (!plan.kernel && !request.is_cache && !is_mixed) plan_prefill(call, &plan);
+  if (!plan.kernel && !request.is_cache && !is_mixed) plan_tiles(call, &plan);
   if (!plan.kernel) {
     using Kinds = std::initializer_list<Kind>;
     plan.refusal = refusal_of(call, request.is_cache ? Kinds{Kind::Decode, Kind::Narrow, Kind::Cluster}
@@ -268,6 +288,10 @@ Params after_append(Params const& params, void* turned_q) {
   return p;
 }
 
+std::string Plan::kernel_name() const {
+  return std::string(name_of(kernel->kind)) + (multiplies_parts(*kernel) ? "_fp16x2" : "");
+}
+
 std::string Plan::reason(Params const& params, Request const& request) const {
   std::ostringstream text;
   text << name_of(kernel->kind) << " kernel, " << name_of(request.dtype) << ", head_dim "
@@ -284,6 +308,10 @@ std::string Plan::reason(Params const& params, Request const& request) const {
   if (request.num_splits > 0) text << " as asked";
   if (appends_apart) text << "; a launch of its own before them writes what is new";
   if (few) text << "; sequences of up to " << few->params.most_q << " rows: " << few->plan.reason(few->params, request);
+  if (out_of_range) {
+    text << "; operands in two fp16 parts, made by two launches before; where they do not hold the call: "
+         << out_of_range->plan.reason(out_of_range->params, request);
+  }
   if (!passed_over.empty()) text << "; " << passed_over;
   return text.str();
 }
@@ -296,6 +324,16 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
     void* const turned_q = elements > 0 ? allocate(elements * params.element_bytes) : nullptr;
     append_new_keys(plan.kernel->dtype, params, turned_q, stream);
     params = after_append(params, turned_q);
+  }
+  std::optional<Step> exact;
+  if (plan.out_of_range) {
+    void* const parts = allocate(bytes_of_parts(params, plan.kernel->head_dim));
+    Params const in_parts = make_parts(params, plan.kernel->head_dim, parts, stream);
+    exact = *plan.out_of_range;
+    static_cast<Results&>(exact->params) = params;
+    exact->params.out_of_range = in_parts.out_of_range;
+    exact->params.if_out_of_range = true;
+    params = in_parts;
   }
   if (plan.partial_rows > 0) {
     size_t const floats = size_t(plan.partial_rows) * (params.head_dim_v + plan.floats_a_part);
@@ -312,9 +350,11 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
   std::optional<Fork> fork;
   if (plan.few && !plan.merges_apart) decode_few(fork.emplace(device, stream).beside());
   plan.kernel->launch(params, plan.grid, stream);
-  if (!plan.merges_apart) return;
-  merge_splits(plan.kernel->dtype, params, stream);
-  if (plan.few) decode_few(stream);  // behind the merge, which writes all rows
+  if (plan.merges_apart) {
+    merge_splits(plan.kernel->dtype, params, stream);
+    if (plan.few) decode_few(stream);  // behind the merge, which writes all rows
+  }
+  if (exact) run(exact->plan, exact->params, stream, allocate);
 }
 
 }  // namespace cutlass_ext

@@ -11,6 +11,9 @@
 
 namespace cutlass_ext {
 
+/// Of float32: on tensor cores with operands in parts, or on CUDA cores.
+enum class Precision { Any, High, Highest };
+
 /// What a caller decides about a call's execution. `backend` is "auto" or a family's name; `num_splits` 0 leaves the
 /// number to the heuristics.
 struct Request {
@@ -19,6 +22,7 @@ struct Request {
   int num_splits = 0;
   bool is_cache = false;       // of the cache operator
   bool deterministic = false;  // of the backward pass: the same bits, run after run; the forward has no others
+  Precision precision = Precision::Any;
 };
 
 struct Step;
@@ -33,9 +37,12 @@ struct Plan {
   bool merges_apart = false;   // parts are merged by a launch of its own
   bool appends_apart = false;  // new keys are written, and q rotated, by a launch of its own before
   std::shared_ptr<Step const> few;  // where sequences of few query rows come with others: the launch that decodes them
-  std::string refusal;              // where there is no kernel, the argument that none takes, and what would do
-  std::string passed_over;          // why a family that would have come first does not run the call
+  std::shared_ptr<Step const> out_of_range;  // of a kernel that multiplies parts: the launch for what they do not hold
+  std::string refusal;      // where there is no kernel, the argument that none takes, and what would do
+  std::string passed_over;  // why a family that would have come first does not run the call
 
+  /// What the kernel is called: its kind, and what its operands are in where that is not the call's dtype.
+  std::string kernel_name() const;
   /// Why this kernel, in a sentence.
   std::string reason(Params const& params, Request const& request) const;
 };

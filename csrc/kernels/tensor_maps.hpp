@@ -69,7 +69,8 @@ CUtensorMap tensor_map(CUtensorMapDataType dtype, void const* data, int64_t cols
 template <class Traits>
 struct Argument<sm90::TensorMaps, Traits> {
   static sm90::TensorMaps of(Params const& p) {
-    constexpr auto dtype = map_dtype<typename Traits::Element>;
+    constexpr auto dtype = map_dtype<typename Traits::Part>;
+    constexpr bool in_parts = Traits::Parts > 1;
     int const heads = p.heads_a_tile.divisor;
     Strides const& q = p.q_stride;
     auto const of_keys = [&](void const* data, Strides const& stride, int cols) {
@@ -78,12 +79,13 @@ struct Argument<sm90::TensorMaps, Traits> {
       int const places = p.paged() ? p.pages : p.stored_batch();
       return tensor_map(dtype, data, cols, {rows, {p.heads_kv, stride.head}, {places, stride.batch}});
     };
-    return {tensor_map(dtype, p.q, p.head_dim,
+    int const cols = in_parts ? Traits::ColumnsQK : p.head_dim, cols_v = in_parts ? Traits::ColumnsV : p.head_dim_v;
+    return {tensor_map(dtype, p.q, cols,
                        {{heads, q.head, heads},
                         {p.stored_rows(), q.row, Traits::B_r / heads},
                         {p.heads_q / heads, heads * q.head},
                         {p.stored_batch(), q.batch}}),
-            of_keys(p.k, p.k_stride, p.head_dim), of_keys(p.v, p.v_stride, p.head_dim_v)};
+            of_keys(p.k, p.k_stride, cols), of_keys(p.v, p.v_stride, cols_v)};
   }
 };
 

@@ -23,6 +23,12 @@ void read(StableIValue from, std::string* to) {
   to->assign(text, length);
   STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
 }
+void read(StableIValue from, std::optional<std::string>* to) {
+  if (auto* const found = torch::stable::detail::to<StableIValue*>(from)) {
+    read(*found, &to->emplace());
+    delete found;
+  }
+}
 void read_optional(StableIValue from, Tensor* to) {
   if (auto* const found = torch::stable::detail::to<StableIValue*>(from)) {
     read(*found, to);
@@ -237,7 +243,13 @@ Request request_of(Arguments const& a) {
   return {a.q.dtype == kFloat32   ? DType::Float32
           : a.q.dtype == kFloat16 ? DType::Float16
                                   : DType::BFloat16,
-          a.backend, static_cast<int>(a.num_splits), a.is_cache(), a.deterministic};
+          a.backend,
+          static_cast<int>(a.num_splits),
+          a.is_cache(),
+          a.deterministic,
+          !a.precision || a.is_backward() ? Precision::Any
+          : *a.precision == "high"        ? Precision::High
+                                          : Precision::Highest};
 }
 
 }  // namespace cutlass_ext

@@ -353,6 +353,25 @@ void check_execution(Arguments const& a) {
   }
 }
 
+void check_precision(Arguments const& a) {
+  if (!a.precision) return;
+  std::string const& given = *a.precision;
+  if (given != "high" && given != "highest")
+    fail("ValueError", "precision: is \"", given, "\"; expected \"high\" or \"highest\", or None to have it chosen");
+  if (a.q.dtype != kFloat32) {
+    fail("ValueError", "precision: is \"", given, "\" and q has dtype ", dtype_name(a.q.dtype),
+         "; it is of float32 alone, expected None");
+  }
+  if (given == "high" && a.by_torch()) {
+    fail("NotImplementedError", "precision: \"high\" is computed on a GPU's tensor cores, and this call by PyTorch's ",
+         "operators; use None or \"highest\"");
+  }
+  if (given == "high" ? a.backend == "simt" : a.backend == "sm90") {
+    fail("ValueError", "precision: is \"", given, "\" beside backend=\"", a.backend, "\", which has \"",
+         given == "high" ? "highest" : "high", "\" alone; give one of them");
+  }
+}
+
 /// Whether `t` has the dimensions of `like`, but for the last, which are `cols`.
 bool has_rows_of(Tensor const& like, int64_t cols, Tensor const& t) {
   if (t.dim() != like.dim() || t.size(-1) != cols) return false;
@@ -416,6 +435,7 @@ void check(Arguments const& a) {
   check_bias_and_mask(a);
   check_dropout(a);
   check_execution(a);
+  check_precision(a);
   if (a.is_backward()) check_gradients(a);
 }
 

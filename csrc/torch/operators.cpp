@@ -165,7 +165,7 @@ void explain(Arguments const& a, StableIValue* results) {
   if (!planned.kernel) fail("NotImplementedError", planned.refusal);
   Kernel const& kernel = *planned.kernel;
   dim3 const& ctas = planned.grid.ctas;
-  answer(kernel.family, name_of(kernel.kind), kernel.block_r, kernel.block_c, planned.splits,
+  answer(kernel.family, planned.kernel_name(), kernel.block_r, kernel.block_c, planned.splits,
          int64_t(ctas.x) * ctas.y * ctas.z, planned.reason(params, request));
 }
 

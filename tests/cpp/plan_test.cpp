@@ -17,19 +17,25 @@
 #include "host/counters.hpp"
 #include "host/fork.hpp"
 #include "host/merge.hpp"
+#include "host/operand_parts.hpp"
 #include "host/plan.hpp"
 
 namespace cutlass_ext {
 
 // The parts of host/ that are compiled by nvcc: they note what is asked of them.
 static size_t counters_asked = 0;
-static int merges = 0, appends = 0;
+static int merges = 0, appends = 0, parts_made = 0;
 unsigned* zero_counters(int, cudaStream_t, size_t count, std::function<void*(size_t)> const&) {
   static unsigned counters[2];
   counters_asked = count;
   return counters;
 }
 void merge_splits(DType, Params const&, cudaStream_t) { ++merges; }
+size_t bytes_of_parts(Params const&, int head_dim) { return head_dim; }
+Params make_parts(Params const& params, int, void*, cudaStream_t) {
+  ++parts_made;
+  return params;
+}
 Fork::Fork(int, cudaStream_t stream) : stream_(stream), beside_(stream), joined_() {}
 Fork::~Fork() = default;
 void append_new_keys(DType, Params const& params, void* turned_q, cudaStream_t) {
@@ -55,6 +61,7 @@ struct Call {
 
   Call& dtype(DType t) { return request.dtype = t, *this; }
   Call& backend(char const* name) { return request.backend = name, *this; }
+  Call& precision(Precision x) { return request.precision = x, *this; }
   Call& splits(int n) { return request.num_splits = n, *this; }
   Call& on(fake::Gpu other) { return gpu = other, *this; }
   Call& head_dim_v(int d_v) { return p.head_dim_v = d_v, *this; }
@@ -221,21 +228,29 @@ TEST(Plan, OfManyQueryRows) {
 
 TEST(Plan, OfFloat32) {
   check({
-      CASE(fmha32(2, 4096, 4096, 16, 16, 64), "simt tiles 128x64 d64, 1 split, grid 1024"),
-      CASE(fmha32(1, 1024, 1024, 16, 16, 64), "simt tiles 32x64 d64, 1 split, grid 512"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 64).precision(Precision::Highest),
+           "simt tiles 128x64 d64, 1 split, grid 1024"),
+      CASE(fmha32(1, 1024, 1024, 16, 16, 64).backend("simt"), "simt tiles 32x64 d64, 1 split, grid 512"),
       // Half of a tile or more is not to be empty.
       CASE(fmha32(64, 65, 1024, 16, 16, 64), "simt tiles 128x64 d64, 1 split, grid 1024"),
       CASE(fmha32(64, 64, 1024, 16, 16, 64), "simt tiles 32x64 d64, 1 split, grid 2048"),
       CASE(fmha32(64, 64, 1024, 16, 16, 64).splits(1), "simt tiles 32x64 d64, 1 split, grid 2048"),
       CASE(fmha32(1, 20, 1024, 4, 4, 64), "simt tiles 64x32 d64, 16 splits, grid 64, merged apart"),
-      CASE(fmha32(2, 4096, 4096, 16, 16, 128), "simt tiles 128x96 d128, 1 split, grid 1024"),
-      CASE(fmha32(1, 1000, 1000, 16, 16, 128), "simt tiles 128x96 d128, 1 split, grid 128"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 128).backend("simt"), "simt tiles 128x96 d128, 1 split, grid 1024"),
+      CASE(fmha32(1, 1000, 1000, 16, 16, 128).splits(1), "simt tiles 128x96 d128, 1 split, grid 128"),
       CASE(fmha32(1, 100, 1000, 16, 16, 128), "simt tiles 64x32 d128, 11 splits, grid 352, merged apart"),
       CASE(fmha32(2, 4096, 4096, 16, 16, 128).on(fake::kA100), "simt tiles 64x64 d128, 1 split, grid 2048"),
       CASE(fmha32(2, 4096, 4096, 16, 16, 128).on(fake::kA40), "simt tiles 64x32 d128, 1 split, grid 2048"),
       CASE(fmha32(2, 4096, 4096, 16, 16, 200), "simt tiles 32x32 d224, 1 split, grid 4096"),
       CASE(fmha32(1, 4, 4096, 32, 8, 128), "simt decode 16x8 d128, shared out, grid 264, 8 counters"),
       CASE(fmha32(1, 4, 4096, 32, 8, 128).splits(3), "simt decode 16x8 d128, 3 splits, grid 24, 8 counters"),
+      // In parts on Hopper's tensor cores, where that pays, or where it is asked for.
+      CASE(fmha32(2, 4096, 4096, 16, 16, 64), "sm90 persistent 128x128 d64, 1 split, grid 132, 2 counters"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 128), "sm90 persistent 128x64 d128, 1 split, grid 132, 2 counters"),
+      CASE(fmha32(1, 64, 64, 1, 1, 40).precision(Precision::High),
+           "sm90 persistent 128x128 d64, 1 split, grid 1, 2 counters"),
+      CASE(fmha32(1, 1, 64, 1, 1, 40).backend("sm90"), "sm90 persistent 128x128 d64, 1 split, grid 1, 2 counters"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 64).softcap(), "simt tiles 128x64 d64, 1 split, grid 1024"),
   });
 }
 
@@ -364,6 +379,12 @@ TEST(Plan, OfNone) {
       {fmha(2, 4096, 4096, 16, 16, 128).on(fake::kA100).backend("sm90"), R"(q: no kernel of backend "sm90" for this)"},
       {fmha(2, 4096, 4096, 16, 16, 128).backend("sm90").unaligned(), R"(q, k, v: no kernel of backend "sm90" takes)"},
       {fmha32(2, 4096, 4096, 16, 16, 256).on(fake::kA40), "q: no kernel for this GPU takes float32 with head_dim 256"},
+      {fmha32(2, 4096, 4096, 16, 16, 192).precision(Precision::High), "precision: no kernel for this GPU computes"},
+      {fmha32(2, 4096, 4096, 16, 16, 64).on(fake::kA100).precision(Precision::High), "precision: no kernel for this"},
+      {fmha32(2, 4096, 4096, 16, 16, 64).softcap().precision(Precision::High),
+       "precision: no kernel of tensor cores takes float32 together with softcap"},
+      {fmha32(2, 4096, 4096, 16, 16, 64).splits(2).precision(Precision::High),
+       "precision: no kernel of tensor cores takes float32 together with num_splits"},
       {kvcache(4, 1, 4096, 32, 8, 128).on(fake::kA100).backend("sm90"), R"(q: no kernel of backend "sm90" for this)"},
       // More CTAs than a launch has.
       {fmha(65536, 17, 64, 32768, 1, 64), "cutlass_ext.ValueError: q: has 2147483648 tiles of query rows"},

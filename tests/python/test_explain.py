@@ -10,7 +10,7 @@ KERNELS = {  # that a family has
     "torch": {"torch"},
     "simt": {"tiles", "decode"},
     "sm80": {"tiles", "decode", "narrow"},
-    "sm90": {"persistent", "short", "decode", "cluster"},
+    "sm90": {"persistent", "persistent_fp16x2", "short", "decode", "cluster"},
 }
 
 

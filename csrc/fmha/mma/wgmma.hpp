@@ -34,6 +34,26 @@ CUTE_DEVICE void gemm_async(Mma mma, A const& a, B const& b, C& c, bool zero) {
   warpgroup_fence_operand(c);
 }
 
+/// The same of operands in two parts, the small products first: A has its low parts `Steps` behind the high ones.
+template <int Steps, class Mma, class A, class B, class C>
+CUTE_DEVICE void gemm_async(Mma mma, A const& a, B const& b, B const& b_low, C& c, bool zero) {
+  warpgroup_fence_operand(c);
+  warpgroup_arrive();
+  mma.accumulate_ = zero ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+  auto const add = [&](int first, B const& of_b) {
+    CUTE_UNROLL
+    for (int i = 0; i < Steps; ++i) {
+      cute::gemm(mma, a(_, _, first + i), of_b(_, _, i), c);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+  };
+  add(0, b_low);
+  add(Steps, b);
+  add(0, b);
+  warpgroup_commit_batch();
+  warpgroup_fence_operand(c);
+}
+
 /// The rows and columns that a thread holds of an accumulator of 64 x N.
 template <class Accumulator>
 CUTE_DEVICE auto rows_and_columns(Accumulator& c) {

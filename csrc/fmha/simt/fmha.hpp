@@ -18,6 +18,7 @@ namespace cutlass_ext::simt {
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(__grid_constant__ Params const params) {
   constexpr int B_r = Traits::B_r, B_c = Traits::B_c, Rows = Traits::Rows, Stages = Traits::Stages;
+  if (params.stands_aside()) return;
   extern __shared__ __align__(128) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
 

@@ -79,32 +79,40 @@ CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& 
   int const rows = results.rows;
   auto const thread = ConsumerThread();
   int const lane = thread.lane, warp_row = thread.warp_row;
-  auto* const staging = shared.o + warp_row * Traits::StagedPanels * kPanel;
   TileRows const tile_rows(params, Traits::B_r);
-  if (!params.is_split()) {
-    auto* const to = static_cast<typename Traits::Element*>(params.o) + results.to;
-    // Two paths, since the divisions of packed rows took 12% of (32, 512, 16, 128).
-    if (!Traits::PacksHeads || tile_rows.heads.divisor == 1) {
-      int64_t const stride = params.o_stride.row;
-      return store_rows<Traits>(
-          to + (warp_row + lane / 8) * stride, [=](int pass) { return pass * 4 * stride; }, rows, params.head_dim_v, O,
-          staging, lane);
+  // 16 bits go through shared memory; fp32, all of O or a split's part, straight from registers.
+  constexpr bool fp32 = std::is_same_v<typename Traits::Element, float>;
+  if constexpr (!fp32) {
+    if (!params.is_split()) {
+      auto* const staging = shared.o + warp_row * Traits::StagedPanels * kPanel;
+      auto* const to = static_cast<typename Traits::Element*>(params.o) + results.to;
+      // Two paths, since the divisions of packed rows took 12% of (32, 512, 16, 128).
+      if (!Traits::PacksHeads || tile_rows.heads.divisor == 1) {
+        int64_t const stride = params.o_stride.row;
+        return store_rows<Traits>(
+            to + (warp_row + lane / 8) * stride, [=](int pass) { return pass * 4 * stride; }, rows, params.head_dim_v,
+            O, staging, lane);
+      }
+      // Of a tile they fit 32 bits (heuristics.hpp), and are worked out where they are used: that leaves registers to
+      // the accumulators.
+      auto const offset_of = [&](int pass) {
+        int here = warp_row + pass * 4 + lane / 8;
+        compute_here(here);
+        return tile_rows.offset(here, static_cast<int>(params.o_stride.row), static_cast<int>(params.o_stride.head));
+      };
+      return store_rows<Traits>(to, offset_of, rows, params.head_dim_v, O, staging, lane);
     }
-    // Of a tile they fit 32 bits (heuristics.hpp), and are worked out where they are used: that leaves registers to the
-    // accumulators.
-    auto const offset_of = [&](int pass) {
-      int here = warp_row + pass * 4 + lane / 8;
-      compute_here(here);
-      return tile_rows.offset(here, static_cast<int>(params.o_stride.row), static_cast<int>(params.o_stride.head));
-    };
-    return store_rows<Traits>(to, offset_of, rows, params.head_dim_v, O, staging, lane);
   }
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
     int const row = lane / 4 + i * 8;
     int64_t const of_tile =
         Traits::PacksHeads ? tile_rows.offset<int64_t>(warp_row + row, 1, params.stored_rows()) : warp_row + row;
-    float* const to = params.o_partial + results.to + of_tile * params.head_dim_v;
+    float* to = params.o_partial + results.to + of_tile * params.head_dim_v;
+    if (fp32 && !params.is_split()) {
+      to = static_cast<float*>(params.o) + results.to +
+           tile_rows.offset<int64_t>(warp_row + row, params.o_stride.row, params.o_stride.head);
+    }
     CUTE_UNROLL
     for (int j = 0; j < size<1>(O); j += 2) {
       int const col = j / 2 * 8 + lane % 4 * 2;
@@ -281,14 +289,19 @@ template <class Traits>
 CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& shared, int warpgroup) {
   using Element = typename Traits::Element;
   constexpr int B_c = Traits::B_c;
+  constexpr bool in_parts = Traits::Parts > 1;
   int const lane = threadIdx.x % 32;
 
   Tensor fQ = operand_q<Traits>(shared.q, warpgroup);
   Tensor fK = operand_k<Traits>(shared.k);
   Tensor fV = operand_v<Traits>(shared.v);
+  // Their low parts, where they are in parts: the second half of a tile's columns.
+  Tensor fK_low = operand_k<Traits>(shared.k + B_c * Traits::ColumnsQK / 2);
+  Tensor fV_low = operand_v<Traits>(shared.v + B_c * Traits::ColumnsV / 2);
   Tensor fP = operand_p<Traits>();
   Tensor cS = accumulator_s<Traits>();
   Tensor cO = accumulator_o<Traits>();
+  Tensor cPV = accumulator_o<Traits>();  // of one tile, of operands in parts: in a long sum WGMMA would lose their bits
   // The thread's rows, 8 apart, and columns, counted from its first.
   Tensor S = rows_and_columns(cS);
   Tensor O = rows_and_columns(cO);
@@ -297,8 +310,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
   JobReader<Traits> jobs{shared, shared.job_full};
   Turns<Traits> const turns{warpgroup};
   Rings<Traits> rings{shared, turns, lane};
-  float const query_scale = ScoreMod::query_scale(params),
-              scale = Traits::ScoreMods && ScoreMod::changes(params) ? 1.f : query_scale;  // that scores still want
+  float query_scale = ScoreMod::query_scale(params);
 
   // What pairs add to scores is there before the product, unless a softcap comes between.
   bool const starts_loaded = Traits::Pairs && has_bias(params) && !ScoreMod::caps(params);
@@ -309,13 +321,30 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
               tile * B_c + lane % 4 * 2, row_of, key_of);
   };
   auto issue_qk = [&] {
+    if constexpr (in_parts) {
+      int const stage = rings.k.stage;
+      // Worked out here, or all addresses of Q's parts are kept in registers.
+      Tensor fQ_here = operand_q<Traits>(shared.q, ConsumerThread().warp_row / kAtomRows);
+      return gemm_async<Traits::HeadDim / 16>(typename Traits::MmaQK{}, fQ_here(_, _, _, rings.q.stage),
+                                              fK(_, _, _, stage), fK_low(_, _, _, stage), cS, true);
+    }
     gemm_async<Traits::HeadDim / 16>(typename Traits::MmaQK{}, fQ(_, _, _, rings.q.stage), fK(_, _, _, rings.k.stage),
                                      cS, !starts_loaded);
   };
-  auto issue_pv = [&] { gemm_async<B_c / 16>(typename Traits::MmaPV{}, fP, fV(_, _, _, rings.v.stage), cO, false); };
+  auto issue_pv = [&] {
+    if constexpr (in_parts) {
+      int const stage = rings.v.stage;
+      return gemm_async<B_c / 16>(typename Traits::MmaPV{}, fP, fV(_, _, _, stage), fV_low(_, _, _, stage), cPV, true);
+    }
+    gemm_async<B_c / 16>(typename Traits::MmaPV{}, fP, fV(_, _, _, rings.v.stage), cO, false);
+  };
   auto release_v = [&] {
-    warpgroup_fence_operand(cO);
+    warpgroup_fence_operand(in_parts ? cPV : cO);
     rings.release_v();
+    if constexpr (in_parts) {
+      CUTE_UNROLL
+      for (int e = 0; e < size(cO); ++e) cO(e) += cPV(e);
+    }
   };
   // Issues the first Q K^T of a job, past the tiles that are hidden from this warpgroup alone. Where the job sees no
   // key or there is none, of whatever the buffers hold: WGMMAs in flight forbid a branch here.
@@ -347,6 +376,9 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       auto const& job = *next;
       int const begin = mine.tiles.begin, end = mine.tiles.end;
       Range const unmasked = mine.unmasked;
+      if constexpr (in_parts) query_scale = ScoreMod::query_scale(params) * shared.scales[&job - shared.jobs].scores;
+      // That scores still want.
+      float const scale = Traits::ScoreMods && ScoreMod::changes(params) ? 1.f : query_scale;
       typename Traits::Softmax softmax;
       MaskWords<Traits> of_mask;
       // The products of Q and the keys of `tile` have arrived: lets K go, and Q after the last.
@@ -387,7 +419,12 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       issue_pv();
       turns.pass();
       // While the last P V runs: the sums, and then the next job's first product, which runs while O is stored.
-      Results const results = finish<Traits>(params, job, softmax);
+      Results results = finish<Traits>(params, job, softmax);
+      if constexpr (in_parts) {
+        float const out_scale = shared.scales[&job - shared.jobs].out;
+        results.factor[0] *= out_scale;
+        results.factor[1] *= out_scale;
+      }
       __syncwarp();
       if (lane == 0) jobs.release(&job);
       next = jobs.next();
@@ -437,6 +474,9 @@ CUTE_DEVICE void set_up_barriers(TensorMaps const& maps, typename Traits::Shared
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, 1)
     fmha_kernel(__grid_constant__ Params const params, __grid_constant__ TensorMaps const maps) {
+  if constexpr (Traits::Parts > 1) {
+    if (params.stands_aside()) return;
+  }
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
@@ -467,9 +507,10 @@ struct FMHA {
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Persistent;
+  // Parts are made of tensors, not of pages; and whether they hold a sequence may depend on the others of the batch.
   static constexpr Features kTakes = (ScoreMods ? feature::kScoreMods : 0) | (Traits::Pairs ? feature::kPairs : 0) |
                                      feature::Sink | feature::Packed | feature::kUnlike | feature::FewerKeys |
-                                     feature::Pages | feature::FixedSplits;
+                                     (Traits::Parts == 1 ? feature::Pages | feature::FixedSplits : 0);
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
   static_assert(Traits::Consumers > 1, "warpgroups take turns with each other");
 };

@@ -17,10 +17,15 @@ namespace cutlass_ext::sm90 {
 /// job, a row that has not seen a key yet, a NaN) m is raised, O and l follow, and the tile is taken again. On an H200
 /// a maximum of a warp costs 3.7 cycles beside WGMMA (2 alone), an exponential 10.2 (8 alone), and full attention over
 /// 8192 keys is 10 to 13% faster without the maxima.
-template <int Columns, int Early>
+///
+/// `Headroom`: m is put so many powers of two below a maximum. P in two fp16 parts is held to 2^-25, which is to be
+/// little beside the largest.
+template <int Columns, int Early, int Headroom = 0>
 struct LazySoftmax : OnlineSoftmax<2, 4, 1> {
   static_assert(Columns % 2 == 0 && Early % 2 == 0 && Early <= Columns, "columns go in pairs");
-  static constexpr float kMaxSum = 1 << 14;  // of a thread's part of a row; no P passes it, and fp16 holds it
+  // Of a thread's part of a row; no P passes it, and fp16 holds it.
+  static constexpr float kMaxSum = 1 << (Headroom > 0 ? 15 : 14);
+  static_assert(Columns * (1 << Headroom) <= kMaxSum, "where m has just been raised the sum fits");
 
   /// Where no key has been seen m is the lowest number there is: any score overflows against it.
   CUTE_DEVICE LazySoftmax() { m[0] = m[1] = -FLT_MAX; }
@@ -76,7 +81,7 @@ struct LazySoftmax : OnlineSoftmax<2, 4, 1> {
   CUTE_DEVICE void raise_maximum(ScoreTensor const& S, float (&rescale)[2], float scale) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      float const m_new = fmaxf(m[i], max_of_row(i, S, scale));
+      float const m_new = fmaxf(m[i], max_of_row(i, S, scale) - Headroom);
       rescale[i] = exp2_approx(m[i] - m_new);
       m[i] = m_new;
     }

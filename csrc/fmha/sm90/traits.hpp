@@ -9,6 +9,7 @@
 #include <cutlass/numeric_types.h>
 
 #include "../copy/tma.hpp"
+#include "../operand.hpp"
 #include "jobs.hpp"
 #include "pipeline.hpp"
 #include "lazy_softmax.hpp"
@@ -21,6 +22,7 @@ constexpr int kWarpgroup = 128;  // threads that issue one WGMMA together
 
 /// `B_r` query rows are shared out to B_r / 64 consumer warpgroups; `Stages` tiles of K and of V and `StagesQ` of Q are
 /// in flight. `ScoreMods`: with softcap and ALiBi (a variant of its own, since scale then leaves the exponent's FMA).
+/// Tiles of operands in two parts (operand.hpp) have twice the columns, the high parts first.
 template <int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, int StagesQ_, bool ScoreMods_>
 struct Traits {
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDimV_;
@@ -30,8 +32,10 @@ struct Traits {
   // have no registers left for their addresses.
   static constexpr bool PacksHeads = HeadDimV_ <= 192;
   // Whether what pairs have is taken beside score modifications: wider heads have no registers left.
-  static constexpr bool Pairs = ScoreMods_ && HeadDim_ <= 128 && HeadDimV_ <= 128;
+  static constexpr bool Pairs = ScoreMods_ && HeadDim_ <= 128 && HeadDimV_ <= 128 && Operand<Element_>::Parts == 1;
   using Element = Element_;
+  using Part = typename Operand<Element>::Part;
+  static constexpr int Parts = Operand<Element>::Parts;
   static constexpr int Consumers = B_r / kAtomRows;             // warpgroups
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;  // and the producer's
   using Job = sm90::Job<Consumers, Pairs>;
@@ -40,43 +44,45 @@ struct Traits {
   static constexpr int ProducerRegisters = Consumers == 3 ? 32 : 40;
   static constexpr int ConsumerRegisters = Consumers == 3 ? 160 : 232;
   // Columns in shared memory: whole panels.
-  static constexpr int ColumnsQK = (HeadDim + kPanel - 1) / kPanel * kPanel;
-  static constexpr int ColumnsV = (HeadDimV + kPanel - 1) / kPanel * kPanel;
+  static constexpr int ColumnsQK = (HeadDim + kPanel - 1) / kPanel * kPanel * Parts;
+  static constexpr int ColumnsV = (HeadDimV + kPanel - 1) / kPanel * kPanel * Parts;
   static constexpr int PanelsV = ColumnsV / kPanel, StagedPanels = PanelsV > 1 ? 2 : 1;  // of O, two at a time
 
   // Of the B_c / 4 columns of S that a thread has in a row, those exponentiated while P V still runs: as many as there
   // are registers for (of 32 at head_dim 128, 24 are 4 to 12% faster than 4; at 64 and 256, 8 are 1 to 6% slower).
-  static constexpr int EarlyColumns = HeadDimV > 64 && HeadDimV <= 128 ? B_c / 32 * 6 : 4;
-  using Softmax = LazySoftmax<B_c / 4, EarlyColumns>;
+  static constexpr int EarlyColumns = Parts == 1 && HeadDimV > 64 && HeadDimV <= 128 ? B_c / 32 * 6 : 4;
+  using Softmax = LazySoftmax<B_c / 4, EarlyColumns, Parts == 1 ? 0 : 10>;
 
-  static_assert(std::is_same_v<Element, half_t> || std::is_same_v<Element, bfloat16_t>, "WGMMA takes 16-bit operands");
+  static_assert(std::is_same_v<Part, half_t> || std::is_same_v<Part, bfloat16_t>, "WGMMA takes 16-bit operands");
+  static_assert(Parts == 1 || (HeadDim % kPanel == 0 && HeadDimV % kPanel == 0), "low parts begin with a panel");
   static_assert(B_r % kAtomRows == 0 && Consumers >= 1 && Consumers <= 3, "up to three consumer warpgroups");
   static_assert(B_c % 16 == 0 && B_c <= 256, "P V runs through the keys 16 at a time");
   static_assert(HeadDim % 16 == 0 && HeadDimV % 16 == 0, "Q K^T runs through head_dim 16 at a time");
 
   // Panels of 64 columns, row after row: what one copy of the tensor maps writes.
   using LayoutQ =
-      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<B_r>, Int<ColumnsQK>, Int<StagesQ>>{}));
+      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Part>{}, Shape<Int<B_r>, Int<ColumnsQK>, Int<StagesQ>>{}));
   using LayoutK =
-      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<B_c>, Int<ColumnsQK>, Int<Stages>>{}));
+      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Part>{}, Shape<Int<B_c>, Int<ColumnsQK>, Int<Stages>>{}));
   // The same bytes seen as V transposed, which is how the second product wants them.
-  using LayoutV = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
+  using LayoutV = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Part>{},
                                          Shape<Int<ColumnsV>, Int<B_c>, Int<Stages>>{}, Step<_2, _1, _3>{}));
 
   using MmaQK = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<B_c>, Int<HeadDim>>>()));
+      GMMA::ss_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<B_c>, Int<HeadDim>>>()));
   template <int Columns>
-  using MmaWithP = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<Columns>, Int<B_c>>, GMMA::Major::K,
-                           GMMA::Major::MN>()));
+  using MmaWithP =
+      decltype(make_tiled_mma(GMMA::rs_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<Columns>, Int<B_c>>,
+                                                   GMMA::Major::K, GMMA::Major::MN>()));
   using MmaPV = MmaWithP<HeadDimV>;
   using MmaOfV = MmaWithP<ColumnsV>;  // describes V as it lies in shared memory, to whole panels
 
   struct SharedStorage {
-    alignas(1024) Element q[cosize_v<LayoutQ>];
-    alignas(1024) Element k[cosize_v<LayoutK>];
-    alignas(1024) Element v[cosize_v<LayoutV>];
-    alignas(128) Element o[B_r * StagedPanels * kPanel];  // 16 rows for each consumer warp
+    alignas(1024) Part q[cosize_v<LayoutQ>];
+    alignas(1024) Part k[cosize_v<LayoutK>];
+    alignas(1024) Part v[cosize_v<LayoutV>];
+    alignas(
+        128) Part o[Parts == 1 ? B_r * StagedPanels * kPanel : 1];  // 16 rows for each consumer warp; fp32 needs none
     Job jobs[StagesJobs];
     Barrier job_placed[StagesJobs], job_full[StagesJobs], job_empty[StagesJobs];  // placed: known to who copies
     Barrier job_asked;  // the next job, by the warp that will copy for it
@@ -84,6 +90,7 @@ struct Traits {
     Barrier k_full[Stages], k_empty[Stages];
     Barrier v_full[Stages], v_empty[Stages];
     Barrier q_tail, v_tail;  // the copy of a tile whose rows past the last are to be zeroed before anyone sees it
+    PartScales scales[Parts == 1 ? 1 : StagesJobs];  // of each job, where operands are in parts
   };
 };
 

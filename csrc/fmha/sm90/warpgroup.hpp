@@ -40,25 +40,26 @@ struct ConsumerThread {
 
 /// The operands of a warpgroup's products: 64 rows of Q, K and V in all their stages, P in registers.
 template <class Traits>
-CUTE_DEVICE auto operand_q(typename Traits::Element* q, int row_block) {
+CUTE_DEVICE auto operand_q(typename Traits::Part* q, int row_block) {
   Tensor rows = local_tile(make_tensor(make_smem_ptr(q), typename Traits::LayoutQ{}),
                            Shape<Int<kAtomRows>, Int<Traits::ColumnsQK>>{}, make_coord(row_block, _0{}));
   return typename Traits::MmaQK{}.get_slice(0).partition_fragment_A(rows);  // no thread index in a descriptor
 }
 template <class Traits>
-CUTE_DEVICE auto operand_k(typename Traits::Element* k) {
+CUTE_DEVICE auto operand_k(typename Traits::Part* k) {
   return typename Traits::MmaQK{}.get_slice(0).partition_fragment_B(
       make_tensor(make_smem_ptr(k), typename Traits::LayoutK{}));
 }
 template <class Traits>
-CUTE_DEVICE auto operand_v(typename Traits::Element* v) {
+CUTE_DEVICE auto operand_v(typename Traits::Part* v) {
   return typename Traits::MmaOfV{}.get_slice(0).partition_fragment_B(
       make_tensor(make_smem_ptr(v), typename Traits::LayoutV{}));
 }
 template <class Traits>
 CUTE_DEVICE auto operand_p() {
   typename Traits::MmaPV mma;
-  return make_tensor<typename Traits::Element>(partition_shape_A(mma, Shape<Int<kAtomRows>, Int<Traits::B_c>>{}));
+  return make_tensor<typename Traits::Part>(
+      partition_shape_A(mma, Shape<Int<kAtomRows>, Int<Traits::Parts * Traits::B_c>>{}));
 }
 
 /// Their accumulators.

@@ -1,0 +1,250 @@
+"""float32 on tensor cores, in two fp16 parts (`precision="high"`), against the float64 oracle, on what such parts hold
+and on what they do not; who gets it; what `"highest"` is. Every other test of float32 runs on both."""
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from conftest import GPU, NOT_HOPPER
+from oracle import expect, expect_packed
+from test_isolation import assert_same_bits
+
+import cutlass_ext
+
+NAN, INF = float("nan"), float("inf")
+on_hopper = [pytest.mark.gpu, NOT_HOPPER]
+DEVICE = "cuda" if GPU else "cpu"
+
+
+def qkv(batch, n_q, heads, d, *, n_kv=None, heads_kv=None, d_v=None):
+    n_kv, heads_kv, d_v = n_kv or n_q, heads_kv or heads, d_v or d
+    shapes = (batch, n_q, heads, d), (batch, n_kv, heads_kv, d), (batch, n_kv, heads_kv, d_v)
+    return [torch.randn(*shape, device=DEVICE) for shape in shapes]
+
+
+def high(q, k, v, **options):
+    return cutlass_ext.fmha(q, k, v, return_lse=True, precision="high", **options)
+
+
+def exact(q, k, v, **options):
+    return cutlass_ext.fmha(q, k, v, return_lse=True, backend="simt", **options)
+
+
+# ------------------------------------------------------------------------------------------------ what is asked for
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_is_of_float32(dtype, precision):
+    q = torch.randn(1, 8, 1, 16, dtype=dtype)
+    with pytest.raises(ValueError, match=r"^precision: .*dtype"):
+        cutlass_ext.fmha(q, q, q, precision=precision, backend="torch")
+
+
+def test_other_words_are_refused():
+    q = torch.randn(1, 8, 1, 16)
+    for wrong in ("medium", "", "HIGH"):
+        with pytest.raises(ValueError, match=r"^precision: is "):
+            cutlass_ext.fmha(q, q, q, precision=wrong)
+    with pytest.raises(TypeError, match=r"^precision: is of type int"):
+        cutlass_ext.fmha(q, q, q, precision=1)
+
+
+def test_on_a_cpu():
+    """ "highest" is what there is."""
+    q = torch.randn(1, 8, 1, 16)
+    want = cutlass_ext.fmha(q, q, q, causal=True, return_lse=True)
+    assert_same_bits(cutlass_ext.fmha(q, q, q, causal=True, return_lse=True, precision="highest"), want)
+    with pytest.raises(NotImplementedError, match=r"^precision: "):
+        cutlass_ext.fmha(q, q, q, precision="high")
+
+
+@pytest.mark.gpu
+def test_beside_a_backend():
+    q, k, v = qkv(1, 70, 2, 64)
+    for backend, precision in (("simt", "high"), ("sm90", "highest")):
+        with pytest.raises(ValueError, match=r"^precision: "):
+            cutlass_ext.fmha(q, k, v, backend=backend, precision=precision)
+    with pytest.raises(NotImplementedError, match=r"^precision: "):
+        cutlass_ext.fmha(q, k, v, backend="torch", precision="high")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_highest_is_cuda_cores(d):
+    q, k, v = qkv(2, 1100, 4, d, heads_kv=2)
+    want = exact(q, k, v, causal=True)
+    assert_same_bits(cutlass_ext.fmha(q, k, v, causal=True, return_lse=True, precision="highest"), want)
+    assert cutlass_ext.explain(q, k, v, causal=True, precision="highest").backend == "simt"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [{"softcap": 3.0}, {"num_splits": 2}, {"dropout_p": 0.5}, {"mask": True}, {"bias": True}], ids=str
+)
+def test_what_it_does_not_take(options):
+    q, k, v = qkv(1, 70, 2, 64)
+    if "mask" in options:
+        options = {"mask": torch.ones(1, 1, 70, 70, dtype=torch.bool, device=DEVICE)}
+    if "bias" in options:
+        options = {"bias": torch.zeros(1, 1, 70, 70, device=DEVICE)}
+    with pytest.raises(NotImplementedError, match=r"^precision: "):
+        cutlass_ext.fmha(q, k, v, precision="high", **options)
+    cutlass_ext.fmha(q, k, v, **options)
+    with pytest.raises(NotImplementedError, match=r"^precision: .*head_dim"):
+        cutlass_ext.fmha(*qkv(1, 70, 2, 192), precision="high")
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+def test_auto_takes_it_where_there_is_work():
+    def kernel(*shape, **options):
+        return cutlass_ext.explain(*qkv(*shape), **options).kernel
+
+    assert kernel(2, 4096, 8, 64) == kernel(1, 4096, 8, 128, causal=True) == "persistent_fp16x2"
+    assert kernel(1, 100, 2, 64) == kernel(2, 4096, 8, 64, softcap=9.0) == kernel(2, 4096, 8, 256) == "tiles"
+    assert kernel(1, 8, 1, 16, precision="high") == kernel(1, 8, 1, 16, backend="sm90") == "persistent_fp16x2"
+
+
+# ------------------------------------------------------------------------------------------------ what it computes
+CASES = {
+    "plain": ((2, 300, 4, 64), {}, {}),
+    "causal": ((1, 700, 4, 128), {"heads_kv": 2}, {"causal": True}),
+    "grouped": ((2, 130, 12, 40), {"n_kv": 515, "heads_kv": 2, "d_v": 64}, {"causal": True, "start_pos": "end"}),
+    "few rows": ((2, 5, 8, 128), {"n_kv": 1000, "heads_kv": 1, "d_v": 20}, {}),
+    "windows": ((1, 600, 2, 96), {}, {"window": (100, 30)}),
+    "splits": ((1, 64, 1, 64), {"n_kv": 6000}, {}),
+    "no keys": ((2, 64, 2, 64), {"n_kv": 40}, {"causal": True, "start_pos": -30}),
+}
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@pytest.mark.parametrize("case", CASES)
+def test_against_the_oracle(case):
+    shape, sizes, options = CASES[case]
+    q, k, v = qkv(*shape, **sizes)
+    sink = torch.randn(shape[2], device=DEVICE)
+    for more in ({}, {"sink": sink}):
+        expect(q, k, v, **options, **more).check(*high(q, k, v, **options, **more))
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@pytest.mark.parametrize("d", [64, 128])
+def test_packed(d):
+    lengths, keys = [1, 200, 0, 129, 64], [300, 200, 5, 1, 0]
+    q, k, v = (t[0] for t in qkv(1, sum(lengths), 6, d, n_kv=sum(keys), heads_kv=2))
+    ends = [torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(DEVICE) for x in (lengths, keys)]
+    options = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True)) | {
+        "max_seqlen_q": 200,
+        "max_seqlen_k": 300,
+    }
+    options |= {"causal": True, "start_pos": "end"}
+    expect_packed(q, k, v, **options).check(*high(q, k, v, **options))
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@pytest.mark.parametrize("which", ["normal", "v + 1", "uniform", "logits times 30"])
+@pytest.mark.parametrize("n_kv", [512, 65536])
+@pytest.mark.parametrize("d", [64, 128])
+def test_as_exact_as_cuda_cores(which, n_kv, d):
+    """Its error, and that of the same call on CUDA cores."""
+    q, k, v = qkv(1, 256, 1, d, n_kv=n_kv)
+    q, k, v = {
+        "normal": (q, k, v), "v + 1": (q, k, v + 1), "uniform": [torch.rand_like(t) for t in (q, k, v)],
+        "logits times 30": (30 * q, k, v),
+    }[which]  # fmt: skip
+    expected = expect(q, k, v)
+    expected.check(*high(q, k, v))
+    of_parts, of_cores = ((out.double() - expected.out).norm() for out in (high(q, k, v)[0], exact(q, k, v)[0]))
+    assert of_parts <= 1.2 * of_cores
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(
+    scales=st.tuples(*[st.integers(-64, 64)] * 2),
+    of_v=st.integers(-140, 100),
+    rows=st.sampled_from([0, 5, 14, 17, 60]),
+    columns=st.sampled_from([0, 5, 14, 17, 60]),
+    causal=st.booleans(),
+)
+def test_whatever_scales(scales, of_v, rows, columns, causal):
+    """Of the tensors, of rows and of columns: in parts where these hold it, and on CUDA cores where not."""
+    torch.manual_seed(0)
+    q, k, v = qkv(1, 150, 2, 64, n_kv=200)
+    q, k, v = q * 2.0 ** scales[0], k * 2.0 ** -scales[0] * 2.0 ** (scales[1] % 3), v * 2.0**of_v
+    for t in (k, v):
+        t[:, 3::4] *= 2.0**-rows
+    v[..., 1::3] *= 2.0**-columns
+    q[..., 1::3] *= 2.0**-columns
+    k[..., 1::3] *= 2.0**columns
+    expected = expect(q, k, v, causal=causal)
+    expected.check(*high(q, k, v, causal=causal), small=True)
+    if columns:  # the small columns too, which are nothing beside the others
+        small = [
+            t[..., 1::3] for t in (high(q, k, v, causal=causal)[0].double(), expected.out, expected.ref_out.double())
+        ]
+        if small[1].abs().max() > 1e-30:
+            assert (small[0] - small[1]).norm() <= 1.5 * (small[2] - small[1]).norm() + 1e-6 * small[1].norm()
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@pytest.mark.parametrize("plant", [NAN, INF, -INF, 3e38])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_is_not_finite(which, plant):
+    """As on CUDA cores, bit for bit; and where it is padding, as if it were not there."""
+    tensors = qkv(2, 150, 4, 64, n_kv=300, heads_kv=2)
+    tensors[which][1, 100, 1, 5] = plant
+    assert_same_bits(high(*tensors), exact(*tensors))
+    tensors = qkv(2, 150, 4, 64, n_kv=300, heads_kv=2)
+    lengths = {"seqused_k": [200, 99], "leftpad_k": [7, 0]}
+    lengths = {name: torch.tensor(x, dtype=torch.int32, device=DEVICE) for name, x in lengths.items()}
+    want = high(*tensors, **lengths)
+    for t in tensors[1:]:
+        t[0, 200:], t[1, 99:], t[0, :7] = plant, plant, plant
+    assert_same_bits(high(*tensors, **lengths), want)
+    assert want[0].isfinite().all()
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+def test_zeros():
+    q, k, v = qkv(1, 200, 2, 64)
+    for zeroed in (q, k, v):
+        zeroed[:] = 0
+        expect(q, k, v).check(*high(q, k, v), small=True)
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+def test_in_a_graph():
+    """What is decided on the device is decided anew at each replay."""
+    tensors = qkv(1, 600, 2, 64)
+    held = [t.clone() for t in tensors]
+    high(*held)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = high(*held)
+    for factor in (1.0, INF, 1.0, 2.0**-130, 3.0):
+        for t, source in zip(held, tensors, strict=True):
+            t.copy_(source)
+        held[2][0, 5] *= factor
+        graph.replay()
+        assert_same_bits(got, high(*held))
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+def test_gradients():
+    """By CUDA cores, of what either computed."""
+    leaves = [t.requires_grad_() for t in qkv(1, 600, 2, 64)]
+    dout = torch.randn(1, 600, 2, 64, device=DEVICE)
+    runs = [
+        torch.autograd.grad(cutlass_ext.fmha(*leaves, causal=True, precision=p), leaves, dout)
+        for p in ("high", "highest")
+    ]
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
