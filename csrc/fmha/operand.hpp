@@ -39,16 +39,23 @@ CUTE_DEVICE uint32_t pack(float low, float high) {
   }
 }
 
+/// The same of floats in two parts.
+CUTE_DEVICE void split_operand(float left, float right, uint32_t& high, uint32_t& low) {
+  using Part = Operand<float>::Part;
+  high = pack<Part>(left, right);
+  float2 const rounded = __half22float2(reinterpret_cast<__half2 const&>(high));
+  low = pack<Part>(left - rounded.x, right - rounded.y);
+}
+
 /// Puts columns j (even) and j + 1 of a thread's row i, of two rows 8 apart, in the words of operand A. mma.sync and
 /// WGMMA alike have 16 columns of both rows in four words, in the order in which the accumulators of 8 columns lie. The
 /// low parts of all columns follow their high parts.
 template <class Element, class Words>
 CUTE_DEVICE void put_operand(Words& words, int i, int j, float left, float right) {
-  using Part = typename Operand<Element>::Part;
-  words[j + i] = pack<Part>(left, right);
   if constexpr (Operand<Element>::Parts == 2) {
-    float2 const high = __half22float2(reinterpret_cast<__half2 const&>(words[j + i]));
-    words[cute::size(words) / 2 + j + i] = pack<Part>(left - high.x, right - high.y);
+    split_operand(left, right, words[j + i], words[cute::size(words) / 2 + j + i]);
+  } else {
+    words[j + i] = pack<Element>(left, right);
   }
 }
 

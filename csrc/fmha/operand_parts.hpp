@@ -12,6 +12,7 @@
 
 #include <cuda_fp16.h>
 
+#include "operand.hpp"
 #include "rows.hpp"
 #include "score.hpp"
 #include "sequence.hpp"
@@ -37,30 +38,32 @@ CUTE_HOST_DEVICE Strides strides_of(int rows, int heads, int cols) {
   return {int64_t(heads) * rows * 2 * cols, 2 * cols, int64_t(rows) * 2 * cols};
 }
 
-/// Which rows a CTA works on: up to kRows of a head of q, k or v.
+/// CTAs, each for kRows of a head of q, k or v, as far as the host knows; of packed keys there may be more, which the
+/// CTAs of a head then take in turn.
 struct Chunks {
-  int heads_q, heads_kv, of_q, of_k;  // chunks of a head
+  int heads_q, heads_kv, of_q, of_k;  // of a head
 
   CUTE_HOST_DEVICE explicit Chunks(Params const& p)
       : heads_q(p.heads_q), heads_kv(p.heads_kv), of_q(chunks_of(p.n_q)), of_k(chunks_of(p.n_kv)) {}
   CUTE_HOST_DEVICE int64_t of_sequence() const { return int64_t(heads_q) * of_q + 2 * int64_t(heads_kv) * of_k; }
 
  private:
-  CUTE_HOST_DEVICE static int chunks_of(int rows) { return rows / kRows + (rows % kRows != 0); }
+  CUTE_HOST_DEVICE static int chunks_of(int rows) { return rows > 0 ? (rows - 1) / kRows + 1 : 1; }
 };
 
 #if defined(__CUDACC__)
 
 enum Which { Q, K, V };
 
-/// The rows of a CTA, as they exist.
+/// What a CTA works on.
 struct Chunk {
   Which which;
-  int batch, head, head_kv, index;
-  float const* from;  // the first row
+  int batch, head, head_kv;
+  int first, step, end;  // rows of the sequence: kRows from `first`, then from `first + step`, ...
+  int cols;
+  float const* from;  // row 0 of the sequence
   int64_t stride;     // from row to row, in elements
-  int rows, cols;
-  int64_t to;  // element of the tensor of parts
+  int64_t to;         // of row 0, element of the tensor of parts
 
   CUTE_DEVICE Chunk(Params const& p, int padded_cols) {
     Chunks const chunks(p);
@@ -72,13 +75,13 @@ struct Chunk {
     rest -= which == Q ? 0 : which == K ? of_all_q : of_all_q + of_all_k;
     int const of_head = which == Q ? chunks.of_q : chunks.of_k;
     head = rest / of_head;
-    index = rest - head * of_head;
     head_kv = which == Q ? p.heads_per_kv.div(head) : head;
+    first = (rest - head * of_head) * kRows;
+    step = of_head * kRows;
 
     Sequence const sequence = sequence_of(p, b);
-    int const row0 = index * kRows, row = (which == Q ? sequence.q_row0 : sequence.k_row0) + row0,
-              exist = which == Q ? sequence.visibility.n_q : sequence.visibility.len_kv;
-    rows = min(exist - row0, kRows);
+    int const row = which == Q ? sequence.q_row0 : sequence.k_row0;
+    end = which == Q ? sequence.visibility.n_q : sequence.visibility.len_kv;
     cols = which == V ? p.head_dim_v : p.head_dim;
     Strides const& strides = which == Q ? p.q_stride : which == K ? p.k_stride : p.v_stride;
     from = row_at<float const>(which == Q ? p.q : which == K ? p.k : p.v, strides, sequence.batch, row, head);
@@ -89,11 +92,24 @@ struct Chunk {
   }
 };
 
-/// A thread's place: four columns of every `Threads / Lanes`th row.
+/// Four columns of some of kRows rows: what a thread has of a chunk.
 template <int Cols>
-struct Place {
+struct Part {
   static constexpr int Lanes = Cols / 4, RowsApart = kThreads / Lanes, Turns = kRows / RowsApart;
-  int col = threadIdx.x % Lanes * 4, row = threadIdx.x / Lanes;
+  int const col = threadIdx.x % Lanes * 4;
+  float4 x[Turns];
+
+  CUTE_DEVICE static int row(int i) { return threadIdx.x / Lanes + i * RowsApart; }
+
+  /// Those from row `row0` on; zeros where there are none.
+  CUTE_DEVICE void load(Chunk const& chunk, int row0) {
+    CUTE_UNROLL
+    for (int i = 0; i < Turns; ++i) {
+      x[i] = row0 + row(i) < chunk.end && col < chunk.cols
+                 ? *reinterpret_cast<float4 const*>(chunk.from + (row0 + row(i)) * chunk.stride + col)
+                 : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+  }
 };
 
 CUTE_DEVICE uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }  // in order, NaN last
@@ -102,37 +118,34 @@ CUTE_DEVICE uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffff
 template <int Cols>
 __global__ void __launch_bounds__(kThreads) measure(__grid_constant__ Params const params, Parts const parts) {
   Chunk const chunk(params, Cols);
-  if (chunk.rows <= 0) return;
+  if (chunk.first >= chunk.end) return;
   __shared__ uint32_t largest[Cols + 1];
   for (int i = threadIdx.x; i <= Cols; i += kThreads) largest[i] = 0;
   __syncthreads();
 
-  Place<Cols> const place;
+  using Mine = Part<Cols>;
+  Mine mine;
   uint4 of_column = make_uint4(0, 0, 0, 0);
   uint32_t inverted = 0;
-  float4 x[Place<Cols>::Turns];
-  CUTE_UNROLL
-  for (int i = 0; i < Place<Cols>::Turns; ++i) {
-    int const row = place.row + i * Place<Cols>::RowsApart;
-    x[i] = row < chunk.rows && place.col < chunk.cols
-               ? *reinterpret_cast<float4 const*>(chunk.from + row * chunk.stride + place.col)
-               : make_float4(0.f, 0.f, 0.f, 0.f);
-  }
-  CUTE_UNROLL
-  for (int i = 0; i < Place<Cols>::Turns; ++i) {
-    uint4 const m = make_uint4(magnitude(x[i].x), magnitude(x[i].y), magnitude(x[i].z), magnitude(x[i].w));
-    of_column = make_uint4(max(of_column.x, m.x), max(of_column.y, m.y), max(of_column.z, m.z), max(of_column.w, m.w));
-    uint32_t of_row = max(max(m.x, m.y), max(m.z, m.w));
+  for (int row0 = chunk.first; row0 < chunk.end; row0 += chunk.step) {
+    mine.load(chunk, row0);
     CUTE_UNROLL
-    for (int lanes = 1; lanes < Place<Cols>::Lanes; lanes *= 2)
-      of_row = max(of_row, __shfl_xor_sync(0xffffffffu, of_row, lanes));
-    if (of_row > 0) inverted = max(inverted, ~of_row);
+    for (float4 const& x : mine.x) {
+      uint4 const m = make_uint4(magnitude(x.x), magnitude(x.y), magnitude(x.z), magnitude(x.w));
+      of_column =
+          make_uint4(max(of_column.x, m.x), max(of_column.y, m.y), max(of_column.z, m.z), max(of_column.w, m.w));
+      uint32_t of_row = max(max(m.x, m.y), max(m.z, m.w));
+      CUTE_UNROLL
+      for (int lanes = 1; lanes < Mine::Lanes; lanes *= 2)
+        of_row = max(of_row, __shfl_xor_sync(0xffffffffu, of_row, lanes));
+      if (of_row > 0) inverted = max(inverted, ~of_row);
+    }
   }
-  atomicMax(largest + place.col, of_column.x);
-  atomicMax(largest + place.col + 1, of_column.y);
-  atomicMax(largest + place.col + 2, of_column.z);
-  atomicMax(largest + place.col + 3, of_column.w);
-  if (place.col == 0) atomicMax(largest + Cols, inverted);
+  atomicMax(largest + mine.col, of_column.x);
+  atomicMax(largest + mine.col + 1, of_column.y);
+  atomicMax(largest + mine.col + 2, of_column.z);
+  atomicMax(largest + mine.col + 3, of_column.w);
+  if (mine.col == 0) atomicMax(largest + Cols, inverted);
   __syncthreads();
   uint32_t* const to =
       parts.maxima + ((int64_t(chunk.batch) * params.heads_kv + chunk.head_kv) * 3 + chunk.which) * (Cols + 1);
@@ -173,11 +186,11 @@ struct Measured {
 template <int Cols>
 __global__ void __launch_bounds__(kThreads) split(__grid_constant__ Params const params, Parts const parts) {
   Chunk const chunk(params, Cols);
-  if (chunk.rows <= 0) return;
+  if (chunk.first >= chunk.end) return;
   int64_t const pair = int64_t(chunk.batch) * params.heads_kv + chunk.head_kv;
   uint32_t const* const maxima = parts.maxima + pair * 3 * (Cols + 1);
   Measured<Cols> const measured(maxima + chunk.which * (Cols + 1));
-  if (chunk.index == 0 && threadIdx.x < 32) {
+  if (chunk.first == 0 && threadIdx.x < 32) {
     if (!measured.is_held()) *parts.out_of_range = 1;
     if (chunk.which == K) {
       Measured<Cols> const q(maxima), v(maxima + V * (Cols + 1));
@@ -189,30 +202,23 @@ __global__ void __launch_bounds__(kThreads) split(__grid_constant__ Params const
   }
   float const scale = ldexpf(1.f, kTop - measured.exponent());
 
-  Place<Cols> const place;
-  __half* const to = (chunk.which == Q ? parts.q : chunk.which == K ? parts.k : parts.v) + chunk.to + place.col;
-  float4 x[Place<Cols>::Turns];
-  CUTE_UNROLL
-  for (int i = 0; i < Place<Cols>::Turns; ++i) {
-    int const row = place.row + i * Place<Cols>::RowsApart;
-    x[i] = row < chunk.rows && place.col < chunk.cols
-               ? *reinterpret_cast<float4 const*>(chunk.from + row * chunk.stride + place.col)
-               : make_float4(0.f, 0.f, 0.f, 0.f);
-  }
-  CUTE_UNROLL
-  for (int i = 0; i < Place<Cols>::Turns; ++i) {
-    int const row = place.row + i * Place<Cols>::RowsApart;
-    if (row >= chunk.rows) break;
-    float const of[] = {x[i].x * scale, x[i].y * scale, x[i].z * scale, x[i].w * scale};
-    alignas(8) __half2 high[2], low[2];
+  using Mine = Part<Cols>;
+  Mine mine;
+  __half* const to = (chunk.which == Q ? parts.q : chunk.which == K ? parts.k : parts.v) + chunk.to + mine.col;
+  for (int row0 = chunk.first; row0 < chunk.end; row0 += chunk.step) {
+    mine.load(chunk, row0);
     CUTE_UNROLL
-    for (int j = 0; j < 2; ++j) {
-      high[j] = __floats2half2_rn(of[2 * j], of[2 * j + 1]);
-      float2 const rounded = __half22float2(high[j]);
-      low[j] = __floats2half2_rn(of[2 * j] - rounded.x, of[2 * j + 1] - rounded.y);
+    for (int i = 0; i < Mine::Turns; ++i) {
+      int64_t const row = row0 + Mine::row(i);
+      if (row >= chunk.end) break;
+      float4 const& x = mine.x[i];
+      float const scaled[] = {x.x * scale, x.y * scale, x.z * scale, x.w * scale};
+      uint32_t high[2], low[2];
+      CUTE_UNROLL
+      for (int j = 0; j < 2; ++j) split_operand(scaled[2 * j], scaled[2 * j + 1], high[j], low[j]);
+      *reinterpret_cast<uint2*>(to + row * 2 * Cols) = make_uint2(high[0], high[1]);
+      *reinterpret_cast<uint2*>(to + row * 2 * Cols + Cols) = make_uint2(low[0], low[1]);
     }
-    *reinterpret_cast<uint2*>(to + row * 2 * Cols) = reinterpret_cast<uint2 const&>(high);
-    *reinterpret_cast<uint2*>(to + row * 2 * Cols + Cols) = reinterpret_cast<uint2 const&>(low);
   }
 }
 #endif
