@@ -102,6 +102,23 @@ struct PairMod {
     return other;
   }
 
+  /// The same where the bias is in the scores already.
+  CUTE_DEVICE PairMod without_bias() const {
+    PairMod other = *this;
+    other.bias = nullptr;
+    return other;
+  }
+  CUTE_DEVICE bool changes_scores() const { return bias || mask; }
+
+  /// Whether eight neighbouring keys of the bias of 16 bits, the first one a multiple of eight, are a vector of 16
+  /// bytes, of this head and the `heads` - 1 that follow.
+  CUTE_DEVICE bool bias_in_chunks(Params const& params, int heads) const {
+    Bias const& x = params.bias;
+    int64_t const steps = x.row | (heads > 1 ? x.head : 0);
+    return bias && x.type != BiasType::Float32 && x.key == 1 && reinterpret_cast<uintptr_t>(bias) % 16 == 0 &&
+           steps % 8 == 0;
+  }
+
   /// Which of the 32 keys from `key` on a row sees by the mask. A row that does not exist sees what the last one does.
   CUTE_DEVICE uint32_t seen(Params const& params, Visibility const& visibility, int row, int key) const {
     int const at = (key + leftpad) / 32, shift = (key + leftpad) % 32;
@@ -152,6 +169,23 @@ struct PairMod {
     CUTE_NO_UNROLL
     for (int got = 8 - shift; got < count; got += 8) word |= kept_of_eight(row, (first + got) >> 3) << got;
     return word;
+  }
+
+  /// The bias of a pair; 0 of a key that does not exist. A row that does not has what the last one has.
+  CUTE_DEVICE float bias_of(Pairs const& pairs, Visibility const& visibility, int row, int key) const {
+    if (key >= visibility.len_kv) return 0.f;
+    Bias const& of = pairs.bias;
+    int64_t const at = min(row, visibility.n_q - 1) * of.row + key * of.key;
+    if (of.type == BiasType::Float32) return __ldg(static_cast<float const*>(bias) + at);
+    if (of.type == BiasType::Float16) return __half2float(__ldg(static_cast<__half const*>(bias) + at));
+    return __bfloat162float(__ldg(static_cast<__nv_bfloat16 const*>(bias) + at));
+  }
+
+  /// Where eight keys of the bias lie that are a vector; `bytes`: those of keys that exist.
+  CUTE_DEVICE uint16_t const* bias_chunk(Pairs const& pairs, Visibility const& visibility, int row, int key,
+                                         int& bytes) const {
+    bytes = 2 * min(max(visibility.len_kv - key, 0), 8);
+    return static_cast<uint16_t const*>(bias) + min(row, visibility.n_q - 1) * pairs.bias.row + key;
   }
 
   /// Adds the bias to `Count` scores of a row, those of the keys `key + key_of(e)`.

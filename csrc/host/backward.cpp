@@ -51,9 +51,23 @@ GradientLaunch launch_of(Call const& call, Kind kind) {
   return launch;
 }
 
-void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_t stream) {
+void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_t stream,
+            std::function<void*(size_t)> const& allocate) {
   params.scheduler = gradients.scheduler;
   if (params.scheduler.size() == 0) return;
+  Kernel const& kernel = *gradients.kernel;
+  if (std::strcmp(kernel.family, "sm90") == 0 && params.mask.bits) {
+    bool const of_keys = kernel.kind != Kind::QueryGradients;
+    int const held = of_keys ? kernel.block_c : kernel.block_r, step = of_keys ? kernel.block_r : kernel.block_c;
+    if (int64_t const words = TileMap(params, of_keys, held, step).size(params); words > 0) {
+      params.tile_map = static_cast<uint32_t*>(allocate(words * sizeof(uint32_t)));
+      map_tiles(params, of_keys, held, step, stream);
+    }
+    if (of_keys && params.mask.row != 0 && MaskOfKeys(params).size(params) > 0) {
+      params.mask_of_keys = static_cast<uint32_t*>(allocate(MaskOfKeys(params).size(params) * sizeof(uint32_t)));
+      turn_mask(params, stream);
+    }
+  }
   occupancy_of(*gradients.kernel, current_device());  // raises the kernel's limit of shared memory
   gradients.kernel->launch(params, {dim3(static_cast<unsigned>(params.scheduler.size()))}, stream);
 }
@@ -99,12 +113,12 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
       params.dq_sums = static_cast<float*>(allocate(sums));
       check_cuda(cudaMemsetAsync(params.dq_sums, 0, sums, stream), "clearing the sums of dQ");
     }
-    launch(plan.of_keys, params, stream);
+    launch(plan.of_keys, params, stream, allocate);
     finish_dq(*plan.of_keys.kernel, params, stream);
     return;
   }
-  launch(plan.of_queries, params, stream);  // first: simt's leaves a better lse
-  launch(plan.of_keys, params, stream);
+  launch(plan.of_queries, params, stream, allocate);  // first: simt's leaves a better lse
+  launch(plan.of_keys, params, stream, allocate);
 }
 
 }  // namespace cutlass_ext

@@ -13,6 +13,10 @@ namespace cutlass_ext {
 /// gradient where it is asked for.
 void compute_row_statistics(DType dtype, BackwardParams const& params, cudaStream_t stream);
 
+/// `params.mask_of_keys`, and `params.tile_map` of a launch, both of which there is room for.
+void turn_mask(BackwardParams const& params, cudaStream_t stream);
+void map_tiles(BackwardParams const& params, bool of_keys, int held, int step, cudaStream_t stream);
+
 /// dQ from what `kernel`, of Kind::AllGradients, has summed up in `params.dq_sums`.
 void finish_dq(Kernel const& kernel, BackwardParams const& params, cudaStream_t stream);
 

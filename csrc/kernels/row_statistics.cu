@@ -1,4 +1,5 @@
 // What the backward kernels have to know of each query row, for each dtype.
+#include "../fmha/backward/mask_sides.hpp"
 #include "../fmha/backward/statistics.hpp"
 #include "../host/row_statistics.hpp"
 
@@ -27,6 +28,19 @@ void compute_row_statistics(DType dtype, BackwardParams const& params, cudaStrea
   if (!params.dsink) return;
   sink_gradient_kernel<<<params.heads_q, kSinkThreads, 0, stream>>>(params);
   check_cuda(cudaGetLastError(), "launching the sums over rows");
+}
+
+void turn_mask(BackwardParams const& params, cudaStream_t stream) {
+  MaskOfKeys const to(params);
+  int64_t const ctas = int64_t(to.batch) * to.heads * (to.words / 4) * Mask::words_of(params.n_kv);
+  mask_of_keys_kernel<<<static_cast<unsigned>(ctas), kSideThreads, 0, stream>>>(params);
+  check_cuda(cudaGetLastError(), "turning the mask");
+}
+
+void map_tiles(BackwardParams const& params, bool of_keys, int held, int step, cudaStream_t stream) {
+  int64_t const ctas = TileMap(params, of_keys, held, step).size(params) / 2;
+  tile_map_kernel<<<static_cast<unsigned>(ctas), 32, 0, stream>>>(params, of_keys, held, step);
+  check_cuda(cudaGetLastError(), "mapping the mask's tiles");
 }
 
 }  // namespace cutlass_ext

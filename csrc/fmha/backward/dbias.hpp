@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kBiasThreads)
     bias_gradient_kernel(__grid_constant__ BackwardParams const params, __grid_constant__ BiasTiles const tiles) {
   using Product = PanelProduct<Element>;
   using Scores = typename Product::Scores;
-  __shared__ __align__(128) Element panel[2][kBiasTile * Product::kColumns];
+  __shared__ __align__(128) Element panels[4][kBiasTile * Product::kColumns];  // of Q, K, dO, V
   __shared__ float sums[kBiasThreads / 32][kBiasTile];
   int rest = blockIdx.x / tiles.key_tiles;
   int const key0 = (blockIdx.x - rest * tiles.key_tiles) * kBiasTile, row_tile = rest % tiles.row_tiles;
@@ -116,69 +116,97 @@ __global__ void __launch_bounds__(kBiasThreads)
   int const bias_head = rest % tiles.heads, bias_batch = rest / tiles.heads;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_in_tile = warp * 16 + lane / 4, column = lane % 4 * 2;
 
-  // acc += A B^T of rows that begin at `row` and keys that begin at `key`, `cols` columns.
-  auto const product = [&](Scores& acc, GlobalTile<Element> a, GlobalTile<Element> b) {
-    auto const moved = [](int row) { return row; };
-    int const cols = a.cols;
-    CUTE_NO_UNROLL
-    for (int col = 0; col < cols; col += Product::kColumns) {
-      __syncthreads();  // the panels before these have been read
-      a.cols = b.cols = cols - col;
-      copy_tile<kBiasTile, Product::kColumns, kBiasThreads>(a, panel[0], moved);
-      copy_tile<kBiasTile, Product::kColumns, kBiasThreads>(b, panel[1], moved);
-      a.data += Product::kColumns, b.data += Product::kColumns;
-      cute::cp_async_fence();
-      cute::cp_async_wait<0>();
-      __syncthreads();
-      Product::add(acc, panel[0], panel[1]);
+  struct Turn {
+    int row0, head, batch;
+    Sequence sequence;
+    int first_key;
+  };
+  auto const turn_of = [&](int64_t turn) {
+    int64_t const pair = turn / tiles.of_row_tiles;
+    int const batch = bias_batch + static_cast<int>(pair / tiles.of_heads);
+    Sequence const sequence = sequence_of(params, batch);
+    return Turn{(row_tile + static_cast<int>(turn - pair * tiles.of_row_tiles)) * kBiasTile,
+                bias_head + static_cast<int>(pair % tiles.of_heads), batch, sequence, key0 - sequence.leftpad};
+  };
+  int64_t const turns = tiles.turns(), end = turns * (blockIdx.y + 1) / tiles.parts;
+  // The first turn from `turn` on of which some row sees some key.
+  auto const next_from = [&](int64_t turn) {
+    for (; turn < end; ++turn) {
+      Turn const here = turn_of(turn);
+      Visibility const& visibility = here.sequence.visibility;
+      if (visibility.keys_of_row(here.row0).begin < here.first_key + kBiasTile &&
+          visibility.keys_of_row(visibility.last_row(here.row0, kBiasTile)).end > max(here.first_key, 0))
+        break;
     }
+    return turn;
+  };
+  // Starts the copies of a turn's columns from `col` on.
+  auto const load = [&](int64_t turn, int col) {
+    Turn const here = turn_of(turn);
+    Visibility const& visibility = here.sequence.visibility;
+    auto const copy = [&](void const* data, Strides const& stride, int head, int row, int rows, int cols, int to) {
+      GlobalTile<Element> tile = global_tile<Element>(data, stride, here.sequence.batch, head, row, rows, cols - col);
+      tile.data += col;
+      copy_tile<kBiasTile, Product::kColumns, kBiasThreads>(tile, panels[to], [](int row) { return row; });
+    };
+    int const row = here.sequence.q_row0 + here.row0, rows = visibility.n_q - here.row0;
+    int const key = here.sequence.k_row0 + here.first_key, keys = visibility.len_kv - here.first_key;
+    int const head_kv = params.heads_per_kv.div(here.head);
+    copy(params.q, params.q_stride, here.head, row, rows, params.head_dim, 0);
+    copy(params.k, params.k_stride, head_kv, key, keys, params.head_dim, 1);
+    copy(params.dout, params.dout_stride, here.head, row, rows, params.head_dim_v, 2);
+    copy(params.v, params.v_stride, head_kv, key, keys, params.head_dim_v, 3);
+    cute::cp_async_fence();
   };
 
   Scores gradient = {};
   auto dB = sm80::rows_and_columns(gradient);
-  int64_t const turns = tiles.turns(), end = turns * (blockIdx.y + 1) / tiles.parts;
+  int const cols = max(params.head_dim, params.head_dim_v);
+  int64_t turn = next_from(turns * blockIdx.y / tiles.parts);
+  if (turn < end) load(turn, 0);
   CUTE_NO_UNROLL
-  for (int64_t turn = turns * blockIdx.y / tiles.parts; turn < end; ++turn) {
-    int64_t const pair = turn / tiles.of_row_tiles;
-    int const row0 = (row_tile + static_cast<int>(turn - pair * tiles.of_row_tiles)) * kBiasTile,
-              head = bias_head + static_cast<int>(pair % tiles.of_heads),
-              batch = bias_batch + static_cast<int>(pair / tiles.of_heads);
-    Sequence const sequence = sequence_of(params, batch);
+  for (int64_t next = turn; turn < end; turn = next) {
+    Turn const here = turn_of(turn);
+    Sequence const& sequence = here.sequence;
     Visibility const& visibility = sequence.visibility;
-    int const first_key = key0 - sequence.leftpad, last_row = visibility.last_row(row0, kBiasTile);
+    int const first_row = here.row0 + row_in_tile, first_key = here.first_key, head = here.head, batch = here.batch;
     // Rows that see no key hold anything; those that see some are next to each other.
     Range const seeing = visibility.rows_with_keys();
-    if (visibility.keys_of_row(row0).begin >= first_key + kBiasTile ||
-        visibility.keys_of_row(last_row).end <= max(first_key, 0))
-      continue;
-
+    PairMod pairs(params, sequence, batch, head);
     Scores scores = {}, dp = {};
-    auto const of_rows = [&](void const* data, Strides const& stride, int cols) {
-      return global_tile<Element>(data, stride, sequence.batch, head, sequence.q_row0 + row0, visibility.n_q - row0,
-                                  cols);
-    };
-    auto const of_keys = [&](void const* data, Strides const& stride, int cols) {
-      return global_tile<Element>(data, stride, sequence.batch, params.heads_per_kv.div(head),
-                                  sequence.k_row0 + first_key, visibility.len_kv - first_key, cols);
-    };
-    product(scores, of_rows(params.q, params.q_stride, params.head_dim),
-            of_keys(params.k, params.k_stride, params.head_dim));
-    product(dp, of_rows(params.dout, params.dout_stride, params.head_dim_v),
-            of_keys(params.v, params.v_stride, params.head_dim_v));
-
     auto S = sm80::rows_and_columns(scores);
     auto dP = sm80::rows_and_columns(dp);
-    int const first_row = row0 + row_in_tile;
+    if (!ScoreMod::changes(params)) {  // products are added to the bias, whose loads are then out of their way
+      load_bias(S, 1.f / ScoreMod::gradient_scale(params), pairs, params, visibility, first_row, first_key + column,
+                sm80::row_of, sm80::key_of);
+      pairs = pairs.without_bias();
+    }
+    CUTE_NO_UNROLL
+    for (int col = 0; col < cols; col += Product::kColumns) {
+      cute::cp_async_wait<0>();
+      __syncthreads();
+      Product::add(scores, panels[0], panels[1]);
+      Product::add(dp, panels[2], panels[3]);
+      __syncthreads();  // the panels have been read
+      if (col + Product::kColumns < cols) {
+        load(turn, col + Product::kColumns);
+      } else {
+        next = next_from(turn + 1);
+        if (next < end) load(next, 0);
+      }
+    }
+
     CUTE_UNROLL
     for (int e = 0; e < cute::size(S); ++e) S(e) *= ScoreMod::query_scale(params);
     ScoreMod(params, batch, head)
         .template apply<(sizeof(Element) == 2)>(S, visibility.offset(first_row, first_key + column),
                                                 [](int i, int j) { return sm80::row_of(i) - sm80::key_of(j); });
-    PairMod const pairs(params, sequence, batch, head);
-    change_in_memory(S, [&](float (&x)[kQuadColumns], int i, int j) {
-      pairs.apply(x, params, visibility, first_row + sm80::row_of(i), first_key + column + sm80::key_of(j),
-                  key_of_quad);
-    });
+    if (pairs.changes_scores()) {
+      change_in_memory(S, [&](float (&x)[kQuadColumns], int i, int j) {
+        pairs.apply(x, params, visibility, first_row + sm80::row_of(i), first_key + column + sm80::key_of(j),
+                    key_of_quad);
+      });
+    }
     if (has_dropout(params)) {
       change_in_memory(dP, [&](float (&x)[kQuadColumns], int i, int j) {
         pairs.drop_in_quad(x, first_row + sm80::row_of(i), first_key + sm80::key_of(j), lane);

@@ -30,6 +30,8 @@ struct Gradients {
   RowStatistics* row_statistics = nullptr;                 // workspace, laid out by StatisticsRows
   uint32_t* empty_rows = nullptr;  // a bit for each: rows that see no key by what pairs have; null: there are none
   float* dq_sums = nullptr;  // workspace of kernels that add to dQ: as many rows, of the tile's head_dim (SumsOfTile)
+  uint32_t* mask_of_keys = nullptr;  // workspace, the mask as MaskOfKeys has it; null: all rows share it
+  uint32_t* tile_map = nullptr;      // workspace of a launch, laid out by TileMap; null: every tile is seen
 };
 
 /// Of Results, `o` and `lse` are read: what the forward gave.
@@ -64,6 +66,36 @@ struct SumsOfTile {
   static constexpr int kRows = 64, kParts = 2, kOfAWarp = HeadDim / 8 / kParts * 32;
   /// Of the vectors of a warp of a warpgroup.
   CUTE_HOST_DEVICE static constexpr int first(int part, int warp) { return (part * (kRows / 16) + warp) * kOfAWarp; }
+};
+
+/// The mask from the side of keys: [1 or B, 1 or H_q, N_kv, words], bit i % 32 of word i / 32 is row i.
+struct MaskOfKeys {
+  int batch, heads, words;  // the latter of a key
+
+  CUTE_HOST_DEVICE explicit MaskOfKeys(Params const& p)
+      : batch(p.mask.batch ? p.batch : 1), heads(p.mask.head ? p.heads_q : 1), words((p.n_q + 127) / 128 * 4) {}
+
+  CUTE_HOST_DEVICE int64_t size(Params const& p) const { return int64_t(batch) * heads * p.n_kv * words; }
+  CUTE_HOST_DEVICE int64_t first(Params const& p, int b, int head, int key) const {
+    return ((int64_t(batch > 1 ? b : 0) * heads + (heads > 1 ? head : 0)) * p.n_kv + key) * words;
+  }
+};
+
+/// Of a launch with tiles of `held` rows of one side in hand, which goes through those of `step` of the other: a bit
+/// for each of these, of `seen` where a mask leaves some pair of both, of `whole` where it leaves all.
+struct TileMap {
+  enum Plane { Seen, Whole };
+  int heads, held_tiles, words;
+
+  CUTE_HOST_DEVICE TileMap(Params const& p, bool of_keys, int held, int step)
+      : heads(p.mask.head ? p.heads_q : 1),
+        held_tiles(((of_keys ? p.n_kv : p.n_q) + held - 1) / held),
+        words(((of_keys ? p.n_q : p.n_kv) + 32 * step - 1) / (32 * step)) {}
+
+  CUTE_HOST_DEVICE int64_t size(Params const& p) const { return int64_t(p.batch) * heads * held_tiles * 2 * words; }
+  CUTE_HOST_DEVICE int64_t first(int b, int head, int held_tile, Plane plane) const {
+    return (((int64_t(b) * heads + (heads > 1 ? head : 0)) * held_tiles + held_tile) * 2 + plane) * words;
+  }
 };
 
 }  // namespace cutlass_ext

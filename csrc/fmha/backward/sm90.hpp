@@ -59,6 +59,9 @@ struct GradientTile {
   int head_q, head_kv;
   int held_row0, streamed_row0;  // rows of the tensors that hold the side's first
   PairMod pairs;                 // of the first head
+  bool bias_in_chunks;           // whether eight keys of a row are a vector of 16 bytes
+  float bias_unit;               // of the bias in scores
+  int seen_tiles;                // turns, where a mask hides tiles
 
   GradientTile() = default;
   CUTE_DEVICE explicit GradientTile(BackwardParams const& params)
@@ -79,11 +82,32 @@ struct GradientTile {
       head_q = work.head, head_kv = params.heads_per_kv.div(work.head);
       held_row0 = sequence.q_row0, streamed_row0 = sequence.k_row0;
     }
-    if (Traits::Pairs && has_pairs(params)) pairs = PairMod(params, sequence, work.batch, head_q);
+    if (!Traits::Pairs || !has_pairs(params)) return;
+    pairs = PairMod(params, sequence, work.batch, head_q);
+    bias_in_chunks = pairs.bias_in_chunks(params, heads);
+    bias_unit = ScoreMod::changes(params) ? kLog2e : 1.f / ScoreMod::gradient_scale(params);
   }
 
   CUTE_DEVICE int rows() const { return view.n_q - work.row0; }  // in hand that exist
-  CUTE_DEVICE int turns() const { return heads * tiles.size(); }
+  CUTE_DEVICE int turns(BackwardParams const& params) const {
+    return Traits::Pairs && params.tile_map ? seen_tiles : heads * tiles.size();
+  }
+
+  /// Bits of the tiles that are gone through for a head; null: all are seen.
+  CUTE_DEVICE uint32_t const* map(BackwardParams const& params, int head, TileMap::Plane plane) const {
+    if (!Traits::Pairs || !params.tile_map) return nullptr;
+    TileMap const of(params, Traits::OfKeys, Traits::Held, Traits::Step);
+    return params.tile_map + of.first(work.batch, head, work.row0 / Traits::Held, plane);
+  }
+  /// Counts them, a warp for all.
+  CUTE_DEVICE int count_seen(BackwardParams const& params) const {
+    int count = 0;
+    for (int g = 0; g < heads; ++g) {
+      uint32_t const* const seen = map(params, head_q + g, TileMap::Seen);
+      for (int t = tiles.begin + threadIdx.x % 32; t < tiles.end; t += 32) count += __ldg(seen + t / 32) >> t % 32 & 1;
+    }
+    return __reduce_add_sync(0xffffffffu, count);
+  }
 };
 
 /// `AddsToQueries`: over tiles of keys, with what each adds to dQ.
@@ -120,7 +144,7 @@ struct BackwardTraits {
 
   // Whether a warpgroup keeps its rows in hand in registers: there are 52 left, and shared memory, which the products
   // would read them from each turn, is what the kernel waits for.
-  static constexpr bool HoldsInRegisters = AddsToQueries && HeadDim <= 64 && HeadDimV <= 64;
+  static constexpr bool HoldsInRegisters = AddsToQueries && !ScoreMods && HeadDim <= 64 && HeadDimV <= 64;
   template <int Columns>
   using ShapeOfScores = Shape<Int<kAtomRows>, Int<Step>, Int<Columns>>;
   template <int Columns>
@@ -151,13 +175,18 @@ struct BackwardTraits {
       decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Shape<Int<B_r>, Int<Columns>, Int<B_c>>,
                                                    GMMA::Major::MN, GMMA::Major::MN>()));
 
+  // Whether a tile of bias, or its part, lies apart from `staging`: where that is too small, or in use.
+  static constexpr bool StagesPairs = Pairs && (Step > kPanel || StagesSums);
   struct SharedStorage {
     alignas(1024) Element held[Held * ColumnsQK];
     alignas(1024) Element held_v[Held * ColumnsV];
     alignas(1024) Element streamed[Stages * Step * ColumnsQK];
     alignas(1024) Element streamed_v[Stages * Step * ColumnsV];
     alignas(1024) Element ds[AddsToQueries ? BuffersDS * B_r * B_c : 8];
-    alignas(128) Element staging[Consumers * kAtomRows * kPanel];  // 16 rows of a panel for each consumer warp
+    alignas(256) Element staging[Consumers * kAtomRows * kPanel];  // 16 rows of a panel for each consumer warp
+    alignas(256) Element pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
+    alignas(16) uint8_t drawn[Pairs ? 8 * Consumers * Step : 16];  // of the same columns, a bit for what dropout keeps
+    StreamedTile at[Pairs ? Stages : 1];                           // what the stages hold
     alignas(16) RowStatistics statistics[Stages][OfKeys ? Step : 1];
     GradientTile<BackwardTraits> tile;
     Barrier held_full, held_v_full;
@@ -234,10 +263,13 @@ CUTE_DEVICE void copy_stream(BackwardParams const& params, GradientMaps const& m
       empty_held);
   RingPosition<Traits::Stages> ring;
   for (int g = 0; g < tile.heads; ++g) {
-    int const head = Traits::OfKeys ? tile.head_q + g : tile.head_kv;
+    int const head_q = tile.head_q + g, head = Traits::OfKeys ? head_q : tile.head_kv;
     int64_t const statistics =
         WithStatistics ? StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) : 0;
-    for (int t = tile.tiles.begin; t < tile.tiles.end; ++t, ring.advance()) {
+    uint32_t const *const seen = tile.map(params, head_q, TileMap::Seen), *const whole =
+                                                                              tile.map(params, head_q, TileMap::Whole);
+    for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {
+      if (seen && !(__ldg(seen + t / 32) >> t % 32 & 1)) continue;
       int const first = t * Step, at = tile.streamed_row0 + first;
       Range const here = counting(Traits::OfKeys ? query_rows : keys, first, Step);
       auto* const to = streamed + ring.stage * Step * Columns;
@@ -247,6 +279,8 @@ CUTE_DEVICE void copy_stream(BackwardParams const& params, GradientMaps const& m
           full[ring.stage], to, empty_streamed || is_cut(here, Step, at, streamed_stored), here,
           [&](Barrier& barrier) {
             if (!leader) return;
+            if constexpr (Traits::Pairs && !OfValues)
+              shared.at[ring.stage] = {t, head_q, whole && !(__ldg(whole + t / 32) >> t % 32 & 1)};
             barrier.arrive_and_expect_tx(Step * Columns * sizeof(Element) + StatisticsBytes);
             copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
             if constexpr (WithStatistics) {
@@ -256,6 +290,7 @@ CUTE_DEVICE void copy_stream(BackwardParams const& params, GradientMaps const& m
             }
           },
           empty_streamed);
+      ring.advance();
     }
   }
 }
@@ -414,7 +449,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   auto const first_row_of = [&](ConsumerThread const& thread) {
     return tile.work.row0 + thread.warp_row % Traits::Held + thread.lane / 4;
   };
-  float const query_scale = ScoreMod::query_scale(params), scale = Traits::ScoreMods ? 1.f : query_scale;
+  float const query_scale = ScoreMod::query_scale(params),
+              scale = Traits::ScoreMods && ScoreMod::changes(params) ? 1.f : query_scale;
   // Statistics of the thread's columns, two neighbours at a time, where those are query rows. A tile's are read in the
   // turn before, in front of what this adds to dQ: behind it they would wait until memory has taken that. As far as
   // registers allow it: `lses` of heads of up to 128, where pairs have nothing, `deltas` of up to 64.
@@ -457,21 +493,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   auto release = [&](Barrier& barrier) {
     if (elect_one_sync()) barrier.arrive();
   };
-  // What pairs have: bias and mask go into the scores, what dropout keeps is noted.
-  [[maybe_unused]] Kept kept{};
-  [[maybe_unused]] auto see_pairs_of = [&](PairMod const& pairs, int t) {
-    ConsumerThread const thread;
-    int const held = tile.work.row0 + thread.warp_row % Traits::Held, streamed = t * Step;  // of the warp
-    int const row = Traits::OfKeys ? streamed : held, key = Traits::OfKeys ? held : streamed;
-    int const along = thread.lane / 4, across = thread.lane % 4 * 2;
-    if (changes_scores(params))
-      apply_pairs<Traits::OfKeys>(S, pairs, params, tile.sequence.visibility, row + (Traits::OfKeys ? across : along),
-                                  key + (Traits::OfKeys ? along : across));
-    if (has_dropout(params)) kept = Kept::of<Traits::OfKeys, Step / 4>(pairs, row, key);
-  };
-  [[maybe_unused]] auto see_pairs = [&](int t, int head) {
-    Traits::OfKeys ? see_pairs_of(tile.pairs.of_head(params, head - tile.head_q), t) : see_pairs_of(tile.pairs, t);
-  };
+  // What pairs have: bias and mask go into the scores, what dropout draws into P and dP.
+  [[maybe_unused]] StreamedTile here{};
+  [[maybe_unused]] TilePairs<Traits> tile_pairs;
 
   // Of the rows of elements (i, j) and (i, j + 1) of scores.
   auto const lses_of = [&](int stage, int i, int j) {
@@ -498,10 +522,15 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       int const first_row = first_row_of(thread), first_column = t * Step + thread.lane % 4 * 2;
       Visibility const& visibility = tile.sequence.visibility;
       offset = Traits::OfKeys ? visibility.offset(first_column, first_row) : visibility.offset(first_row, first_column);
-      CUTE_UNROLL
-      for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
-      score_mod.template apply<true>(S, offset, offset_of);
-      if (Traits::Pairs && has_pairs(params)) see_pairs(t, head);
+      if (ScoreMod::changes(params)) {
+        CUTE_UNROLL
+        for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
+        score_mod.template apply<true>(S, offset, offset_of);
+      }
+      if constexpr (Traits::Pairs) {
+        if (has_bias(params)) tile_pairs.add_bias(S, tile.bias_unit, params, shared, tile, here);
+        if (here.mixed) tile_pairs.hide(S);
+      }
     }
     if (!unmasked.contains(t)) {
       ConsumerThread const thread;
@@ -510,39 +539,54 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       if constexpr (AddsQ) mask.hide_rows_from(tile.view.n_q, rows);
       mask.apply(S);
     }
-    CUTE_UNROLL
-    for (int j = 0; j < Step / 4; j += 2) {
+    auto const exponentiate = [&](auto capped) {
       CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        float2 const of_rows = lses_of(stage, i, j);
-        auto const weight = [&](int j, float lse) {
-          float const score = S(i, j), p = exp2_approx(fmaf(score, scale, -lse));
-          S(i, j) = p;
-          if constexpr (Traits::ScoreMods && SumsS)
-            S(i, j) *= score == -INFINITY ? 0.f : score_mod.derivative(score, offset + offset_of(i, j));
-          return p;
-        };
-        float const left = weight(j, of_rows.x), right = weight(j + 1, of_rows.y);
-        if constexpr (SumsP) put_operand<Element>(words_p, i, j, left, right);
+      for (int j = 0; j < Step / 4; j += 2) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          float2 const of_rows = lses_of(stage, i, j);
+          auto const weight = [&](int j, float lse) {
+            float const score = S(i, j), p = exp2_approx(fmaf(score, scale, -lse));
+            S(i, j) = p;
+            if constexpr (decltype(capped)::value)
+              S(i, j) *= score == -INFINITY ? 0.f : score_mod.derivative(score, offset + offset_of(i, j));
+            return p;
+          };
+          float const left = weight(j, of_rows.x), right = weight(j + 1, of_rows.y);
+          if constexpr (SumsP) put_operand<Element>(words_p, i, j, left, right);
+        }
       }
+    };
+    using Capped = std::bool_constant<Traits::ScoreMods && SumsS>;
+    if (Capped::value && ScoreMod::caps(params)) {
+      exponentiate(Capped{});
+    } else {
+      exponentiate(std::false_type{});
     }
     if constexpr (SumsP && Traits::Pairs) {
-      if (has_dropout(params)) kept.drop_operand<Step / 4>(words_p);
+      if (has_dropout(params)) tile_pairs.drop(words_p);
     }
   };
   // From weights and dP to dS, an operand.
   auto take_gradients = [&](auto& cdP, int stage) {
     warpgroup_fence_operand(cdP);
     Tensor dP = rows_and_columns(cdP);
-    if (Traits::Pairs && has_dropout(params)) kept.drop(dP, params.dropout.scale);
-    CUTE_UNROLL
-    for (int j = 0; j < Step / 4; j += 2) {
+    auto const multiply = [&](auto const& dp_of) {
       CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        float2 const of_rows = deltas_of(stage, i, j);
-        put_operand<Element>(words_ds, i, j, S(i, j) * (dP(i, j) - of_rows.x),
-                             S(i, j + 1) * (dP(i, j + 1) - of_rows.y));
+      for (int j = 0; j < Step / 4; j += 2) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          float2 const of_rows = deltas_of(stage, i, j);
+          put_operand<Element>(words_ds, i, j, S(i, j) * dp_of(i, j, of_rows.x),
+                               S(i, j + 1) * dp_of(i, j + 1, of_rows.y));
+        }
       }
+    };
+    if (Traits::Pairs && has_dropout(params)) {
+      float const scale = params.dropout.scale;
+      multiply([&](int i, int j, float delta) { return fmaf(dP(i, j), tile_pairs.factor(i, j, scale), -delta); });
+    } else {
+      multiply([&](int i, int j, float delta) { return dP(i, j) - delta; });
     }
   };
   auto issue_s = [&](int stage) { gemm_async<Traits::HeadDim / 16>(MmaS{}, fX, fY(_, _, _, stage), cS, true); };
@@ -555,7 +599,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
 
   // WGMMAs in flight forbid a branch around their issue, and are not to be in flight at the end of a turn: what is
   // issued for a tile behind the last is of whatever lies there.
-  int const turns = tile.turns();
+  int const turns = tile.turns(params);
   int t = tiles.begin, head = tile.head_q;
   // What the next tile that is due adds to dQ. Where, is worked out when it is wanted: registers of what is being
   // added, its address among them, wait for memory before they are written again.
@@ -563,14 +607,14 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   [[maybe_unused]] int due_t = tiles.begin, due_head = tile.head_q;
   [[maybe_unused]] auto const add_sums = [&](auto& sums) {
     warpgroup_fence_operand(sums);
-    if (due_t == tiles.begin) {
+    if (Traits::Pairs || due_t == tiles.begin) {
       int64_t const row = StatisticsRows(params).first(params, tile.sequence, tile.work.batch, due_head) + due_t * Step;
       sums_to = params.dq_sums + row * Traits::HeadDim + query_sums.first();
     } else {
       sums_to += Step * Traits::HeadDim;
     }
     query_sums.add(sums, sums_to);
-    if (++due_t == tiles.end) due_t = tiles.begin, ++due_head;
+    if (!Traits::Pairs && ++due_t == tiles.end) due_t = tiles.begin, ++due_head;
   };
   if (turns > 0) {
     shared.held_full.wait_for(0);
@@ -583,6 +627,13 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   }
   issue_s(0);
   read_statistics(0);
+  [[maybe_unused]] auto const ask_for = [&](StreamedTile const& next) {
+    if (has_pairs(params)) tile_pairs.ask(params, shared, tile, next);
+  };
+  if constexpr (Traits::Pairs) {
+    if (turns > 0) here = shared.at[0], ask_for(here);
+    t = here.tile, head = here.head;
+  }
   warpgroup_wait<0>();
   [[maybe_unused]] RingPosition<Traits::BuffersDS> ds, last_ds;
   CUTE_NO_UNROLL
@@ -628,6 +679,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if constexpr (!kReadsDS) wait_for_next();
     issue_s(next.stage);
     read_statistics(next.stage);
+    if constexpr (Traits::Pairs) {
+      if (turn + 1 < turns) here = shared.at[next.stage], ask_for(here);
+    }
     if constexpr (AddsQ) {
       warpgroup_wait<2>();
       if constexpr (!kReadsDS) {
@@ -651,7 +705,12 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       release(shared.empty[stage]);
     }
     ring = next;
-    if (++t == tiles.end) t = tiles.begin, ++head;
+    if constexpr (Traits::Pairs) {
+      due_t = t, due_head = head;
+      t = here.tile, head = here.head;
+    } else {
+      if (++t == tiles.end) t = tiles.begin, ++head;
+    }
   }
   if constexpr (AddsQ) {
     if (turns > 0) {
@@ -705,6 +764,12 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     GradientTile<Traits> const here(params);
     if (here.rows() <= 0) return;  // packed: the launch counts the tiles of the longest sequence for each
     if (threadIdx.x == 0) shared.tile = here;
+    if constexpr (Traits::Pairs) {
+      if (warp == 0 && params.tile_map) {
+        int const seen = here.count_seen(params);
+        if (threadIdx.x == 0) shared.tile.seen_tiles = seen;
+      }
+    }
   }
   GradientTile<Traits> const& tile = shared.tile;  // registers are the accumulators'
   if (warp == 0) {
@@ -725,7 +790,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   __syncthreads();
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::ProducerRegisters>();
-    if (tile.turns() == 0) return;
+    if (tile.turns(params) == 0) return;
     if (warp == 0) copy_stream<Traits, false>(params, maps, shared, tile);
     if (warp == 1) copy_stream<Traits, true>(params, maps, shared, tile);
     return;

@@ -1,104 +1,271 @@
 // What pairs have, in the scores of Hopper's backward kernels: their accumulators see pairs from the side of the rows
-// or from that of the keys. Used by sm90.hpp.
+// or from that of the keys. What a tile wants of memory, and its draws, are asked for a turn ahead. Used by sm90.hpp.
 #pragma once
 
+#include <cute/arch/copy_sm75.hpp>
 #include <cute/tensor.hpp>
 
+#include "../copy/cp_async.hpp"
 #include "../mma/wgmma.hpp"
 #include "../pairs.hpp"
+#include "../sm90/warpgroup.hpp"
+#include "params.hpp"
 
 namespace cutlass_ext::sm90 {
 
-/// Bias and mask of scores, of which the thread's first has row `row` and key `key`. `OfKeys`: the rows of the
-/// accumulators are keys.
-template <bool OfKeys, class ScoreTensor>
-CUTE_DEVICE void apply_pairs(ScoreTensor& S, PairMod const& pairs, Params const& params, Visibility const& visibility,
-                             int row, int key) {
-  if constexpr (!OfKeys) {
-    change_in_memory(S, [&](float (&x)[kQuadColumns], int i, int j) {
-      pairs.apply(x, params, visibility, row + row_of(i), key + key_of(j), key_of_quad);
-    });
-  } else {
-    constexpr int Columns = decltype(size<1>(S))::value;
-    float scores[Columns][2];  // in local memory, as there
-    CUTE_UNROLL
-    for (int j = 0; j < Columns; ++j) scores[j][0] = S(0, j), scores[j][1] = S(1, j);
-    CUTE_NO_UNROLL
-    for (int j = 0; j < Columns; ++j) pairs.apply(scores[j], params, visibility, row + key_of(j), key, row_of);
-    CUTE_UNROLL
-    for (int j = 0; j < Columns; ++j) S(0, j) = scores[j][0], S(1, j) = scores[j][1];
-  }
-}
+/// What the copying warp says of a streamed tile.
+struct StreamedTile {
+  int tile, head;
+  bool mixed;  // whether the mask hides some of its pairs
+};
 
-/// Which of a thread's pairs dropout keeps, of scores with `Columns` columns a thread: bit j of word i is element (i,
-/// j).
-struct Kept {
-  uint32_t word[2];
+/// What pairs have in a warp's scores of a tile: its 16 rows or keys in hand, `Step` of the other side.
+template <class Traits>
+class TilePairs {
+  static constexpr bool OfKeys = Traits::OfKeys;
+  static constexpr int Step = Traits::Step, Words = Step / 32, Eights = Step / 8;
+  static constexpr int ChunksOfLane = 16 * Eights / 32;  // vectors of eight keys of a row in the warp's scores
 
-  /// `row` and `key` of the warp's first score. The lanes that share a row share the work.
-  template <bool OfKeys, int Columns>
-  CUTE_DEVICE static Kept of(PairMod const& pairs, int row, int key) {
-    static_assert(Columns <= 32 && Columns % (OfKeys ? 4 : kQuadColumns) == 0);
-    int const lane = threadIdx.x % 32;
-    Kept kept{};
-    if constexpr (OfKeys) {
-      // 16 rows of 16 keys at a time: a lane has eight keys of one of the four rows that its quad place has in common.
-      int const half = lane / 4 % 2, odd = lane / 8 % 2, atom = lane / 16;
-      CUTE_NO_UNROLL
-      for (int j = 0; j < Columns; j += 4) {
-        int const mine = row + j * 4 + atom * 8 + lane % 4 * 2 + odd;
-        uint32_t of_row = pairs.kept_of_half(mine, key, half);
-        of_row |= __shfl_xor_sync(0xffffffffu, of_row, 4);
-        uint32_t const neighbour = __shfl_xor_sync(0xffffffffu, of_row, 8),
-                       two_rows = odd ? neighbour | of_row << 16 : of_row | neighbour << 16,
-                       other_rows = __shfl_xor_sync(0xffffffffu, two_rows, 16);
-        CUTE_UNROLL
-        for (int column = 0; column < 4; ++column) {
-          uint32_t const rows = column / 2 == atom ? two_rows : other_rows;
-          CUTE_UNROLL
-          for (int i = 0; i < 2; ++i)
-            kept.word[i] |= (rows >> (column % 2 * 16 + lane / 4 + row_of(i)) & 1) << (j + column);
-        }
-      }
-    } else {
-      CUTE_NO_UNROLL
-      for (int j = 0; j < Columns; j += kQuadColumns) {
-        CUTE_NO_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          uint32_t x = pairs.kept_by_quad(row + lane / 4 + row_of(i), key + key_of(j), lane) >> lane % 4 * 2;
-          x &= 0x03030303u;
-          x |= x >> 6;
-          x |= x >> 12;
-          x = (x & 0xffu) << j;
-          kept.word[0] |= i == 0 ? x : 0;
-          kept.word[1] |= i == 1 ? x : 0;
-        }
-      }
+ public:
+  static constexpr int kStagedBytes = 16 * Step * 2, kDrawnBytes = 16 * Eights;  // of a warp in shared memory
+
+  /// `held`: the warp's first row or key in hand.
+  template <class Tile>
+  struct Place {
+    Tile const& tile;
+    ConsumerThread thread;
+    int row, key;  // of the warp's first score
+    CUTE_DEVICE Place(Tile const& tile, int streamed_tile) : tile(tile) {
+      int const held = tile.work.row0 + thread.warp_row % Traits::Held, streamed = streamed_tile * Step;
+      row = OfKeys ? streamed : held, key = OfKeys ? held : streamed;
     }
-    return kept;
+    CUTE_DEVICE int warp() const { return thread.warp_row / 16; }
+    CUTE_DEVICE PairMod pairs(BackwardParams const& params, int head) const {
+      return OfKeys ? tile.pairs.of_head(params, head - tile.head_q) : tile.pairs;
+    }
+  };
+
+  /// Asks for what `next` wants.
+  template <class Shared, class Tile>
+  CUTE_DEVICE void ask(BackwardParams const& params, Shared& shared, Tile const& tile, StreamedTile const& next) {
+    Place<Tile> const place(tile, next.tile);
+    PairMod const pairs = place.pairs(params, next.head);
+    if (has_bias(params) && tile.bias_in_chunks) copy_bias(params, shared, place, pairs);
+    if (next.mixed) read_mask(params, place, pairs, next);
+    if (has_dropout(params)) draw(shared, place, pairs);
   }
 
-  CUTE_DEVICE bool has(int i, int j) const { return word[i] >> j & 1; }
+  /// Adds the bias times `factor` to scores.
+  template <class Shared, class Tile, class ScoreTensor>
+  CUTE_DEVICE void add_bias(ScoreTensor& S, float factor, BackwardParams const& params, Shared& shared,
+                            Tile const& tile, StreamedTile const& here) const {
+    Place<Tile> const place(tile, here.tile);
+    if (!tile.bias_in_chunks) {
+      add_elements(S, factor, params, shared, place, place.pairs(params, here.head));
+    } else if (dtype_of_bias(params) == BiasType::Float16) {
+      auto const of = [](uint32_t x) { return __half2float(__ushort_as_half(static_cast<uint16_t>(x))); };
+      add_chunks(S, factor, shared, place, of, [&](uint32_t x) { return of(x >> 16); });
+    } else {
+      add_chunks(
+          S, factor, shared, place, [](uint32_t x) { return __uint_as_float(x << 16); },
+          [](uint32_t x) { return __uint_as_float(x & 0xffff0000u); });
+    }
+  }
 
-  /// dP as dropout has it.
-  template <class GradientTensor>
-  CUTE_DEVICE void drop(GradientTensor& dP, float scale) const {
+  /// Hides what the mask hides of a mixed tile.
+  template <class ScoreTensor>
+  CUTE_DEVICE void hide(ScoreTensor& S) const {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       CUTE_UNROLL
-      for (int j = 0; j < size<1>(dP); ++j) dP(i, j) = has(i, j) ? dP(i, j) * scale : 0.f;
+      for (int j = 0; j < Step / 4; ++j) {
+        if (!(seen_[i][j / kQuadColumns] & 1u << key_of_quad(j % kQuadColumns))) S(i, j) = -INFINITY;
+      }
     }
   }
 
-  /// P, an operand of 16-bit pairs.
-  template <int Columns, class Words>
-  CUTE_DEVICE void drop_operand(Words& words) const {
+  /// What dropout multiplies dP of element (i, j) by.
+  CUTE_DEVICE float factor(int i, int j, float scale) const {
+    int const m = j / 2, odd = j % 2;
+    return kept_[m / 8] & 1u << (OfKeys ? 8 * (2 * odd + i) + m : m % 4 * 8 + m / 4 % 2 * 4 + 2 * i + odd) ? scale
+                                                                                                           : 0.f;
+  }
+
+  /// Drops of P, an operand of 16-bit pairs of rows.
+  template <class OperandWords>
+  CUTE_DEVICE void drop(OperandWords& words) const {
+    static_assert(OfKeys, "P is an operand there");
     CUTE_UNROLL
-    for (int j = 0; j < Columns; j += 2) {
-      CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) words(j + i) &= (has(i, j) ? 0xffffu : 0u) | (has(i, j + 1) ? 0xffff0000u : 0u);
+    for (int m = 0; m < Eights; ++m) {
+      uint32_t const bits = kept_[0] << (7 - m);  // the highest of each byte
+      words(2 * m) &= halves<0xAA88>(bits);
+      words(2 * m + 1) &= halves<0xBB99>(bits);
     }
   }
+
+ private:
+  /// Of each byte of the result all bits are the highest of the byte of `bits` that the selector names.
+  template <int Selector>
+  CUTE_DEVICE static uint32_t halves(uint32_t bits) {
+    uint32_t x;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(x) : "r"(bits), "n"(Selector));
+    return x;
+  }
+
+  /// Vector `index` of a warp's, of eight keys of a row; and where it lies, so that neither its copy nor ldmatrix finds
+  /// a bank in use.
+  CUTE_DEVICE static int row_of_chunk(int index) { return OfKeys ? index / 2 : index / Eights; }
+  CUTE_DEVICE static int eight_of_chunk(int index) { return OfKeys ? index % 2 : index % Eights; }
+  CUTE_DEVICE static int at(int row, int eight) {
+    return OfKeys ? row * 32 + (eight ^ (row / 4 % 2)) * 16 : row * (Step * 2) + (eight ^ (row % 8)) * 16;
+  }
+  template <class Shared, class Place>
+  CUTE_DEVICE static unsigned char* staged(Shared& shared, Place const& place) {
+    auto* const staging = Traits::StagesPairs ? shared.pairs_staging : shared.staging;
+    return reinterpret_cast<unsigned char*>(staging) + place.warp() % (4 * Traits::Consumers) * kStagedBytes;
+  }
+
+  template <class Shared, class Place>
+  CUTE_DEVICE static void copy_bias(BackwardParams const& params, Shared& shared, Place const& place,
+                                    PairMod const& pairs) {
+    uint32_t const to = cast_smem_ptr_to_uint(staged(shared, place));
+    __syncwarp();  // what is there has been read
+    CUTE_UNROLL
+    for (int k = 0; k < ChunksOfLane; ++k) {
+      int const index = place.thread.lane + 32 * k, row = row_of_chunk(index), eight = eight_of_chunk(index);
+      int bytes;
+      auto const* const from =
+          pairs.bias_chunk(params, place.tile.sequence.visibility, place.row + row, place.key + eight * 8, bytes);
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + at(row, eight)), "l"(from), "r"(bytes)
+                   : "memory");
+    }
+  }
+
+  template <class ScoreTensor, class Shared, class Place, class Low, class High>
+  CUTE_DEVICE static void add_chunks(ScoreTensor& S, float factor, Shared& shared, Place const& place, Low const& low,
+                                     High const& high) {
+    int const lane = place.thread.lane;
+    uint32_t const from = cast_smem_ptr_to_uint(staged(shared, place)) +
+                          (OfKeys ? at(lane / 16 * 8 + lane % 8, lane / 8 % 2) : at(lane % 16, lane / 16));
+    cp_async_wait<0>();
+    __syncwarp();
+    CUTE_UNROLL
+    for (int m = 0; m < Step / 16; ++m) {
+      uint32_t x[4];
+      if constexpr (OfKeys) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                     : "r"(from + m * 512));
+      } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                     : "r"(from ^ (m * 32)));
+      }
+      CUTE_UNROLL
+      for (int r = 0; r < 4; ++r) {
+        int const i = r % 2, j = 4 * m + r / 2 * 2;
+        S(i, j) = fmaf(low(x[r]), factor, S(i, j));
+        S(i, j + 1) = fmaf(high(x[r]), factor, S(i, j + 1));
+      }
+    }
+  }
+
+  /// The same of a bias that is fp32, or that vectors cannot be read of: in parts of 32 columns, as fp32.
+  template <class ScoreTensor, class Shared, class Place>
+  CUTE_DEVICE static void add_elements(ScoreTensor& S, float factor, BackwardParams const& params, Shared& shared,
+                                       Place const& place, PairMod const& pairs) {
+    constexpr int Pitch = OfKeys ? 16 : 32, Part = 32;
+    static_assert(kStagedBytes >= 16 * Part * sizeof(float), "a part");
+    Visibility const& visibility = place.tile.sequence.visibility;
+    int const lane = place.thread.lane, along = lane / 4, across = lane % 4 * 2;
+    auto* const staging = reinterpret_cast<float*>(staged(shared, place));
+    float const* const mine = staging + (OfKeys ? across * Pitch + along : along * Pitch + across);
+    CUTE_UNROLL
+    for (int part = 0; part < Step / Part; ++part) {
+      __syncwarp();  // what is there has been read
+      CUTE_NO_UNROLL
+      for (int index = lane; index < 16 * Part; index += 32) {
+        int const row = place.row + index / Pitch + (OfKeys ? part * Part : 0),
+                  key = place.key + index % Pitch + (OfKeys ? 0 : part * Part);
+        staging[index] = pairs.bias_of(params, visibility, row, key);
+      }
+      __syncwarp();
+      CUTE_UNROLL
+      for (int j = 0; j < Part / 4; ++j) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          int const at = OfKeys ? key_of(j) * Pitch + row_of(i) : row_of(i) * Pitch + key_of(j);
+          float& score = S(i, part * (Part / 4) + j);
+          score = fmaf(mine[at], factor, score);
+        }
+      }
+    }
+  }
+
+  template <class Place>
+  CUTE_DEVICE void read_mask(BackwardParams const& params, Place const& place, PairMod const& pairs,
+                             StreamedTile const& next) {
+    int const along = place.thread.lane / 4, across = place.thread.lane % 4 * 2;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (OfKeys) {
+        int const key = min(place.key + along + row_of(i) + pairs.leftpad, params.n_kv - 1);
+        uint32_t const* const rows =
+            params.mask_of_keys + MaskOfKeys(params).first(params, place.tile.work.batch, next.head, key);
+        bool const same = params.mask.row == 0;  // for all rows
+        uint32_t const of_key = same ? 0 - (__ldg(pairs.mask + key / 32) >> key % 32 & 1) : 0;
+        CUTE_UNROLL
+        for (int word = 0; word < Words; ++word)
+          seen_[i][word] = same ? of_key : __ldg(rows + next.tile * Words + word) >> across;
+      } else {
+        CUTE_UNROLL
+        for (int word = 0; word < Words; ++word)
+          seen_[i][word] = pairs.seen(params, place.tile.sequence.visibility, place.row + along + row_of(i),
+                                      place.key + 32 * word) >>
+                           across;
+      }
+    }
+  }
+
+  /// Each lane draws for some of the warp's vectors, a byte each, and reads the bits of its own scores.
+  template <class Shared, class Place>
+  CUTE_DEVICE void draw(Shared& shared, Place const& place, PairMod const& pairs) {
+    int const lane = place.thread.lane, first = place.key + pairs.origin, shift = first & 7;
+    uint8_t* const bytes = shared.drawn + place.warp() % (4 * Traits::Consumers) * kDrawnBytes;
+    __syncwarp();  // what is there has been read
+    CUTE_UNROLL
+    for (int k = 0; k < ChunksOfLane; ++k) {
+      int const index = lane + 32 * k, row = place.row + row_of_chunk(index),
+                eight = (first >> 3) + eight_of_chunk(index);
+      uint32_t kept = pairs.kept_of_eight(row, eight);
+      if (shift != 0) kept = (kept | pairs.kept_of_eight(row, eight + 1) << 8) >> shift;
+      bytes[index] = static_cast<uint8_t>(kept);
+    }
+    __syncwarp();
+    CUTE_UNROLL
+    for (int word = 0; word < Step / 64; ++word) kept_[word] = 0;
+    if constexpr (OfKeys) {
+      static_assert(Step == 64, "a word");
+      CUTE_UNROLL
+      for (int m = 0; m < Eights; ++m) {
+        uint32_t const of_two = *reinterpret_cast<uint32_t const*>(bytes + m * 16 + lane % 4 * 4);  // rows
+        kept_[0] |= (of_two >> lane / 4 & 0x01010101u) << m;
+      }
+    } else {
+      CUTE_UNROLL
+      for (int quarter = 0; quarter < Words; ++quarter) {
+        auto const of_four = [&](int i) {  // eights of a row
+          return *reinterpret_cast<uint32_t const*>(bytes + (lane / 4 + row_of(i)) * Eights + quarter * 4) >>
+                     lane % 4 * 2 &
+                 0x03030303u;
+        };
+        kept_[quarter / 2] |= (of_four(0) | of_four(1) << 2) << quarter % 2 * 4;
+      }
+    }
+  }
+
+  uint32_t seen_[2][Words];   // of a mixed tile, from the thread's first column on
+  uint32_t kept_[Step / 64];  // bits of elements (i, j), as `factor` finds them: of keys in bit j / 2 of a byte
 };
 
 }  // namespace cutlass_ext::sm90

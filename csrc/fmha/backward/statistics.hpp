@@ -89,8 +89,8 @@ CUTE_DEVICE bool sees_some(BackwardParams const& params, Sequence const& sequenc
 }
 
 /// `params.empty_rows` of a tile of rows of one head, a CTA each, behind their statistics: rows that see keys, but none
-/// that bias and mask leave. Their lse is -inf; or the sink's logit, or NaN where NaN met a bias of -inf, as that of
-/// other rows may be, too.
+/// that bias and mask leave. Their lse is -inf; or the sink's logit but for rounding, or NaN where NaN met a bias of
+/// -inf, as that of other rows may be, too.
 inline __global__ void __launch_bounds__(kStatisticsThreads)
     empty_rows_kernel(__grid_constant__ BackwardParams const params) {
   constexpr int kTile = StatisticsRows::kTile;
@@ -99,14 +99,14 @@ inline __global__ void __launch_bounds__(kStatisticsThreads)
   int const n_q = sequence.visibility.n_q;
   int64_t const first = StatisticsRows(params).first(params, sequence, b, head) + row0,
                 result_row0 = sequence.result_row0(params, head, 0);
+  float const logit = params.sink_of(head), least = logit == -INFINITY ? logit : logit + 1e-4f * (1.f + fabsf(logit));
   __shared__ uint32_t empty[kTile / 32];
   if (threadIdx.x < kTile / 32) empty[threadIdx.x] = 0;
   __syncthreads();
   CUTE_NO_UNROLL
   for (int row = row0 + threadIdx.x / 16; row < row0 + kTile; row += kStatisticsThreads / 16) {
     float const lse = row < n_q ? params.lse[result_row0 + row] : 0.f;
-    bool const asked = row < n_q && !(lse > -INFINITY && lse != params.sink_of(head)) &&
-                       sequence.visibility.keys_of_row(row).size() > 0;
+    bool const asked = row < n_q && !(lse > least) && sequence.visibility.keys_of_row(row).size() > 0;
     if (sees_some(params, sequence, b, head, row, asked, lane) || lane != 0) continue;
     atomicOr(&empty[row % kTile / 32], 1u << row % 32);
     // `out` is 0, and its gradient may be anything.
