@@ -18,19 +18,77 @@
 
 namespace cutlass_ext {
 
-/// Philox4x32-7 of a counter.
-CUTE_HOST_DEVICE void philox(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {
-  CUTE_UNROLL
-  for (int round = 0; round < 7; ++round) {
-    uint64_t const x = uint64_t(0xD2511F53u) * counter[0], y = uint64_t(0xCD9E8D57u) * counter[2];
-    counter[0] = uint32_t(y >> 32) ^ counter[1] ^ key0;
-    counter[2] = uint32_t(x >> 32) ^ counter[3] ^ key1;
-    counter[1] = uint32_t(y);
-    counter[3] = uint32_t(x);
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
-  }
+/// Whether the copy engine (TMA) can bring tiles of the bias: 16 bits, rows of neighbouring keys that begin at
+/// multiples of 16 bytes, and more than one.
+CUTE_HOST_DEVICE bool is_copyable(Bias const& bias) {
+  int64_t const places = bias.batch | bias.head | bias.row;
+  return bias.data && bias.type != BiasType::Float32 && bias.key == 1 && bias.row != 0 && places % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(bias.data) % 16 == 0;
 }
+
+/// Philox4x32-7 under one key, of the counters (eight keys, row, head, sequence) of one head and sequence.
+struct Philox {
+  uint32_t key0, key1, sequence;
+  uint32_t head_low, head_high;  // of what the first round makes of the head
+
+  CUTE_HOST_DEVICE Philox(uint32_t const (&key)[2], uint32_t head, uint32_t sequence)
+      : key0(key[0]), key1(key[1]), sequence(sequence) {
+    multiply(kM1, head, head_low, head_high);
+  }
+
+  /// Rounds mix a word with one other at a time: of the first three some products are of the row alone, ...
+  struct OfRow {
+    uint32_t mixed2, mixed3;
+  };
+  CUTE_HOST_DEVICE OfRow of_row(uint32_t row) const {
+    uint32_t low, high;
+    multiply(kM0, head_high ^ row ^ key0, low, high);
+    return {high ^ key1_of(1), low};
+  }
+
+  /// ... others of the keys.
+  struct OfEight {
+    uint32_t mixed2, next0, next2, next3;
+  };
+  CUTE_HOST_DEVICE OfEight of_eight(uint32_t eight) const {
+    OfEight of;
+    uint32_t low, high;
+    multiply(kM0, eight, of.mixed2, high);
+    multiply(kM1, high ^ sequence ^ key1, low, high);
+    of.next0 = low ^ key0_of(2);
+    multiply(kM0, high ^ head_low ^ key0_of(1), of.next3, high);
+    of.next2 = high ^ key1_of(2);
+    return of;
+  }
+
+  CUTE_HOST_DEVICE void draw(OfRow const& row, OfEight const& keys, uint32_t (&x)[4]) const {
+    uint32_t high;
+    multiply(kM1, row.mixed2 ^ keys.mixed2, x[1], high);
+    x[0] = high ^ keys.next0;
+    x[2] = row.mixed3 ^ keys.next2;
+    x[3] = keys.next3;
+    CUTE_UNROLL
+    for (int round = 3; round < 7; ++round) {
+      uint32_t low0, high0, low1, high1;
+      multiply(kM0, x[0], low0, high0);
+      multiply(kM1, x[2], low1, high1);
+      x[0] = high1 ^ x[1] ^ key0_of(round);
+      x[2] = high0 ^ x[3] ^ key1_of(round);
+      x[1] = low1;
+      x[3] = low0;
+    }
+  }
+
+ private:
+  static constexpr uint32_t kM0 = 0xD2511F53u, kM1 = 0xCD9E8D57u;
+  CUTE_HOST_DEVICE static void multiply(uint32_t a, uint32_t b, uint32_t& low, uint32_t& high) {
+    uint64_t const product = uint64_t(a) * b;
+    low = uint32_t(product);
+    high = uint32_t(product >> 32);
+  }
+  CUTE_HOST_DEVICE uint32_t key0_of(int round) const { return key0 + round * 0x9E3779B9u; }
+  CUTE_HOST_DEVICE uint32_t key1_of(int round) const { return key1 + round * 0xBB67AE85u; }
+};
 
 /// Whether a call has a bias; scores that a bias or a mask changes; dropout; any of all this.
 CUTE_HOST_DEVICE bool has_bias(Pairs const& pairs) { return pairs.bias.data; }
@@ -119,6 +177,11 @@ struct PairMod {
            steps % 8 == 0;
   }
 
+  /// Where the first of those words of the mask lies that hold the bits of the keys from `key` on.
+  CUTE_DEVICE uint32_t const* word_at(Params const& params, Visibility const& visibility, int row, int key) const {
+    return mask + min(row, visibility.n_q - 1) * params.mask.row + min((key + leftpad) / 32, words - 1);
+  }
+
   /// Which of the 32 keys from `key` on a row sees by the mask. A row that does not exist sees what the last one does.
   CUTE_DEVICE uint32_t seen(Params const& params, Visibility const& visibility, int row, int key) const {
     int const at = (key + leftpad) / 32, shift = (key + leftpad) % 32;
@@ -151,9 +214,9 @@ struct PairMod {
 
   /// Which of eight keys of a row dropout keeps: those whose positions, divided by eight, are `group`.
   CUTE_DEVICE uint32_t kept_of_eight(int row, int group) const {
-    uint32_t x[4] = {uint32_t(group), uint32_t(position + row), head, sequence};
-    philox(x, seed[0], seed[1]);
-    uint32_t kept = 0;
+    uint32_t x[4], kept = 0;
+    Philox const philox(seed, head, sequence);
+    philox.draw(philox.of_row(position + row), philox.of_eight(group), x);
     CUTE_UNROLL
     for (int w = 0; w < 4; ++w) {
       if (x[w] << 16 > limit) kept |= 1u << 2 * w;
@@ -370,6 +433,22 @@ CUTE_DEVICE uint32_t columns_of_word(uint32_t word, int lane) {
 CUTE_DEVICE uint32_t mask_of_two(uint32_t of_keys, int atom) {
   uint32_t halves;  // each byte the highest bit of byte `atom` of either operand, again and again
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(halves) : "r"(of_keys << 7), "r"(of_keys << 6), "r"(0xCC88u + 0x1111u * atom));
+  return halves;
+}
+
+/// The two halves of a word of a bias.
+CUTE_DEVICE float2 floats_of(uint32_t word, BiasType type) {
+  if (type == BiasType::Float16) return __half22float2(*reinterpret_cast<__half2 const*>(&word));
+  return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
+
+/// Masks for the two 16-bit halves of a word: all ones where that of `x` is that of `least` or more.
+CUTE_DEVICE uint32_t halves_from(uint32_t x, uint32_t least) {
+  constexpr uint32_t kTop = 0x80008000u;
+  uint32_t const difference = (x | kTop) - (least & ~kTop);  // of the lower 15 bits: the top one says which is more
+  uint32_t const from = (x & ~least) | (~(x ^ least) & difference);
+  uint32_t halves;
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(halves) : "r"(from));
   return halves;
 }
 

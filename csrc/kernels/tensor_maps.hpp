@@ -89,6 +89,24 @@ struct Argument<sm90::TensorMaps, Traits> {
   }
 };
 
+template <class Traits>
+struct Argument<sm90::TensorMapsOfPairs, Traits> {
+  static sm90::TensorMapsOfPairs of(Params const& p) {
+    sm90::TensorMapsOfPairs maps{Argument<sm90::TensorMaps, Traits>::of(p), {}};
+    if (Traits::copies_bias(p)) {
+      Bias const& bias = p.bias;
+      auto const size = [](int64_t stride, int size) { return stride == 0 ? 1 : size; };
+      maps.bias = tensor_map(
+          bias.type == BiasType::Float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+          bias.data, p.n_kv,
+          {{p.n_q, bias.row, sm90::kAtomRows},
+           {size(bias.head, p.heads_q), bias.head},
+           {size(bias.batch, p.batch), bias.batch}});
+    }
+    return maps;
+  }
+};
+
 /// The maps of one side's launch of the backward pass: tiles of B_c keys in hand and of B_r rows streamed, or the other
 /// way round.
 template <class Traits>

@@ -12,6 +12,7 @@
 #include "../features.hpp"
 #include "../pairs.hpp"
 #include "../score.hpp"
+#include "draws.hpp"
 #include "jobs.hpp"
 #include "producer.hpp"
 #include "tensor_maps.hpp"
@@ -84,7 +85,7 @@ CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& 
   constexpr bool fp32 = std::is_same_v<typename Traits::Element, float>;
   if constexpr (!fp32) {
     if (!params.is_split()) {
-      auto* const staging = shared.o + warp_row * Traits::StagedPanels * kPanel;
+      auto* const staging = shared.o + warp_row * Traits::StagedColumns;
       auto* const to = static_cast<typename Traits::Element*>(params.o) + results.to;
       // Two paths, since the divisions of packed rows took 12% of (32, 512, 16, 128).
       if (!Traits::PacksHeads || tile_rows.heads.divisor == 1) {
@@ -155,6 +156,7 @@ struct Rings {
   int lane;
   RingPosition<Traits::StagesQ> q{};
   RingPosition<Traits::Stages> k{}, v{};
+  RingPosition<Traits::StagesBias> bias{};
 
   CUTE_DEVICE void wait_q() const { shared.q_full[q.stage].wait_for(q.phase); }
   CUTE_DEVICE void wait_k() const { shared.k_full[k.stage].wait_for(k.phase); }
@@ -162,6 +164,21 @@ struct Rings {
   CUTE_DEVICE void release_q() { release(shared.q_empty[q.stage], q); }
   CUTE_DEVICE void release_k() { release(shared.k_empty[k.stage], k); }
   CUTE_DEVICE void release_v() { release(shared.v_empty[v.stage], v); }
+
+  /// The warpgroup's part of a tile of the bias.
+  CUTE_DEVICE typename Traits::Element const* wait_bias() const {
+    shared.bias_full[turns.warpgroup][bias.stage].wait_for(bias.phase);
+    return shared.bias_of(turns.warpgroup, bias.stage);
+  }
+  CUTE_DEVICE void release_bias() {
+    __syncwarp();
+    release(shared.bias_empty[turns.warpgroup][bias.stage], bias);
+  }
+  /// The same after O was staged where the next one goes.
+  CUTE_DEVICE void release_bias_after_o() {
+    cutlass::arch::fence_view_async_shared();
+    release_bias();
+  }
 
   /// Let a tile of K or V go that this warpgroup does not use, K in its turn.
   CUTE_DEVICE void skip_k() {
@@ -176,13 +193,16 @@ struct Rings {
   }
 
   /// A job of which this warpgroup has no rows: lets go, in its turn, what the others use.
-  CUTE_DEVICE void stand_by(int tiles) {
+  CUTE_DEVICE void stand_by(int tiles, bool copies_bias) {
     wait_q();
     release_q();
     CUTE_NO_UNROLL
     for (int i = 0; i < tiles; ++i) {
       skip_k();
       skip_v();
+      if constexpr (Traits::Pairs) {
+        if (copies_bias) wait_bias(), release_bias();
+      }
     }
   }
 
@@ -194,42 +214,74 @@ struct Rings {
   }
 };
 
-/// What a quad reads of the mask of a tile that hides some of its keys from some of its rows: each lane the words of 32
-/// keys.
+/// The mask of a tile that hides some of its keys from some of the warpgroup's rows: 128 keys, 32 for each lane of a
+/// quad.
 template <class Traits>
-struct MaskWords {
+struct MaskOfTile {
   static_assert(!Traits::Pairs || Traits::B_c == 128, "a word for each lane of a quad");
-  bool any = false;
-  uint32_t word[2];  // of the thread's rows
+  Params const& params;
+  typename Traits::Job const& job;
+  int tile;
+  ConsumerThread thread{};
 
-  /// Asks for them, long before they are wanted.
-  CUTE_DEVICE void ask(Params const& params, typename Traits::Job const& job, int tile) {
-    if constexpr (Traits::Pairs) {
-      auto const [lane, warp_row] = ConsumerThread();
-      any = params.mask.bits && !job.shows_all(warp_row / kAtomRows, tile);
-      if (!any) return;
-      CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        word[i] = job.pairs.seen(params, job.visibility, job.token0 + warp_row + lane / 4 + row_of(i),
-                                 tile * Traits::B_c + lane % 4 * 32);
-      }
-    }
+  CUTE_DEVICE bool hides() const { return params.mask.bits && !job.shows_all(thread.warp_row / kAtomRows, tile); }
+
+  /// Has what will be read brought near.
+  CUTE_DEVICE void prefetch() const {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i)
+      asm volatile("prefetch.global.L1 [%0];" ::"l"(job.pairs.word_at(params, job.visibility, row(i), key())));
   }
 
-  /// Those of the thread's columns in row `i`.
-  CUTE_DEVICE uint32_t columns(int i, int lane) const {
+  /// Which of the thread's columns row `i` sees.
+  CUTE_DEVICE uint32_t columns(int i) const {
+    uint32_t const word = job.pairs.seen(params, job.visibility, row(i), key());
     uint32_t seen = 0;
     CUTE_UNROLL
     for (int part = 0; part < 4; ++part)
-      seen |= columns_of_word(__shfl_sync(0xffffffffu, word[i], part, 4), lane) << part * kQuadColumns;
+      seen |= columns_of_word(__shfl_sync(0xffffffffu, word, part, 4), thread.lane) << part * kQuadColumns;
     return seen;
   }
+
+ private:
+  CUTE_DEVICE int row(int i) const { return job.token0 + thread.warp_row + thread.lane / 4 + row_of(i); }
+  CUTE_DEVICE int key() const { return tile * Traits::B_c + thread.lane % 4 * 32; }
 };
+
+/// Adds a copied tile of the bias, times `factor`, to scores.
+template <class Traits, class ScoreTensor>
+CUTE_DEVICE void add_copied(ScoreTensor& S, typename Traits::Element const* bias, BiasType type, float factor) {
+  using Element = typename Traits::Element;
+  ConsumerThread const thread;
+  // A load of four matrices brings 16 rows of 16 keys: rows, then keys.
+  int const row = thread.warp_row % kAtomRows + thread.lane % 16, half = thread.lane / 16;
+  auto const add = [&](auto const& floats_of_word) {
+    CUTE_UNROLL
+    for (int n = 0; n < Traits::B_c / 16; ++n) {
+      auto const* const from =
+          bias + (n * 16 / kPanel * kAtomRows + row) * kPanel + swizzled_chunk<Element>(n * 2 % 8 + half, row);
+      uint32_t words[4];
+      SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t const*>(from), words[0], words[1], words[2], words[3]);
+      CUTE_UNROLL
+      for (int w = 0; w < 4; ++w) {
+        float2 const x = floats_of_word(words[w]);
+        int const i = w % 2, j = n * 4 + w / 2 * 2;
+        S(i, j) = fmaf(x.x, factor, S(i, j));
+        S(i, j + 1) = fmaf(x.y, factor, S(i, j + 1));
+      }
+    }
+  };
+  if (type == BiasType::Float16) {
+    add([](uint32_t word) { return floats_of(word, BiasType::Float16); });
+  } else {
+    add([](uint32_t word) { return floats_of(word, BiasType::BFloat16); });
+  }
+}
 
 /// From products with the keys of `tile` to scores: score modifications, and masks where `masked`.
 template <class Traits, class ScoreTensor>
 CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Traits::Job const& job, int tile,
-                               bool masked, MaskWords<Traits> const& words, float query_scale, int lane) {
+                               bool masked, typename Traits::Element const* copied, float query_scale, int lane) {
   constexpr int B_c = Traits::B_c;
   if constexpr (Traits::ScoreMods) {
     if (ScoreMod::changes(params)) {
@@ -239,50 +291,80 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Tr
       for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
       job.score_mod.template apply<true>(S, job.visibility.start_pos + token - first_key,
                                          [&](int i, int j) { return row_of(i) - key_of(j); });
-      if (Traits::Pairs && has_bias(params) && ScoreMod::caps(params)) {
+      if (Traits::Pairs && has_bias(params) && ScoreMod::caps(params) && !copied) {
         change_in_memory(S, [&](float (&x)[kQuadColumns], int i, int j) {
           job.pairs.add_bias(x, params, job.visibility, token + row_of(i), first_key + key_of(j), key_of_quad);
         });
       }
     }
   }
-  bool const some_hidden = Traits::Pairs && words.any;
-  if (masked || some_hidden) {
-    TileMask<B_c / 4> mask;
-    if (masked) {
-      int tokens[2];  // of the thread's rows
-      int const row = ConsumerThread().warp_row + lane / 4;
-      CUTE_UNROLL
-      for (int i = 0; i < 2; ++i)
-        tokens[i] = job.token0 + (Traits::PacksHeads ? params.heads_a_tile.div(row + row_of(i)) : row + row_of(i));
-      mask = {job.visibility.counted_from(tile * B_c), tokens, lane};
-    }
-    if constexpr (Traits::Pairs) {
+  if constexpr (Traits::Pairs) {
+    if (copied)
+      add_copied<Traits>(S, copied, dtype_of_bias(params), ScoreMod::changes(params) ? kLog2e : kLog2e / query_scale);
+  }
+  if constexpr (Traits::Pairs) {
+    if (MaskOfTile<Traits> const of_mask{params, job, tile}; of_mask.hides()) {
+      TileMask<B_c / 4> mask;
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
-        if (some_hidden) mask.visible[i][0] = words.columns(i, lane) & (masked ? mask.visible[i][0] : ~0u);
+        mask.visible[i][0] = of_mask.columns(i);
+        compute_here(mask.visible[i][0]);  // else each of its parts is kept for bits of its own
       }
+      mask.apply(S);
     }
+  }
+  if (masked) {
+    int tokens[2];  // of the thread's rows
+    int const row = ConsumerThread().warp_row + lane / 4;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i)
+      tokens[i] = job.token0 + (Traits::PacksHeads ? params.heads_a_tile.div(row + row_of(i)) : row + row_of(i));
+    TileMask<B_c / 4> const mask(job.visibility.counted_from(tile * B_c), tokens, lane);
     mask.apply(S);
   }
 }
 
-/// Makes 0 of what dropout does not keep of P, an operand.
-template <class Traits, class WordTensor>
-CUTE_DEVICE void drop(WordTensor& words, typename Traits::Job const& job, int tile) {
-  auto const [lane, warp_row] = ConsumerThread();
-  CUTE_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    int const row = job.token0 + warp_row + lane / 4 + row_of(i);
+/// What dropout keeps of P, in shared memory of the warp's own from before the products have arrived until P is there.
+template <class Traits>
+struct Dropping {
+  static constexpr int kEights = Traits::B_c / 32;
+  static_assert(!Traits::Pairs || 2 * kEights * DrawnMatrices::kWords * 4 <= 16 * Traits::StagedColumns * 2);
+  Params const& params;
+  typename Traits::SharedStorage& shared;
+
+  CUTE_DEVICE void draw(typename Traits::Job const& job, int tile) const {
+    PairMod const& pairs = job.pairs;
+    int const key = tile * Traits::B_c + pairs.leftpad;
+    if (key % 8 != 0) return;
+    auto const [lane, warp_row] = ConsumerThread();
+    sm90::draw<kEights>(pairs, params.dropout.threshold, job.token0 + warp_row + lane / 4, key / 8 + lane % 4, lane,
+                        words_of(warp_row));
+  }
+
+  /// Makes 0 of what is not kept of P, an operand.
+  template <class WordTensor>
+  CUTE_DEVICE void drop(WordTensor& words, typename Traits::Job const& job, int tile) const {
+    auto const [lane, warp_row] = ConsumerThread();
+    int const key = tile * Traits::B_c;
+    if ((key + job.pairs.leftpad) % 8 == 0) return keep<kEights>(words, words_of(warp_row), lane);
+    // Eights of positions begin in the middle of the lanes'.
     CUTE_UNROLL
-    for (int first = 0; first < Traits::B_c / 4; first += kQuadColumns) {
-      uint32_t const kept = job.pairs.kept_by_quad(row, tile * Traits::B_c + first * 4, lane) >> (lane % 4 * 2);
+    for (int i = 0; i < 2; ++i) {
       CUTE_UNROLL
-      for (int j = 0; j < kQuadColumns && first + j < Traits::B_c / 4; j += 2)
-        words(first + j + i) &= mask_of_two(kept, j / 2);
+      for (int first = 0; first < Traits::B_c / 4; first += kQuadColumns) {
+        uint32_t const kept =
+            job.pairs.kept(job.token0 + warp_row + lane / 4 + row_of(i), key + first * 4, 32) >> (lane % 4 * 2);
+        CUTE_UNROLL
+        for (int j = 0; j < kQuadColumns; j += 2) words(first + j + i) &= mask_of_two(kept, j / 2);
+      }
     }
   }
-}
+
+ private:
+  CUTE_DEVICE uint32_t* words_of(int warp_row) const {
+    return reinterpret_cast<uint32_t*>(shared.o + warp_row * Traits::StagedColumns);
+  }
+};
 
 /// A consumer warpgroup: S = Q K^T, softmax, O += P V for its 64 query rows of every job.
 template <class Traits>
@@ -313,7 +395,9 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
   float query_scale = ScoreMod::query_scale(params);
 
   // What pairs add to scores is there before the product, unless a softcap comes between.
-  bool const starts_loaded = Traits::Pairs && has_bias(params) && !ScoreMod::caps(params);
+  bool const copies_bias = Traits::copies_bias(params), drops = Traits::Pairs && has_dropout(params);
+  bool const starts_loaded = Traits::Pairs && has_bias(params) && !copies_bias && !ScoreMod::caps(params);
+  [[maybe_unused]] Dropping<Traits> const dropping{params, shared};
   auto begin_scores = [&](typename Traits::Job const& job, int tile) {
     if (!starts_loaded) return;
     auto const [lane, warp_row] = ConsumerThread();
@@ -380,24 +464,39 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       // That scores still want.
       float const scale = Traits::ScoreMods && ScoreMod::changes(params) ? 1.f : query_scale;
       typename Traits::Softmax softmax;
-      MaskWords<Traits> of_mask;
       // The products of Q and the keys of `tile` have arrived: lets K go, and Q after the last.
       auto take_scores = [&](int tile) {
         warpgroup_fence_operand(cS);
         rings.release_k();
         if (tile == begin) rings.release_q();
-        finish_scores<Traits>(params, S, job, tile, !unmasked.contains(tile), of_mask, query_scale, lane);
+        bool masked = !unmasked.contains(tile);
+        // Read again, pairs leaving few registers.
+        if constexpr (Traits::Pairs)
+          masked = !job.of_warpgroup[ConsumerThread().warp_row / kAtomRows].unmasked.contains(tile);
+        typename Traits::Element const* copied = nullptr;
+        if constexpr (Traits::Pairs) {
+          if (copies_bias) copied = rings.wait_bias();
+        }
+        finish_scores<Traits>(params, S, job, tile, masked, copied, query_scale, lane);
+        if constexpr (Traits::Pairs) {
+          if (copies_bias && !(Traits::BiasInO && tile == begin)) rings.release_bias();
+        }
       };
-      of_mask.ask(params, job, end - 1);
+      if constexpr (Traits::Pairs) {
+        if (drops) dropping.draw(job, end - 1);
+      }
       take_scores(end - 1);
       softmax.template start<Element>(S, words, scale);
-      if (Traits::Pairs && has_dropout(params)) drop<Traits>(words, job, end - 1);
+      if constexpr (Traits::Pairs) {
+        if (drops) dropping.drop(words, job, end - 1);
+      }
       clear(cO);
       CUTE_NO_UNROLL
       for (int i = 0; i < mine.skipped; ++i) rings.skip_v();
-      for (int tile = job.below(end - 1), next_tile; tile >= begin; tile = next_tile) {
-        next_tile = job.below(tile);
-        of_mask.ask(params, job, tile);
+      for (int tile = job.below(end - 1); tile >= begin; tile = job.below(tile)) {
+        if constexpr (Traits::Pairs) {
+          if (MaskOfTile<Traits> const of_mask{params, job, tile}; of_mask.hides()) of_mask.prefetch();
+        }
         begin_scores(job, tile);
         rings.wait_k();
         turns.wait();
@@ -405,6 +504,9 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         rings.wait_v();
         issue_pv();
         turns.pass();
+        if constexpr (Traits::Pairs) {
+          if (drops) dropping.draw(job, tile);
+        }
         warpgroup_wait<1>();
         take_scores(tile);
         // The branch keeps the compiler from moving all exponentials past the wait for P V, beside which they are free.
@@ -412,7 +514,9 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         warpgroup_wait<0>();
         release_v();
         softmax.template update<Element>(S, words, O, scale);
-        if (Traits::Pairs && has_dropout(params)) drop<Traits>(words, job, tile);
+        if constexpr (Traits::Pairs) {
+          if (drops) dropping.drop(words, job, tile);
+        }
       }
       rings.wait_v();
       turns.wait();
@@ -433,14 +537,24 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       warpgroup_wait<1>();
       release_v();
       store<Traits>(params, results, O, shared);
+      if constexpr (Traits::Pairs) {
+        if (copies_bias && Traits::BiasInO) rings.release_bias_after_o();
+      }
       warpgroup_wait<0>();
     }
     exists = next->exists;
     if (exists) {
       if (next->tiles.size() > 0) {
-        rings.stand_by(next->count(next->tiles));
+        rings.stand_by(next->count(next->tiles), copies_bias);
       } else {
+        bool const waits = Traits::BiasInO && copies_bias;
+        if constexpr (Traits::Pairs) {
+          if (waits) rings.wait_bias();
+        }
         store_empty<Traits>(params, *next, shared);
+        if constexpr (Traits::Pairs) {
+          if (waits) rings.release_bias_after_o();
+        }
       }
       __syncwarp();
       if (lane == 0) jobs.release(next);
@@ -462,6 +576,9 @@ CUTE_DEVICE void set_up_barriers(TensorMaps const& maps, typename Traits::Shared
     init(shared.q_full, 1, shared.q_empty, kReaders);
     init(shared.k_full, 1, shared.k_empty, kReaders);
     init(shared.v_full, 1, shared.v_empty, kReaders);
+    if constexpr (Traits::Pairs) {
+      for (int i = 0; i < Traits::Consumers; ++i) init(shared.bias_full[i], 1, shared.bias_empty[i], 4);
+    }
     for (auto& barrier : shared.job_placed) barrier.init(1);
     shared.job_asked.init(1);
     shared.q_tail.init(1);
@@ -473,7 +590,7 @@ CUTE_DEVICE void set_up_barriers(TensorMaps const& maps, typename Traits::Shared
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, 1)
-    fmha_kernel(__grid_constant__ Params const params, __grid_constant__ TensorMaps const maps) {
+    fmha_kernel(__grid_constant__ Params const params, __grid_constant__ typename Traits::Maps const maps) {
   if constexpr (Traits::Parts > 1) {
     if (params.stands_aside()) return;
   }
@@ -488,7 +605,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     } else {
       if (warp == 3) set_up_barriers<Traits>(maps, shared);
       __syncthreads();
-      if (warp == 1) copy_queries<Traits>(params, maps.q, shared);
+      if (warp == 1) copy_queries<Traits>(params, maps, shared);
       if (warp == 2) copy_keys<Traits>(params, maps.k, shared);
       if (warp == 3) copy_values<Traits>(params, maps.v, shared);
     }

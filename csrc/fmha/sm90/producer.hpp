@@ -54,6 +54,7 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
       job.head = work.head;
       job.head_kv = params.heads_per_kv.div(head0);
       job.pages = params.pages_of(work.batch);
+      if constexpr (Traits::Pairs) job.is_mapped = false;
       if (!looks) shared.job_placed[slot.stage].arrive();
     }
     if (lane < Traits::Consumers) {
@@ -63,7 +64,7 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
                 end = visibility.tiles_of(row0, tokens, B_c).end;
       // A warpgroup skips K ahead of V, so no more tiles than fit beside the one of V that it has not multiplied yet.
       int const first = tiles.end - (Traits::Stages - 1), least = first > tiles.begin ? first : tiles.begin + 1;
-      int const seen = end < least ? least : end < tiles.end ? end : tiles.end;
+      int const seen = end < least ? least : end < tiles.end && !Traits::copies_bias(params) ? end : tiles.end;
       job.of_warpgroup[lane].end = row0 < visibility.n_q ? seen : tiles.begin;
       job.of_warpgroup[lane].unmasked = visibility.unmasked_tiles_of(row0, tokens, B_c);
     }
@@ -85,8 +86,6 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
         look<B_c>(params, job);
         __syncwarp();
         if (lane == 0) shared.job_placed[slot.stage].arrive();
-      } else if (lane == 0) {
-        job.is_mapped = false;
       }
     }
     if (lane < Traits::Consumers) shared.job_full[slot.stage].arrive();
@@ -110,13 +109,49 @@ struct JobReader {
   CUTE_DEVICE void release(typename Traits::Job const* job) { shared.job_empty[job - shared.jobs].arrive(); }
 };
 
-/// The warp that copies Q, as soon as a job is known and a buffer free.
+/// Copies the bias of a job, tile after tile, each in parts for the warpgroups. By a whole warp.
 template <class Traits>
-CUTE_DEVICE void copy_queries(Params const& params, CUtensorMap const& map, typename Traits::SharedStorage& shared) {
+CUTE_DEVICE void copy_bias(Params const& params, CUtensorMap const& map, typename Traits::SharedStorage& shared,
+                           typename Traits::Job const& job, RingPosition<Traits::StagesBias>& at) {
+  constexpr int B_c = Traits::B_c, kRows = kAtomRows;
+  bool const leader = threadIdx.x % 32 == 0;
+  int const head = params.bias.head == 0 ? 0 : job.head, batch = params.bias.batch == 0 ? 0 : job.batch;
+  auto const fill = [&](auto const& copy) {
+    CUTE_NO_UNROLL
+    for (int warpgroup = 0; warpgroup < Traits::Consumers; ++warpgroup) {
+      shared.bias_empty[warpgroup][at.stage].wait_for(at.phase ^ 1);
+      if (leader) copy(warpgroup, shared.bias_full[warpgroup][at.stage]);
+    }
+    at.advance();
+  };
+  for (int tile = job.tiles.end - 1; tile >= job.tiles.begin; tile = job.below(tile)) {
+    fill([&](int warpgroup, Barrier& full) {
+      auto* const to = shared.bias_of(warpgroup, at.stage);
+      full.arrive_and_expect_tx(Traits::BiasElements * sizeof(*to));
+      CUTE_UNROLL
+      for (int panel = 0; panel < B_c / kPanel; ++panel) {
+        SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full),
+                               static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL), to + panel * kRows * kPanel,
+                               tile * B_c + job.pairs.leftpad + panel * kPanel, job.token0 + warpgroup * kRows, head,
+                               batch);
+      }
+    });
+  }
+  // A job without tiles, whose O is staged too, has the buffer in its turn.
+  if (Traits::BiasInO && job.tiles.size() == 0) fill([](int, Barrier& full) { full.arrive(); });
+}
+
+/// The warp that copies Q, as soon as a job is known and a buffer free, and the bias.
+template <class Traits>
+CUTE_DEVICE void copy_queries(Params const& params, typename Traits::Maps const& maps,
+                              typename Traits::SharedStorage& shared) {
   constexpr int B_r = Traits::B_r, Columns = Traits::ColumnsQK;
   TailCopy copy{shared.q_tail};
-  JobReader<Traits> jobs{shared, shared.job_placed};
+  bool const copies_bias = Traits::copies_bias(params);
+  // What is told of the bias's place comes after what is told of Q's.
+  JobReader<Traits> jobs{shared, copies_bias ? shared.job_full : shared.job_placed};
   RingPosition<Traits::StagesQ> q;
+  [[maybe_unused]] RingPosition<Traits::StagesBias> bias;
   int const step = TileRows(params, B_r).step();
   for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
     if (job->tiles.size() > 0) {
@@ -127,10 +162,13 @@ CUTE_DEVICE void copy_queries(Params const& params, CUtensorMap const& map, type
       bool const cut = rows < B_r && (step < B_r || job->q_row0 + tokens < params.stored_rows());
       copy.template tile<B_r, Columns>(shared.q_full[q.stage], to, cut, {0, rows}, [&](Barrier& barrier) {
         if (threadIdx.x % 32 == 0)
-          copy_packed_panels<B_r, Columns>(map, barrier, to, step, job->q_row0, job->head, job->batch,
+          copy_packed_panels<B_r, Columns>(maps.q, barrier, to, step, job->q_row0, job->head, job->batch,
                                            TMA::CacheHintSm90::EVICT_FIRST);
       });
       q.advance();
+    }
+    if constexpr (Traits::Pairs) {
+      if (copies_bias) copy_bias<Traits>(params, maps.bias, shared, *job, bias);
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) jobs.release(job);

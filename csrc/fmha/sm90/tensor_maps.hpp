@@ -10,6 +10,11 @@ struct TensorMaps {
   CUtensorMap q, k, v;
 };
 
+/// The same with that of a bias, where it is copied.
+struct TensorMapsOfPairs : TensorMaps {
+  CUtensorMap bias;
+};
+
 /// The same of one side's launch of the backward pass, of the tensors with the columns of q and k, and of those with
 /// the columns of v and dout: what a CTA holds, and what it goes through.
 struct GradientMaps {

@@ -13,6 +13,7 @@
 #include "jobs.hpp"
 #include "pipeline.hpp"
 #include "lazy_softmax.hpp"
+#include "tensor_maps.hpp"
 
 namespace cutlass_ext::sm90 {
 
@@ -39,6 +40,7 @@ struct Traits {
   static constexpr int Consumers = B_r / kAtomRows;             // warpgroups
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;  // and the producer's
   using Job = sm90::Job<Consumers, Pairs>;
+  using Maps = std::conditional_t<Pairs, TensorMapsOfPairs, TensorMaps>;
   // setmaxnreg, in units of 8 a thread. What the CTA is launched with (65,536 over its threads, rounded down to units
   // of 8) is all there is to hand out: 504 for three warpgroups, 512 for four.
   static constexpr int ProducerRegisters = Consumers == 3 ? 32 : 40;
@@ -47,6 +49,17 @@ struct Traits {
   static constexpr int ColumnsQK = (HeadDim + kPanel - 1) / kPanel * kPanel * Parts;
   static constexpr int ColumnsV = (HeadDimV + kPanel - 1) / kPanel * kPanel * Parts;
   static constexpr int PanelsV = ColumnsV / kPanel, StagedPanels = PanelsV > 1 ? 2 : 1;  // of O, two at a time
+  // Elements for a row of O, or for as many 16-bit pairs of a tile: what dropout keeps lies there until P is there.
+  static constexpr int StagedColumns = Pairs ? B_c : StagedPanels * kPanel;
+  // Of bias, 64 rows for each warpgroup. Where there is no room left they lie where O is staged, and dropout has none.
+  static constexpr bool BiasInO = HeadDim > 64;
+  static constexpr int StagesBias = BiasInO ? 1 : 2;
+  static constexpr int BiasElements = kAtomRows * B_c;  // of a warpgroup
+
+  /// Whether tiles of the bias are copied to shared memory; else each thread loads what it wants.
+  CUTE_HOST_DEVICE static bool copies_bias(Params const& params) {
+    return Pairs && is_copyable(params.bias) && !(BiasInO && has_dropout(params));
+  }
 
   // Of the B_c / 4 columns of S that a thread has in a row, those exponentiated while P V still runs: as many as there
   // are registers for (of 32 at head_dim 128, 24 are 4 to 12% faster than 4; at 64 and 256, 8 are 1 to 6% slower).
@@ -81,8 +94,8 @@ struct Traits {
     alignas(1024) Part q[cosize_v<LayoutQ>];
     alignas(1024) Part k[cosize_v<LayoutK>];
     alignas(1024) Part v[cosize_v<LayoutV>];
-    alignas(
-        128) Part o[Parts == 1 ? B_r * StagedPanels * kPanel : 1];  // 16 rows for each consumer warp; fp32 needs none
+    alignas(128) Part o[Parts == 1 ? B_r * StagedColumns : 1];  // 16 rows for each consumer warp; fp32 needs none
+    alignas(128) Part bias[Pairs && !BiasInO ? StagesBias * B_r * B_c : 0];
     Job jobs[StagesJobs];
     Barrier job_placed[StagesJobs], job_full[StagesJobs], job_empty[StagesJobs];  // placed: known to who copies
     Barrier job_asked;  // the next job, by the warp that will copy for it
@@ -91,6 +104,11 @@ struct Traits {
     Barrier v_full[Stages], v_empty[Stages];
     Barrier q_tail, v_tail;  // the copy of a tile whose rows past the last are to be zeroed before anyone sees it
     PartScales scales[Parts == 1 ? 1 : StagesJobs];  // of each job, where operands are in parts
+    Barrier bias_full[Pairs ? Consumers : 0][StagesBias], bias_empty[Pairs ? Consumers : 0][StagesBias];
+
+    CUTE_DEVICE Part* bias_of(int warpgroup, int stage) {
+      return BiasInO ? o + warpgroup * BiasElements : bias + (stage * Consumers + warpgroup) * BiasElements;
+    }
   };
 };
 
