@@ -239,7 +239,8 @@ def pair_cases():
 
 # ------------------------------------------------------------------------------------------------ caches
 def cache_cases():
-    """(dtype, N_q, d, d_v, page size, new tokens, rotary dim, options): reading, appending, paged, rotated, split."""
+    """(dtype, N_q, d, d_v, page size, new tokens, rotary dim, options, query heads or 4): reading, appending, paged,
+    rotated, split."""
     for dtype, n_new, d, page_size in single_and_half(itertools.product((0, 3), (64, 128, 256), (None, 1, 16))):
         yield dtype, 1, d, d, page_size, n_new, n_new and 32, CAUSAL
     for dtype in TOLERANCES:
@@ -254,13 +255,14 @@ def cache_cases():
             yield dtype, 1, d, d_v, None, 3, 32, SM80
             yield dtype, 1, d, d_v, None, 3, 32, CAUSAL
             yield dtype, 16, d, d_v, 16, 0, 0, SM80
-            yield dtype, 16, d, d_v, 16, 0, 0, CAUSAL
+            yield dtype, 1, d, d_v, 16, 0, 0, CAUSAL, 64  # 32 rows of a key head, in the tall tiles
 
 
-def compare_cache(dtype, n_q, d, d_v, page_size, n_new, rotary_dim, options) -> None:
+def compare_cache(dtype, n_q, d, d_v, page_size, n_new, rotary_dim, options, heads=4) -> None:
     """`flash_attn_with_kvcache`; of the caches, what is written."""
     lengths, capacity, heads_kv = torch.tensor([130, 0, 77], dtype=torch.int32), 192, 2
-    q, k, v = torch.randn(3, n_q, 4, d), torch.randn(3, capacity, heads_kv, d), torch.randn(3, capacity, heads_kv, d_v)
+    shapes = (3, n_q, heads, d), (3, capacity, heads_kv, d), (3, capacity, heads_kv, d_v)
+    q, k, v = (torch.randn(shape) for shape in shapes)
     arguments = {"cache_seqlens": lengths, **options}
     if page_size:
         order = torch.randperm(3 * capacity // page_size)
@@ -279,7 +281,7 @@ def compare_cache(dtype, n_q, d, d_v, page_size, n_new, rotary_dim, options) -> 
         caches = k_cache.clone(), v_cache.clone()
         return *cutlass_ext.flash_attn_with_kvcache(q, *caches, return_softmax_lse=True, **options), *caches
 
-    case = dtype, n_q, d, d_v, page_size, n_new, rotary_dim, options
+    case = dtype, n_q, d, d_v, page_size, n_new, rotary_dim, options, heads
     # rotated keys are rounded, too
     agree(case, call, tuple(t.to(dtype) for t in (q, k, v)), arguments, lambda t: tolerance(dtype, 2))
 
