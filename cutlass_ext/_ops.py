@@ -68,7 +68,7 @@ Tensors = tuple[Tensor, ...]
 
 def attention_shapes(o: SimpleNamespace) -> Tensors:
     """The results of operators that compute attention, `out` and `lse`, uninitialised."""
-    return empty_results(o.q, getattr(o, "v_cache", o.v), o.return_lse)
+    return empty_results(o.q, getattr(o, "v_cache", o.v), o.return_lse, getattr(o, "out_dtype", None))
 
 
 def lse_if_asked(compute: Callable[[SimpleNamespace], Tensors]) -> Callable[[SimpleNamespace], Tensors]:

@@ -18,7 +18,7 @@ with_grad, with_grad_torch = register("fmha_with_grad", lse_if_asked(torch_backe
 backward, backward_torch = register("fmha_backward", torch_backend.fmha_backward, torch_backend.empty_gradients)
 
 func_is_active = torch._C._are_functorch_transforms_active  # whether torch.func is at work
-_DETERMINISTIC = position(with_grad, "deterministic")
+_DETERMINISTIC, _OUT_DTYPE = (position(with_grad, name) for name in ("deterministic", "out_dtype"))
 # Where the arguments stand whose gradients are the results dq, dk, ... of the backward operator.
 _DIFFERENTIATED = [position(with_grad, gradient.name[1:]) for gradient in backward._schema.returns]
 _BIAS = _DIFFERENTIATED[-1]
@@ -82,11 +82,17 @@ def _gradients(operator, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple
     for i, tensor in zip(ctx.tensors, tensors, strict=True):
         inputs[i] = tensor
     inputs[_DETERMINISTIC] |= torch.are_deterministic_algorithms_enabled()
-    dout = torch.zeros_like(out) if dout is None else _readable(dout)
+    delta, dout = None, torch.zeros_like(out) if dout is None else dout
+    if out.dtype != inputs[0].dtype:  # float32 beside 16 bits, which the kernels take neither of
+        inputs[_OUT_DTYPE] = None
+        dout = dout.to(inputs[0].dtype)
+        delta = (dout * out).masked_fill(out == 0, 0.0).sum(-1).transpose(-1, -2)  # rows without keys take any dout
+        delta, out, dlse = (delta if dlse is None else delta - dlse).contiguous(), None, None
+    dout = _readable(dout)
     dlse = None if dlse is None else dlse.contiguous()
     bias_grad = inputs[_BIAS] is not None and ctx.needs_input_grad[_BIAS]
     q, k, v, *options = inputs  # the gradients take the same options, in the same order
-    results = run(differentiable(operator), (dout, q, k, v, out, lse, None, dlse, bias_grad, *options), {})
+    results = run(differentiable(operator), (dout, q, k, v, out, lse, delta, dlse, bias_grad, *options), {})
     gradients: list[Tensor | None] = [None] * len(inputs)
     for i, gradient in zip(_DIFFERENTIATED, results, strict=True):
         gradients[i] = None if inputs[i] is None or (i == _BIAS and not bias_grad) else gradient

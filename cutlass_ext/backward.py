@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import autograd
 from ._ops import run
-from .interface import NAMES, Backend, StartPos, behind_keys, check_bool, split_start, window_sides
+from .interface import NAMES, Backend, StartPos, behind_keys, check_bool, check_dtype, split_start, window_sides
 
 
 def fmha_backward(
@@ -46,6 +46,7 @@ def fmha_backward(
     sequence_start: int = 0,
     bias_grad: bool = True,
     key_start: int | Tensor = 0,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     r"""The gradients of `out, lse = fmha(..., return_lse=True)` in q, k, v, sink and bias, from those of out and lse.
 
@@ -63,7 +64,7 @@ def fmha_backward(
     Args:
         dout: the gradient of out, its shape, dtype and device. Any strides, its last dimension contiguous.
         q, k, v: as in `fmha`, packed or padded.
-        out: what `fmha` gave, any strides, its last dimension contiguous; None with `delta`.
+        out: what `fmha` gave, in q's dtype, any strides, its last dimension contiguous; None with `delta`.
         lse: what `fmha` gave, float32 `[B, H_q, N_q]` or packed `[H_q, total_q]`, contiguous (float64 where q is).
         delta: as lse: the rows' sums of `dout * out`, less dlse, which is not given then. By default computed of out.
         dlse: as lse: the gradient of lse, 0 by default.
@@ -76,10 +77,12 @@ def fmha_backward(
         dropout_p, dropout_seed: as in the call of `fmha`, which the seed has to be given, too.
         bias_grad: whether the gradient of bias is computed, where there is one.
         key_start: as in the call of `fmha`.
+        out_dtype: of dq, dk and dv: `torch.float32`, for sums of parts that are not to be rounded to 16 bits before, or
+            None for that of q. No kernel takes it beside 16-bit inputs yet; PyTorch's operators do.
 
     Returns:
-        `(dq, dk, dv)`, contiguous, shapes and dtype of q, k and v; with a sink then `dsink`, float32 `[H_q]`; with a
-        bias, and bias_grad, then `dbias`, shape and dtype of the bias.
+        `(dq, dk, dv)`, contiguous, shapes and dtype of q, k and v, or out_dtype; with a sink then `dsink`, float32
+        `[H_q]`; with a bias, and bias_grad, then `dbias`, shape and dtype of the bias.
         Rows that see no key, keys outside `leftpad_k` and `seqused_k`, and rows in no sequence have gradients of 0,
         whatever bits q, k, v, dout and out hold there.
 
@@ -92,6 +95,7 @@ def fmha_backward(
     check_bool("causal", causal)
     check_bool("deterministic", deterministic)
     check_bool("bias_grad", bias_grad)
+    check_dtype("out_dtype", out_dtype)
     left, right = window_sides("window", window)
     start_pos, key_start, key_starts = behind_keys(start_pos, key_start)
     start, start_positions = split_start(start_pos)
@@ -99,7 +103,7 @@ def fmha_backward(
         dout, q, k, v, out, lse, delta, dlse, bias_grad, causal, start, False, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
         max_seqlen_k, block_table, left, right, softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k,
         start_positions, 0, backend, deterministic or torch.are_deterministic_algorithms_enabled(), bias, mask,
-        dropout_p, dropout_seed, head_start, sequence_start, key_start, key_starts,
+        dropout_p, dropout_seed, head_start, sequence_start, key_start, key_starts, out_dtype,
     )  # fmt: skip
     operator = autograd.backward_torch if backend == "torch" else autograd.backward
     *gradients, dsink, dbias = run(autograd.differentiable(operator), arguments, NAMES)

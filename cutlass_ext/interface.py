@@ -55,6 +55,7 @@ def fmha(
     sequence_start: int = 0,
     key_start: int | Tensor = 0,
     precision: Literal["high", "highest"] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Exact multi-head attention, `softmax(softmax_scale * q k^T + ...) v`, without writing out the scores.
 
@@ -161,9 +162,12 @@ def fmha(
             such parts, or not finite, the GPU sees it and computes the call on CUDA cores. None: `"high"` where it is
             expected to be faster. Neither is TF32, whatever `torch.set_float32_matmul_precision` says. Gradients are
             computed on CUDA cores.
+        out_dtype: `torch.float32`, so that parts which are to be merged are not rounded to 16 bits before; None is the
+            dtype of q. The gradient of such an `out` is rounded to q's dtype where the backward pass begins.
 
     Returns:
-        `out` `[B, N_q, H_q, d_v]` or `[total_q, H_q, d_v]`, contiguous, dtype of q; with `return_lse` also `lse`
+        `out` `[B, N_q, H_q, d_v]` or `[total_q, H_q, d_v]`, contiguous, dtype of q (with an `out_dtype` float32, and
+        beside 16-bit inputs not contiguous: it lies as lse does, heads before rows); with `return_lse` also `lse`
         `[B, H_q, N_q]` or `[H_q, total_q]`, float32, the natural logarithm of each row's sum. Both are differentiable
         in q, k, v, sink and bias, once. Rows that see no key, padding and rows in no sequence have gradients of 0,
         whatever bits stand there. The same inputs give the same bits. In a captured CUDA graph the call may be replayed
@@ -186,6 +190,8 @@ def fmha(
         check_bool("causal", causal)
     if deterministic is not False:
         check_bool("deterministic", deterministic)
+    if out_dtype is not None:
+        check_dtype("out_dtype", out_dtype)
     left, right = (-1, -1) if window == (-1, -1) else window_sides("window", window)
     key_starts = None
     if type(key_start) is not int or key_start != 0:
@@ -193,7 +199,7 @@ def fmha(
     start, start_positions = (start_pos, None) if type(start_pos) is int else split_start(start_pos)
     names = NAMES
     no_pairs = (
-        bias is mask is block_mask is dropout_seed is key_starts is None
+        bias is mask is block_mask is dropout_seed is key_starts is out_dtype is None
         and dropout_p == head_start == sequence_start == key_start == 0
     )
     if not no_pairs:
@@ -231,7 +237,9 @@ def fmha(
             alibi_slopes, sink, seqused_k, leftpad_k, start_positions, num_splits, backend, deterministic,
         )  # fmt: skip
         if not no_pairs or precision is not None:
-            arguments += bias, mask, dropout_p, dropout_seed, head_start, sequence_start, key_start, key_starts
+            arguments += (
+                bias, mask, dropout_p, dropout_seed, head_start, sequence_start, key_start, key_starts, out_dtype,
+            )  # fmt: skip
             if precision is not None:
                 arguments += (precision,)
     if needs_grad:
@@ -341,6 +349,12 @@ def check_bool(name: str, value: bool) -> None:
     """The operators take None for False."""
     if not isinstance(value, (bool, torch.SymBool)):
         raise TypeError(f"{name}: is {value!r}; expected True or False")
+
+
+def check_dtype(name: str, dtype: torch.dtype | None) -> None:
+    """The operators take the numbers of dtypes, too."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name}: is {dtype!r}; expected torch.float32 or None")
 
 
 UNBOUNDED = 2**30  # tokens: a window of so many hides nothing, as no position is so far from another

@@ -85,11 +85,15 @@ def dtype_of_scores(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def empty_results(q: Tensor, v: Tensor, return_lse: bool = True) -> Results:
-    """`out` and `lse` for q `[B, N_q, H_q, d]` or `[total_q, H_q, d]`; `lse` is empty where nobody asked for it."""
+def empty_results(q: Tensor, v: Tensor, return_lse: bool = True, out_dtype: torch.dtype | None = None) -> Results:
+    """`out` and `lse` for q `[B, N_q, H_q, d]` or `[total_q, H_q, d]`; `lse` is empty where nobody asked for it. An out
+    of another dtype than q's lies as lse does."""
     *batch, rows, H_q, _d = q.shape
-    lse = (*batch, H_q, rows) if return_lse else (0,)
-    return q.new_empty(*batch, rows, H_q, v.shape[-1]), q.new_empty(lse, dtype=dtype_of_scores(q))
+    if out_dtype in (None, q.dtype):
+        out = q.new_empty(*batch, rows, H_q, v.shape[-1])
+    else:
+        out = q.new_empty(*batch, H_q, rows, v.shape[-1], dtype=out_dtype).transpose(-2, -3)
+    return out, q.new_empty((*batch, H_q, rows) if return_lse else (0,), dtype=dtype_of_scores(q))
 
 
 def empty_gradients(o: SimpleNamespace) -> Gradients:
@@ -100,7 +104,8 @@ def empty_gradients(o: SimpleNamespace) -> Gradients:
         dbias = o.bias.new_empty(o.bias.shape)
     else:
         dbias = o.q.new_empty(0, dtype=torch.float32)
-    return o.q.new_empty(o.q.shape), o.k.new_empty(o.k.shape), o.v.new_empty(o.v.shape), dsink, dbias
+    dq, dk, dv = (x.new_empty(x.shape, dtype=o.out_dtype or x.dtype) for x in (o.q, o.k, o.v))
+    return dq, dk, dv, dsink, dbias
 
 
 # PyTorch's own fused attention on a CPU, also while the switch has these operators computed here.
@@ -301,10 +306,14 @@ class _Blocks:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: SimpleNamespace) -> Results:
-    """Padded sequences: `out` `[B, N_q, H_q, d_v]` in q's dtype and `lse` `[B, H_q, N_q]` float32.
+    """Padded sequences: `out` `[B, N_q, H_q, d_v]` in q's dtype, or another, and `lse` `[B, H_q, N_q]` float32.
 
     Scores, softmax and both products are computed in float32, whatever the inputs' dtype, or in float64 where they are.
     """
+    out_dtype = getattr(o, "out_dtype", None)
+    if out_dtype not in (None, q.dtype):
+        of_float32, lse = attention(q.float(), k.float(), v.float(), lengths, o)
+        return empty_results(q, v, False, out_dtype)[0].copy_(of_float32), lse
     fused = _Fused.of(q, k, v, lengths, o)
     if fused:
         out, lse = fused.attention(q, k, v)
@@ -484,21 +493,22 @@ def _sequences(o: SimpleNamespace) -> Iterator[_Sequences]:
 def _packed_attention(o: SimpleNamespace) -> Results:
     """Packed queries: `out` `[total_q, H_q, d_v]` and `lse` `[H_q, total_q]`."""
     total_q, H_q, _ = o.q.shape
-    out = o.q.new_zeros(total_q + 1, H_q, o.v.shape[-1])  # the last row takes what padding computes
+    results = empty_results(o.q, o.v, True, o.out_dtype)
+    out = results[0].new_zeros(total_q + 1, H_q, o.v.shape[-1])  # the last row takes what padding computes
     lse = o.q.new_full((total_q + 1, H_q), -torch.inf, dtype=dtype_of_scores(o.q))
     for some in _sequences(o):
         block_out, block_lse = attention(o.q[some.rows], some.k, some.v, some.lengths, some.options)
         places = some.q_places(total_q)
         out[places] = block_out
         lse[places] = block_lse.transpose(1, 2)
-    return out[:total_q], lse[:total_q].T.contiguous()
+    return results[0].copy_(out[:total_q]), results[1].copy_(lse[:total_q].T)
 
 
 def _packed_backward(o: SimpleNamespace) -> Gradients:
     """Packed sequences: the gradients of `_packed_attention`; those of rows in no sequence are 0."""
     total_q, total_k = len(o.q), len(o.k)
-    dq, dk, dv = (x.new_zeros(len(x) + 1, *x.shape[1:]) for x in (o.q, o.k, o.v))  # the last row is padding's
-    dsink, dbias = empty_gradients(o)[3:]  # no bias goes with packed sequences
+    *of_rows, dsink, dbias = empty_gradients(o)  # no bias goes with packed sequences
+    dq, dk, dv = (x.new_zeros(len(x) + 1, *x.shape[1:]) for x in of_rows)  # the last row is padding's
     dsink.zero_()
     for some in _sequences(o):
         options = some.options

@@ -43,6 +43,7 @@ constexpr int kKinds = static_cast<int>(Kind::AllGradients) + 1;
   FEATURE(Bias, "bias", p.bias.data, p.bias.data = nullptr)                                                      \
   FEATURE(Mask, "mask", p.mask.bits, p.mask.bits = nullptr)                                                      \
   FEATURE(Dropout, "dropout_p", p.dropout.seed, p.dropout.seed = nullptr)                                        \
+  FEATURE(Float32Results, "out_dtype", p.widens, p.widens = false)                                               \
   FEATURE(UnalignedRows, "q, k, v", !rows_are_aligned(p), void())
 
 namespace feature {

@@ -28,7 +28,8 @@ CUTE_DEVICE Part merge(Part const (&parts)[Parts], float (&weights)[Parts]) {
 constexpr int kMergeRows = 4;  // query rows of a block, a warp each
 
 /// Merges the splits of each query row and lets the sink in, a warp a row. The bits depend on the number of splits
-/// alone. Launched after a kernel that ran with num_splits > 1.
+/// alone. Launched after a kernel that wrote parts. One part alone, in float32, lies where o does, and stays as it is
+/// unless there is a sink.
 template <class Element>
 __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_constant__ Params const params) {
   int const n = params.stored_rows(), blocks = (n + kMergeRows - 1) / kMergeRows;
@@ -56,7 +57,8 @@ __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_co
   Element* out = static_cast<Element*>(params.o) + b * params.o_stride.batch + row * params.o_stride.row +
                  head * params.o_stride.head;
   constexpr int kRound = 8;  // parts under way at a time
-  for (int col0 = 0; col0 < params.head_dim_v; col0 += 32 * 4) {
+  bool const stays = params.o_partial == params.o && finished.factor == 1.f;
+  for (int col0 = 0; !stays && col0 < params.head_dim_v; col0 += 32 * 4) {
     int const col = col0 + lane * 4;
     bool const exists = col < params.head_dim_v;
     float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -62,6 +62,7 @@ struct Lengths {
 /// What plan.cpp decides, and the workspace that this takes.
 struct Work {
   int num_splits = 1;
+  int writes_parts = 0;              // whether there are several, or one whose o is float32 (Results)
   Scheduler scheduler;               // the order of query tiles
   cutlass::FastDivmod heads_per_kv;  // G, query heads of a key head
   cutlass::FastDivmod heads_a_tile;  // query heads whose rows share a query tile: G, or 1 (rows.hpp)
@@ -69,7 +70,8 @@ struct Work {
   unsigned* counters = nullptr;      // zero between launches: of a persistent launch two (work items taken, CTAs
                                      // that found none), of decode kernels [B, row_tiles, H_kv], parts finished
   float* o_partial = nullptr;        // parts of O, each normalised by itself where splits are merged by a launch
-                                     // of its own: [num_splits, (shape of lse), d_v]; else as merge.hpp has them
+                                     // of its own: [num_splits, (shape of lse), d_v], one alone where o is; else as
+                                     // merge.hpp has them
   float* lse_partial = nullptr;      // their lse in the log2 domain, [num_splits, (shape of lse)]; else (m, l)
   int box_rows = 0;                  // keys that Hopper's persistent kernels copy at a time where they lie in pages
   // Of the decode kernels
@@ -78,7 +80,7 @@ struct Work {
   int groups = 1;             // of CTAs; each group has one for every key head and row tile
 
   /// Whether parts of rows are written, which a launch of its own merges; of query tiles.
-  CUTE_HOST_DEVICE bool is_split() const { return num_splits > 1; }
+  CUTE_HOST_DEVICE bool is_split() const { return writes_parts; }
 };
 
 /// The tensors that are read.
@@ -173,6 +175,8 @@ struct Results {
   void* o = nullptr;     // [B, N_q,  H_q,  d_v]; packed: [total_q, H_q, d_v]
   float* lse = nullptr;  // [B, H_q, N_q], natural log; packed: [H_q, total_q]; null: not asked for
   Strides o_stride;
+  bool widens = false;  // o, or in a backward pass dq, dk and dv, is float32 beside inputs of 16 bits; o then lies as
+                        // lse does, [B, H_q, N_q, d_v] or [H_q, total_q, d_v]
 };
 
 /// Rotary position embedding (RoFormer, arXiv:2104.09864, section 3.2) of the first `dim` columns of q and new keys.

@@ -90,6 +90,7 @@ void lay_out(Device const& device, Params* params, Plan* plan) {
     p.num_splits = persistent ? choose_splits_of_persistent(p, kernel, tiles)
                               : choose_num_splits(tiles.all, key_tiles(p, kernel), p.resident_ctas);
   }
+  p.writes_parts = p.num_splits > 1 || p.widens;
   p.scheduler = Scheduler(p.batch, tiles.heads, tiles.rows, tiles.step, p.num_splits,
                           section_for(p, kernel.block_r, device.l2_bytes));
   int64_t const items = p.scheduler.size();
@@ -98,7 +99,7 @@ void lay_out(Device const& device, Params* params, Plan* plan) {
   plan->grid.ctas = dim3(static_cast<unsigned>(persistent ? std::min<int64_t>(items, p.resident_ctas) : items));
   plan->counters = persistent ? 2 : 0;
   plan->splits = p.num_splits;
-  plan->merges_apart = p.num_splits > 1;
+  plan->merges_apart = p.writes_parts;
   plan->partial_rows = plan->merges_apart ? p.num_splits * p.result_rows() : 0;
   plan->floats_a_part = 1;
 }
@@ -335,7 +336,10 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
     exact->params.if_out_of_range = true;
     params = in_parts;
   }
-  if (plan.partial_rows > 0) {
+  if (params.writes_parts && params.num_splits == 1) {  // in float32, where o is to be
+    params.o_partial = static_cast<float*>(params.o);
+    params.lse_partial = params.lse ? params.lse : static_cast<float*>(allocate(plan.partial_rows * sizeof(float)));
+  } else if (plan.partial_rows > 0) {
     size_t const floats = size_t(plan.partial_rows) * (params.head_dim_v + plan.floats_a_part);
     params.o_partial = static_cast<float*>(allocate(floats * sizeof(float)));
     params.lse_partial = params.o_partial + plan.partial_rows * params.head_dim_v;

@@ -13,6 +13,7 @@ void merge_splits(DType dtype, Params const& params, cudaStream_t stream) {
   int64_t const blocks = int64_t(params.stored_batch()) * params.heads_q * blocks_a_head;
   if (blocks == 0) return;
   if (blocks > INT32_MAX) fail("ValueError", "q: has more rows than one launch can merge");
+  if (params.widens) dtype = DType::Float32;
   auto const kernel = dtype == DType::Float32   ? merge_splits_kernel<float>
                       : dtype == DType::Float16 ? merge_splits_kernel<cutlass::half_t>
                                                 : merge_splits_kernel<cutlass::bfloat16_t>;

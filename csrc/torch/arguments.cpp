@@ -220,6 +220,7 @@ Params params_of(Arguments const& a) {
   p.start_positions = a.start_positions.as<int>();
   p.window_left = bounded_window(a.window_left);
   p.window_right = a.causal ? 0 : bounded_window(a.window_right);
+  p.widens = a.widens();
   if (a.is_cache()) set_cache(a, &p);
   set_pairs(a, &p);
   return p;

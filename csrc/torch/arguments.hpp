@@ -42,6 +42,9 @@ struct Arguments {
   int64_t sinks() const { return sink ? q.size(-2) : 0; }
   /// What the fifth gradient is of; none where nobody asked for it.
   Tensor const* with_dbias() const { return bias && bias_grad ? &bias : nullptr; }
+  /// Whether results are float32 beside inputs of 16 bits.
+  bool widens() const { return out_dtype && q.dtype != kFloat32; }
+  int32_t dtype_of_results() const { return out_dtype ? kFloat32 : q.dtype; }
   int64_t new_keys() const { return k_new ? k_new.size(1) : 0; }
   int64_t page_rows() const { return k.size(1); }
   /// Keys that a sequence of a cache or of pages has room for.

@@ -340,6 +340,11 @@ void check_positions(Arguments const& a) {
 }
 
 void check_execution(Arguments const& a) {
+  using torch::headeronly::ScalarType;
+  if (a.out_dtype && (*a.out_dtype != ScalarType::Float || a.q.dtype == kFloat64)) {
+    fail("ValueError", "out_dtype: is ", torch::headeronly::toString(*a.out_dtype), " beside a q of ",
+         dtype_name(a.q.dtype), "; expected None", a.q.dtype == kFloat64 ? "" : " or float32");
+  }
   if (a.num_splits < 0 || a.num_splits > kMaxSplits) {
     fail("ValueError", "num_splits: is ", a.num_splits, "; expected 1 to ", kMaxSplits, ", or 0 to have it chosen");
   }

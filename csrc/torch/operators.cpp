@@ -53,15 +53,20 @@ void forward(Arguments const& a, StableIValue* results) {
   if (!planned.kernel) fail("NotImplementedError", planned.refusal);
 
   int64_t const batch = params.stored_batch(), rows = params.stored_rows(), heads = params.heads_q;
-  int64_t const head_dim_v = params.head_dim_v, row_stride = heads * head_dim_v;
-  Allocation out = a.packed() ? Allocation({rows, heads, head_dim_v}, a.q.dtype, device)
-                              : Allocation({batch, rows, heads, head_dim_v}, a.q.dtype, device);
+  int64_t const head_dim_v = params.head_dim_v;
+  int64_t const all = heads * std::max<int64_t>(rows, 1) * head_dim_v;
+  Strides const stride =
+      params.widens ? Strides{all, head_dim_v, all / heads} : Strides{all, heads * head_dim_v, head_dim_v};
+  int32_t const dtype = a.dtype_of_results();
+  Allocation out = a.packed() ? Allocation({rows, heads, head_dim_v}, {stride.row, stride.head, 1}, dtype, device)
+                              : Allocation({batch, rows, heads, head_dim_v}, {stride.batch, stride.row, stride.head, 1},
+                                           dtype, device);
   Allocation lse;
   if (a.return_lse) {
     lse = a.packed() ? Allocation({heads, rows}, kFloat32, device) : Allocation({batch, heads, rows}, kFloat32, device);
   }
   params.o = out.data;
-  params.o_stride = {rows * row_stride, row_stride, head_dim_v};
+  params.o_stride = stride;
   std::vector<Allocation> workspace;
   params.lse = static_cast<float*>(lse.data);
   Allocation const bits = pack(a.mask, current_stream(device), &params);

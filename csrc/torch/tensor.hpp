@@ -136,11 +136,12 @@ struct Allocation {
       strides[i] = step;
       step *= shape[i] > 0 ? shape[i] : 1;
     }
-    if (aoti_torch_empty_strided(N, shape, strides, dtype, aoti_torch_device_type_cuda(), device, &handle) !=
-        AOTI_TORCH_SUCCESS) {
-      fail("RuntimeError", "could not allocate ", step, " elements on CUDA device ", device);
-    }
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(handle, &data));
+    allocate(shape, strides, dtype, device);
+  }
+  /// The same of other strides, without gaps.
+  template <size_t N>
+  Allocation(int64_t const (&shape)[N], int64_t const (&strides)[N], int32_t dtype, int device) : Allocation() {
+    allocate(shape, strides, dtype, device);
   }
   ~Allocation() {
     if (handle) aoti_torch_delete_tensor_object(handle);
@@ -153,6 +154,18 @@ struct Allocation {
     return *this;
   }
   AtenTensorHandle release() { return std::exchange(handle, nullptr); }
+
+ private:
+  template <size_t N>
+  void allocate(int64_t const (&shape)[N], int64_t const (&strides)[N], int32_t dtype, int device) {
+    if (aoti_torch_empty_strided(N, shape, strides, dtype, aoti_torch_device_type_cuda(), device, &handle) !=
+        AOTI_TORCH_SUCCESS) {
+      std::ostringstream text;
+      for (size_t i = 0; i < N; ++i) text << (i ? " x " : "") << shape[i];
+      fail("RuntimeError", "could not allocate ", text.str(), " elements on CUDA device ", device);
+    }
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(handle, &data));
+  }
 };
 
 }  // namespace cutlass_ext

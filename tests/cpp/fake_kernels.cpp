@@ -12,10 +12,11 @@ namespace {
 using namespace feature;
 
 constexpr Features kTiles =
-    kScoreMods | kPairs | Sink | Packed | kUnlike | FewerKeys | Pages | FixedSplits | UnalignedRows;
-constexpr Features kPersistent = Sink | Packed | kUnlike | FewerKeys | Pages | FixedSplits;
+    kScoreMods | kPairs | Sink | Packed | kUnlike | FewerKeys | Pages | FixedSplits | Float32Results | UnalignedRows;
+constexpr Features kPersistent = Sink | Packed | kUnlike | FewerKeys | Pages | FixedSplits | Float32Results;
 constexpr Features kPlainDecode = KeyLengths | StartPositions | FewerKeys | Pages;
-constexpr Features kDecode = kScoreMods | Sink | Packed | kUnlike | kCache | FixedSplits | UnalignedRows;
+constexpr Features kDecode =
+    kScoreMods | Sink | Packed | kUnlike | kCache | FixedSplits | Float32Results | UnalignedRows;
 
 /// Something that no other kernel has: the host knows kernels by their entries.
 void const* new_entry() {

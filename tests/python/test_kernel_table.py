@@ -61,6 +61,7 @@ def test_who_takes_what(bits):
         "Bias": tiles | gradients,
         "Mask": tiles | gradients,
         "Dropout": tiles | gradients,
+        "Float32Results": tiles | {"decode"},
         "UnalignedRows": {"tiles", "decode"} | of_both,
     }
     assert expected.keys() == bits.keys()

@@ -1,5 +1,5 @@
 """Parts of the keys, each a call with the position of its first key, merged: what one call of all keys gives, with its
-gradients, whatever the features, the dropped weights included."""
+gradients, whatever the features, the dropped weights included; and results that are not rounded before."""
 
 import itertools
 
@@ -85,9 +85,10 @@ def assert_near(got, want, dtype, factor, what):
     assert error <= factor * eps * norm + 2e-5 * want.numel() ** 0.5, f"{what}: off by {error:.2e} of {norm:.2e}"
 
 
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["rounded", "float32"])
 @pytest.mark.parametrize("cuts", [EVEN, ODD], ids=["even", "odd"])
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: f"{i}-{CASES[i][0] or 'plain'}")
-def test_parts_merged_are_the_whole(target, number, cuts):
+def test_parts_merged_are_the_whole(target, number, cuts, out_dtype):
     """Forward, and with lse and delta of the whole the gradients: dk and dv of each part, sums of dq, dsink, dbias."""
     options = whole_of(target, *CASES[number])
     by_tensor = number % 2 == 1
@@ -97,10 +98,13 @@ def test_parts_merged_are_the_whole(target, number, cuts):
         pytest.skip("of sizes that Hopper's gradients do not have")
     cut = [slice(a, b) for a, b in itertools.pairwise(cuts)]
     parts = [(k[:, at], v[:, at], part_of(target, options, at.start, at.stop, by_tensor=by_tensor)) for at in cut]
-    results = [target.fmha(q, *kv, **own) for *kv, own in parts]
+    results = [target.fmha(q, *kv, **own, out_dtype=out_dtype) for *kv, own in parts]
     out, lse = cutlass_ext.merge_attention(*zip(*results, strict=True))
     expected = expect(q, k, v, **options)
-    assert_near(out, expected.out, target.dtype, 4, "out")
+    if out_dtype is None:
+        assert_near(out, expected.out, target.dtype, 4, "out")
+    else:  # as exact as one call, rounded once
+        expected.check(out.to(target.dtype), small=True)
     seeing = expected.lse.isfinite()
     assert torch.equal(lse.isfinite(), seeing)
     torch.testing.assert_close(lse[seeing].double(), expected.lse[seeing], atol=2e-5, rtol=2e-5)
@@ -150,6 +154,108 @@ def test_parts_of_packed_sequences(target, names):
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     got = target.gradients(q, k, v, dout, dlse, **options, **own)
     expect_gradients_packed(q, k, v, dout, dlse, **options, **own).check(got, small=True)
+
+
+# ------------------------------------------------------------------------------------------------ out_dtype
+def as_if_merged(out, lse):
+    """Float32 results of 16-bit inputs, which lie as lse does."""
+    assert out.dtype == lse.dtype == torch.float32
+    assert out.transpose(-2, -3).is_contiguous() and lse.is_contiguous()
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize("rows,keys", [(ROWS, KEYS), (1, 1000), (3, 77), (150, 0), (0, 20)], ids=str)
+@pytest.mark.parametrize("names", ["", "sink", "alibi", "drop"])
+def test_float32_results(target, names, rows, keys, num_splits):
+    """Nearer to the oracle than what is rounded, of query tiles and of decoding, of one part and of several."""
+    q, k, v = target.qkv(2, rows, HEADS, 64, n_kv=keys, heads_kv=HEADS_KV)
+    options = {"causal": True, "start_pos": "end"}
+    for name in names.split():
+        options |= tensors(target, name)
+    got = target.fmha(q, k, v, out_dtype=torch.float32, num_splits=num_splits, **options)
+    if target.dtype != torch.float32:
+        as_if_merged(*got)
+    want, rounded = expect(q, k, v, **options), target.fmha(q, k, v, num_splits=num_splits, **options)
+    want.check(got[0].to(target.dtype), got[1], small=True)
+    errors = [(out.double() - want.out).norm().item() for out in (got[0], rounded[0])]
+    assert errors[0] <= 1.01 * errors[1] + 1e-6
+    if target.dtype != torch.float32 and rows * keys > 10_000:
+        assert (got[0] != got[0].to(target.dtype)).float().mean() > 0.5
+    without_lse = target.fmha(
+        q, k, v, out_dtype=torch.float32, num_splits=num_splits, return_lse=False, **options
+    )  # fmt: skip
+    assert torch.equal(without_lse, got[0])
+
+
+@pytest.mark.parametrize("names", ["", "sink"])
+def test_float32_results_of_packed_sequences(target, names):
+    batch = packed(target, [40, 0, 150, 1], [90, 12, 150, 0], heads=(HEADS, HEADS_KV))
+    options = {"causal": True, "start_pos": "end"}
+    for name in names.split():
+        options |= tensors(target, name)
+    out, lse = target.fmha(*batch, **batch.packing, **options, out_dtype=torch.float32)
+    if target.dtype != torch.float32:
+        as_if_merged(out, lse)
+    expect_packed(*batch, **batch.packing, **options).check(out.to(target.dtype), lse, small=True)
+
+
+def test_float32_results_over_pages(target):
+    """Chunks and single rows in one call, of which a launch each computes some."""
+    lengths_q, lengths_k = [1, 60, 2, 130], [300, 64, 90, 130]
+    q, _, _ = batch = packed(target, lengths_q, lengths_k, heads=(HEADS, HEADS_KV))
+    pages = sum(-(-n // 16) for n in lengths_k)
+    table, pools, page = torch.zeros(4, 19, dtype=torch.int32), [target.randn(pages, 16, HEADS_KV, 64) for _ in "kv"], 0
+    for b, n in enumerate(lengths_k):
+        own = -(-n // 16)
+        table[b, :own] = torch.arange(page, page + own)
+        page += own
+    packing = {name: batch.packing[name] for name in ("cu_seqlens_q", "max_seqlen_q")}
+    options = {"causal": True, "start_pos": "end", "seqused_k": target.int32(lengths_k)}
+    out, lse = target.fmha(
+        q, *pools, **packing, **options, block_table=table.to(target.device), out_dtype=torch.float32
+    )
+    if target.dtype != torch.float32:
+        as_if_merged(out, lse)
+    keys = [torch.cat([pool[table[b].long()].flatten(0, 1)[:n] for b, n in enumerate(lengths_k)]) for pool in pools]
+    del options["seqused_k"]
+    expect_packed(q, *keys, **batch.packing, **options).check(out.to(target.dtype), lse, small=True)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_gradients_of_float32_results(target, packing):
+    """Those of the rounded gradient that comes in, in the dtype of the inputs."""
+    options = {"causal": True, "sink": target.vector(HEADS)}
+    if packing:
+        batch = packed(target, [40, 0, 150], [90, 12, 150], heads=(HEADS, HEADS_KV))
+        (q, k, v), options = batch, options | batch.packing
+    else:
+        q, k, v = target.qkv(2, ROWS, HEADS, 64, n_kv=KEYS, heads_kv=HEADS_KV)
+    dout = torch.randn(*q.shape[:-1], v.shape[-1], device=target.device)
+    dlse = torch.randn(*q.shape[:-3], q.shape[-2], q.shape[-3], device=target.device)
+    expected = expect_gradients_packed if packing else expect_gradients
+    for of_lse in (None, dlse):
+        want = expected(q, k, v, dout.to(target.dtype), of_lse, **options)
+        got = target.gradients(q, k, v, dout, of_lse, out_dtype=torch.float32, **options)
+        want.check(got, small=True)
+
+
+def test_gradients_in_float32(target):
+    """Where they are to be had; kernels of 16 bits refuse them by name."""
+    q, k, v = target.qkv(2, ROWS, HEADS, 64, n_kv=KEYS, heads_kv=HEADS_KV)
+    dout, _ = of_out(target, q, v)
+    out, lse = target.fmha(q, k, v, causal=True)
+
+    def gradients(**options):
+        return cutlass_ext.fmha_backward(dout, q, k, v, out, lse, causal=True, backend=target.backend, **options)
+
+    if target.dtype != torch.float32 and target.backend != "torch":
+        with pytest.raises(NotImplementedError, match=r"^out_dtype: "):
+            gradients(out_dtype=torch.float32)
+        return
+    got, want = gradients(out_dtype=torch.float32), gradients()
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == torch.float32 and a.is_contiguous()
+        torch.testing.assert_close(a.to(b.dtype), b, **peer_tolerance(target.dtype))
 
 
 def test_key_start_shifts_positions_alone(target):

@@ -961,6 +961,8 @@ WRONG = [
     ("key_start", V, {"key_start": torch.ones(3, dtype=torch.int32), "start_pos": torch.ones(B, dtype=torch.int32)}),
     ("start_pos", V, {"key_start": torch.ones(B, dtype=torch.int32), "start_pos": torch.ones(3, dtype=torch.int32)}),
     ("start_pos", V, {"key_start": -(2**28), "start_pos": 2**28}),
+    *[("out_dtype", V, {"out_dtype": x}) for x in (torch.float16, torch.bfloat16, torch.float64, torch.int32)],
+    *[("out_dtype", T, {"out_dtype": x}) for x in ("float32", 6, True)],
 ]  # fmt: skip
 
 

@@ -266,7 +266,8 @@ struct Decode {
       feature::Packed | feature::KeyLengths | feature::StartPositions | feature::FewerKeys | feature::Pages;
   static constexpr Features kTakes = Plain ? kPlain
                                            : kPlain | feature::kScoreMods | feature::Sink | feature::kUnlike |
-                                                 feature::kCache | feature::FixedSplits | feature::UnalignedRows;
+                                                 feature::kCache | feature::FixedSplits | feature::Float32Results |
+                                                 feature::UnalignedRows;
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static_assert(Warpgroup || kSharedBytes <= 99 * 1024, "what a block has on compute capability 8.6");
   static_assert(!Warpgroup || 2 * (kSharedBytes + 1024) <= 228 * 1024, "what a multiprocessor of 9.0 has, for two");

@@ -42,16 +42,27 @@ CUTE_DEVICE UnitPart merge_units(int count, Ml const& ml, O const& o) {
   return all;
 }
 
+/// Whether o is float32 whatever the inputs are; of parameters that do not say so it is not.
+CUTE_DEVICE bool widens(Params const& params) { return params.widens; }
+template <class P>
+CUTE_DEVICE bool widens(P const&) {
+  return false;
+}
+
 /// Writes a unit of a row of a sequence, normalised, and with unit 0 the row's lse if it was asked for.
 template <class Element, class P>
 CUTE_DEVICE void write_unit(P const& params, QueryRows const& rows, PackedRow const& row, int unit, float4 const& o,
                             Finish const& finished) {
   float const f = finished.factor;
-  Element* const to = row_at<Element>(params.o, params.o_stride, rows.batch, rows.row0 + row.token, row.head);
-  if constexpr (sizeof(Element) == 2) {
-    reinterpret_cast<uint2*>(to)[unit] = make_uint2(pack<Element>(o.x * f, o.y * f), pack<Element>(o.z * f, o.w * f));
-  } else {
-    reinterpret_cast<float4*>(to)[unit] = make_float4(o.x * f, o.y * f, o.z * f, o.w * f);
+  auto const write = [&](auto type, auto const& x) {
+    using T = decltype(type);
+    T* const to = row_at<T>(params.o, params.o_stride, rows.batch, rows.row0 + row.token, row.head);
+    reinterpret_cast<std::decay_t<decltype(x)>*>(to)[unit] = x;
+  };
+  if (sizeof(Element) == 4 || widens(params)) {
+    write(float{}, make_float4(o.x * f, o.y * f, o.z * f, o.w * f));
+  } else if constexpr (sizeof(Element) == 2) {
+    write(Element{}, make_uint2(pack<Element>(o.x * f, o.y * f), pack<Element>(o.z * f, o.w * f)));
   }
   if (unit == 0 && params.lse) params.lse[row.result(params, rows)] = finished.lse();
 }

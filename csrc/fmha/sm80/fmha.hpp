@@ -432,7 +432,7 @@ struct FMHA {
   static constexpr Kind kKind = Kind::Tiles;
   static constexpr Features kTakes = feature::kScoreMods | feature::kPairs | feature::Sink | feature::Packed |
                                      feature::kUnlike | feature::FewerKeys | feature::Pages | feature::FixedSplits |
-                                     feature::UnalignedRows;
+                                     feature::Float32Results | feature::UnalignedRows;
 };
 
 }  // namespace cutlass_ext::sm80

@@ -625,9 +625,10 @@ struct FMHA {
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Persistent;
   // Parts are made of tensors, not of pages; and whether they hold a sequence may depend on the others of the batch.
-  static constexpr Features kTakes = (ScoreMods ? feature::kScoreMods : 0) | (Traits::Pairs ? feature::kPairs : 0) |
-                                     feature::Sink | feature::Packed | feature::kUnlike | feature::FewerKeys |
-                                     (Traits::Parts == 1 ? feature::Pages | feature::FixedSplits : 0);
+  static constexpr Features kTakes =
+      (ScoreMods ? feature::kScoreMods : 0) | (Traits::Pairs ? feature::kPairs : 0) | feature::Sink | feature::Packed |
+      feature::kUnlike | feature::FewerKeys |
+      (Traits::Parts == 1 ? feature::Pages | feature::FixedSplits | feature::Float32Results : 0);
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
   static_assert(Traits::Consumers > 1, "warpgroups take turns with each other");
 };
