@@ -51,7 +51,7 @@ def decode(
 
     Returns:
         `out` `[B, N_q, H_q, d_v]` in q's dtype; with `return_lse` also `lse` `[B, H_q, N_q]`, float32. The same bits on
-        all ranks. Parts have q's dtype before they are merged.
+        all ranks. Parts are float32 until they are merged.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `cutlass_ext.distributed.fmha`.
@@ -72,14 +72,15 @@ def decode(
         if isinstance(start_pos, str) or isinstance(key_start, str):
             raise ValueError("start_pos, key_start: no rank knows where the whole ends; expected int, or int32 [B]")
         own = {"seqused_k": seqused_k, "block_table": block_table, "alibi_slopes": alibi_slopes}
-        options = same | own | {"start_pos": start_pos - key_start}
+        options = same | own | {"start_pos": start_pos, "key_start": key_start}
+        options["out_dtype"] = None if q.dtype == dtype_of_scores(q) else dtype_of_scores(q)
         explain(q, k, v, sink=sink, **options)
         shapes = {"q": [q.dtype, *q.shape], "v": [v.shape[-1]], "k": [k.shape[-2]], "sink": sink is None}
         return options, same | shapes
 
     options = agreed(group, prepare) if check else prepare()[0]
     out, lse = fmha(q, k, v, sink=sink if group.rank() == 0 else None, return_lse=True, **options)
-    mine = torch.cat([out.to(dtype_of_scores(q)), lse.mT.unsqueeze(-1)], -1)
+    mine = torch.cat([out, lse.mT.unsqueeze(-1)], -1)
     parts = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
     try:
         all_gather(parts, mine, group=group)

@@ -52,7 +52,7 @@ def fmha(
 
     - `"ring"`: K and V go round, while each rank computes its rows' attention to what has come; the results are merged
       by `lse`. K and V of a rank are sent in one message, straight to the rank that needs them, and only the chunks
-      that some row of it sees. Any number of heads. Parts of the result have the dtype of q, and are summed in float32.
+      that some row of it sees. Any number of heads. Parts of the result are float32 until they are merged.
     - `"all_to_all"`: the ranks exchange rows for heads, each computes some heads of all rows, and they exchange back.
       The number of ranks divides H_q, and is a multiple or a divisor of H_kv. The whole sequence is computed by one
       call, so the result has its bits.
@@ -84,7 +84,6 @@ def fmha(
         cu_seqlens: where sequences are packed, the ends of the whole ones, `[B + 1]` beginning with 0, as ints or a CPU
             tensor, the same on all ranks. Sequences may have any lengths, also fewer rows than there are ranks.
         dropout_p, head_start, sequence_start: as in `cutlass_ext.fmha`; the same weights are dropped as on one GPU.
-            Not in a ring.
         dropout_seed: int64 `[2]`, the same on all ranks; by default the first rank of the group draws it.
         check: before anything is sent, the ranks compare their arguments, on the host and over gloo: the device does
             not wait, but hosts do, for the slowest. With False a call that differs among ranks may hang until the
@@ -98,8 +97,7 @@ def fmha(
     Raises:
         TypeError, ValueError: an argument that does not fit on a rank, or that differs among ranks; on every rank, with
             the number of the rank and the argument.
-        NotImplementedError: dropout in a ring: draws go by the positions of keys, and `cutlass_ext.fmha` has no
-            `key_start` yet; and what `cutlass_ext.fmha` refuses.
+        NotImplementedError: what `cutlass_ext.fmha` refuses.
         RuntimeError: a rank that is gone, when the group notices; or no `torch.distributed`.
 
     Source: Ring Attention (arXiv:2310.01889, section 3), with the balance of Striped Attention (arXiv:2311.09431) by
@@ -125,7 +123,7 @@ def fmha(
         if rows != spread.rows[rank]:
             raise ValueError(f"q: has {rows} rows; expected {spread.rows[rank]}, the shard of cu_seqlens on this rank")
         left, right = window_sides("window", window)
-        chosen = _method(method, q, k, v, spread, causal, (left, right), dropout_p)
+        chosen = _method(method, q, k, v, spread, causal, (left, right))
         options = {
             "causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
             "dropout_p": dropout_p, "head_start": head_start, "sequence_start": sequence_start, "backend": backend,
@@ -149,15 +147,15 @@ def fmha(
         "causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap, "backend": backend,
         "deterministic": deterministic,
     }  # fmt: skip
-    if method == "ring":
-        plan = ring.Ring(group, spread, sides, options | {"alibi_slopes": alibi_slopes})
-        out, lse = ring.attention(q, k, v, sink, plan)
-        return (out, lse) if return_lse else out
     if dropout_p:
         if dropout_seed is None:
             dropout_seed = draw_seed(q)
             dist.broadcast(dropout_seed, group=group, group_src=0)
         options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "sequence_start": sequence_start}
+    if method == "ring":
+        options |= {"alibi_slopes": alibi_slopes} | ({"head_start": head_start} if dropout_p else {})
+        out, lse = ring.attention(q, k, v, sink, ring.Ring(group, spread, sides, options))
+        return (out, lse) if return_lse else out
     if method == "all_gather":
         place = all_gather.Gathering(group, spread, sides, options, alibi_slopes, head_start)
         out, lse = all_gather.attention(q, k, v, sink, place)
@@ -165,10 +163,7 @@ def fmha(
     return all_to_all.attention(q, k, v, group, spread, options, alibi_slopes, sink, head_start, return_lse)
 
 
-def _method(
-    method: str, q: Tensor, k: Tensor, v: Tensor, spread: Spread, causal: bool, window: tuple[int, int],
-    dropout_p: float,
-) -> str:  # fmt: skip
+def _method(method: str, q: Tensor, k: Tensor, v: Tensor, spread: Spread, causal: bool, window: tuple[int, int]) -> str:
     """The method that runs, or why it cannot."""
     if method not in ("ring", "all_to_all", "all_gather", "auto"):
         raise ValueError(f'method: is {method!r}; expected "ring", "all_to_all", "all_gather" or "auto"')
@@ -180,17 +175,9 @@ def _method(
             'expected ranks that divide H_q, and are a multiple or a divisor of H_kv, or method="ring"'
         )
     if method == "auto":
-        if any(side >= 0 for side in window) and not dropout_p:
+        if any(side >= 0 for side in window):
             return "ring"  # which sends to neighbours alone, and fills nothing in
-        methods = [
-            name for name, takes in (("ring", not dropout_p), ("all_to_all", divides), ("all_gather", True)) if takes
-        ]
-        return _fastest(q, k, v, spread, causal, methods)
-    if method == "ring" and dropout_p:
-        raise NotImplementedError(
-            "dropout_p: not in a ring, as cutlass_ext.fmha has no key_start yet, by which keys of another rank would "
-            'draw what they draw on one GPU; use method="all_gather", or "all_to_all" with ranks that divide the heads'
-        )
+        return _fastest(q, k, v, spread, causal, ["ring", *["all_to_all"] * divides, "all_gather"])
     return method
 
 

@@ -80,12 +80,13 @@ class Spread:
                     break
         return found
 
-    def options(self, rows: int, keys: int, device: torch.device) -> dict:
+    def options(self, rows: int, keys: int, device: torch.device, by_position: bool = False) -> dict:
         """What `cutlass_ext.fmha` is told of the rows of one chunk and the keys of another: `start_pos` is the distance
-        of their first positions, and packed sequences have their ends."""
-        if not self.packed:
-            return {"start_pos": self.edges(rows)[0][0] - self.edges(keys)[0][0]}
-        return _packed_options(self, rows, keys, device)
+        of their first positions, or these are told `by_position`, and packed sequences have their ends."""
+        if self.packed:
+            return _packed_options(self, rows, keys, device, by_position)
+        row, key = (self.edges(chunk)[0][0] for chunk in (rows, keys))
+        return {"start_pos": row, "key_start": key} if by_position else {"start_pos": row - key}
 
     def options_of_whole(self, rows: int, device: torch.device) -> dict:
         """The same of the rows of one chunk and all keys, in the order of the sequences."""
@@ -150,10 +151,14 @@ def _lengths(name: str, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 @torch.inference_mode(False)
-def _packed_options(spread: Spread, rows: int, keys: int | None, device: torch.device) -> dict:
+def _packed_options(
+    spread: Spread, rows: int, keys: int | None, device: torch.device, by_position: bool = False
+) -> dict:
     of_rows, of_keys = spread.edges(rows), [(0, n) for n in spread.lengths] if keys is None else spread.edges(keys)
-    starts = [row - key for (row, _), (key, _) in zip(of_rows, of_keys, strict=True)]
-    options = {"start_pos": _to_device(torch.tensor(starts, dtype=torch.int32), device)}
+    row_starts, key_starts = (torch.tensor([begin for begin, _ in of], dtype=torch.int32) for of in (of_rows, of_keys))
+    starts = {"start_pos": row_starts, "key_start": key_starts}
+    starts = starts if by_position else {"start_pos": row_starts - key_starts}
+    options = {name: _to_device(x, device) for name, x in starts.items()}
     for side, edges in (("q", of_rows), ("k", of_keys)):
         lengths = [end - begin for begin, end in edges]
         options[f"cu_seqlens_{side}"] = cu_seqlens_of(tuple(lengths), device)
