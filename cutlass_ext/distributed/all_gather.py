@@ -26,8 +26,33 @@ from .transfer import Transfer, connect
 PIECES_BYTES = 1 << 23
 
 
+class Places:
+    """Where a rank's rows lie, and where the keys that they see."""
+
+    def __init__(self, spread: Spread, rank: int, sides: tuple[int, int]):
+        self.spread, self.rank = spread, rank
+        self.routes = routes_of(spread, rank, sides)
+        self.own = [spread.chunk(rank, part) for part in range(spread.parts)]
+        self.rows = [spread.slice_of(rank, slice(part, part + 1)) for part in range(spread.parts)]
+        # Later rows see more keys under causal: what is left to do at the end is then short.
+        self.parts = [part for part in reversed(range(spread.parts)) if spread.rows_of_part(rank, part)]
+        seen = [[-1] for _ in range(spread.parts)]
+        for source, pairs in self.routes.pairs.items():
+            for i, j in pairs:
+                seen[i].append(spread.chunk(source, j))
+        self.chunks = spread.chunks if spread.packed else max(itertools.chain(self.own, *seen)) + 1
+        # Rows of keys, chunk after chunk, and up to where a part of the rows sees any: all, where each sequence ends.
+        self.of_chunk = [slice(*ends) for ends in itertools.pairwise(spread.places)]
+        self.end_of_keys = [spread.places[-1 if spread.packed else max(chunks) + 1] for chunks in seen]
+        here = {spread.chunk(source, j) for source, parts in self.routes.received.items() for j in parts}
+        self.missing = sorted(set(range(self.chunks)) - here - set(self.own))
+
+
+places_of = functools.lru_cache(maxsize=64)(Places)  # the layers of a model have the same
+
+
 class Gathering:
-    """A rank's place, and the calls that it makes there: for each part of its rows, and each piece of the heads."""
+    """A call on a rank, and the calls that it is made of: for each part of its rows, and each piece of the heads."""
 
     def __init__(
         self, group: dist.ProcessGroup, spread: Spread, sides: tuple[int, int], options: dict,
@@ -36,17 +61,8 @@ class Gathering:
         self.group, self.spread, self.options = group, spread, options
         self.slopes, self.head_start = slopes, head_start
         self.rank, self.ranks = group.rank(), group.size()
-        self.routes = routes_of(spread, self.rank, sides)
-        self.own = [spread.chunk(self.rank, part) for part in range(spread.parts)]
-        # Later rows see more keys under causal: what is left to do at the end is then short.
-        self.parts = [part for part in reversed(range(spread.parts)) if spread.rows_of_part(self.rank, part)]
-        seen = [[] for _ in range(spread.parts)]
-        for source, pairs in self.routes.pairs.items():
-            for i, j in pairs:
-                seen[i].append(spread.chunk(source, j))
-        self.seen = seen
-        last = max(itertools.chain(self.own, *seen)) + 1
-        self.chunks = spread.chunks if spread.packed else last
+        self.places = places_of(spread, self.rank, sides)
+        self.routes, self.own = self.places.routes, self.places.own
 
     def pieces(self, k: Tensor, v: Tensor) -> list[slice]:
         """Of the key heads: the first is small, and what comes after it comes while it is computed."""
@@ -62,11 +78,11 @@ class Gathering:
 
     def place(self, x: Tensor, chunk: int) -> Tensor:
         """Rows of a chunk, of a tensor that has them in its first dimension, chunk after chunk."""
-        return x[self.spread.places[chunk] : self.spread.places[chunk + 1]]
+        return x[self.places.of_chunk[chunk]]
 
     def rows(self, x: Tensor, part: int) -> Tensor:
         """Of a tensor of this rank's rows `[..., rows, heads, head_dim]`: those of a part."""
-        rows = self.spread.slice_of(self.rank, slice(part, part + 1))
+        rows = self.places.rows[part]
         return x.narrow(-3, rows.start, rows.stop - rows.start)
 
     def part_of(self, x: Tensor, part: int, heads: slice) -> Tensor:
@@ -75,12 +91,11 @@ class Gathering:
 
     def part_of_lse(self, x: Tensor, part: int, heads: slice) -> Tensor:
         """The same of a tensor `[..., heads, rows]`."""
-        return x[..., heads, self.spread.slice_of(self.rank, slice(part, part + 1))]
+        return x[..., heads, self.places.rows[part]]
 
     def keys_of(self, part: int, kv: Tensor, d: int) -> tuple[Tensor, Tensor]:
         """K and V for a part. Of one sequence none past the last chunk that it sees."""
-        if not self.spread.packed:
-            kv = kv.narrow(-3, 0, self.spread.places[max(self.seen[part], default=-1) + 1])
+        kv = kv.narrow(-3, 0, self.places.end_of_keys[part])
         return kv[..., :d], kv[..., d:]
 
     def options_of(self, part: int, heads: slice, sink: Tensor | None, device: torch.device) -> dict:
@@ -95,8 +110,8 @@ class Gathering:
         """Of a gradient of the keys that `keys_of` gave: what one chunk has of it, contiguous."""
         if len(self.spread.lengths) > 1:
             return x.index_select(-3, self.spread.rows_of_chunk(chunk, x.device))
-        begin, end = self.spread.places[chunk : chunk + 2]
-        return x.narrow(-3, begin, end - begin).contiguous()
+        rows = self.places.of_chunk[chunk]
+        return x.narrow(-3, rows.start, rows.stop - rows.start).contiguous()
 
     def transfer(self, operations: list, what: str, after: Iterable = ()) -> Transfer:
         failure = f"rank {self.rank} of {self.ranks}: {what} did not come from the other ranks, or go to them"
@@ -143,20 +158,18 @@ def _gathered(place: Gathering, k: Tensor, v: Tensor, pieces: list[slice]) -> It
     Rows lie chunk after chunk, so that each chunk is one message straight to its place, and chunks are in the order of
     the sequence if there is one. Chunks that no row here sees do not come, and are zeros.
     """
-    spread, routes, rank, others = place.spread, place.routes, place.rank, range(place.ranks)
+    spread, routes = place.spread, place.routes
     transfers = []
-    missing = set(range(place.chunks)) - set(place.own)
-    missing -= {spread.chunk(source, j) for source in others for j in routes.received[source]}
     for heads in pieces:
-        shape = spread.places[place.chunks], *k.shape[:-3], heads.stop - heads.start, k.shape[-1] + v.shape[-1]
+        shape = spread.places[place.places.chunks], *k.shape[:-3], heads.stop - heads.start, k.shape[-1] + v.shape[-1]
         kv = k.new_empty(shape)
         for part, chunk in enumerate(place.own):
             own = [place.rows(x, part)[..., heads, :].movedim(-3, 0) for x in (k, v)]
             torch.cat(own, -1, out=place.place(kv, chunk))
-        for chunk in missing:
+        for chunk in place.places.missing:
             place.place(kv, chunk).zero_()
         operations = []
-        for peer in (peer for peer in others if peer != rank):
+        for peer in (peer for peer in range(place.ranks) if peer != place.rank):
             received = [place.place(kv, spread.chunk(peer, j)) for j in routes.received[peer]]
             sent = [place.place(kv, place.own[j]) for j in routes.sent[peer]]
             operations += [(dist.irecv, x, peer) for x in received] + [(dist.isend, x, peer) for x in sent]
@@ -171,24 +184,21 @@ def _gathered(place: Gathering, k: Tensor, v: Tensor, pieces: list[slice]) -> It
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, place: Gathering) -> tuple[Tensor, Tensor]:
-        d, results, gathered, launches = k.shape[-1], [], [], Launches(q.device)
+        d, gathered, launches = k.shape[-1], [], Launches(q.device)
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=dtype_of_scores(q))
         for heads, kv in _gathered(place, k, v, place.pieces(k, v)):
             gathered.append((heads, kv))
             of_q = _query_heads(heads, q, k.shape[-2])
-            for part in place.parts:
+            for part in place.places.parts:
                 with launches.next():
-                    result = fmha(
+                    part_out, part_lse = fmha(
                         place.part_of(q, part, of_q), *place.keys_of(part, kv, d), return_lse=True,
                         **place.options_of(part, of_q, sink, q.device),
                     )  # fmt: skip
-                results.append((part, of_q, *result))
+                    place.part_of(out, part, of_q).copy_(part_out)
+                    place.part_of_lse(lse, part, of_q).copy_(part_lse)
         launches.join()
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=dtype_of_scores(q))
-        for part, of_q, part_out, part_lse in results:
-            place.part_of(out, part, of_q).copy_(part_out)
-            place.part_of_lse(lse, part, of_q).copy_(part_lse)
-        launches.release()
         ctx.place, ctx.d = place, d
         ctx.kept = [heads for heads, _ in gathered] if place.bytes_of_whole(k, v) <= KEPT_BYTES else None
         saved = (k, v) if ctx.kept is None else [kv for _, kv in gathered]
@@ -207,15 +217,15 @@ class _Attention(torch.autograd.Function):
             gathered = list(zip(ctx.kept, saved, strict=True))
         H_kv = gathered[-1][0].stop
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        launches, results, transfers = Launches(q.device), [], []
+        launches, transfers, results = Launches(q.device), [], []
         # Of each piece of the heads, and each part of the rows here: what the parts of the rows of all ranks give.
         shares = {(heads.start, j): [] for heads, _ in gathered for j in range(spread.parts)}
         for part in reversed(range(spread.parts)):  # all ranks name their messages in one order
             operations, first = _received(place, part, gathered, ctx.d, shares), len(launches.streams)
-            for heads, kv in gathered if part in place.parts else ():
+            for heads, kv in gathered if part in place.places.parts else ():
                 of_q = _query_heads(heads, q, H_kv)
                 with launches.next():
-                    dq, dk, dv, *dsink = fmha_backward(
+                    part_dq, dk, dv, *part_dsink = fmha_backward(
                         place.part_of(dout, part, of_q), place.part_of(q, part, of_q),
                         *place.keys_of(part, kv, ctx.d), place.part_of(out, part, of_q),
                         place.part_of_lse(lse, part, of_q).contiguous(),
@@ -229,12 +239,12 @@ class _Attention(torch.autograd.Function):
                                 shares[heads.start, j].append(share)
                             else:
                                 operations += [(dist.isend, x, to) for x in share]
-                results.append((part, of_q, dq, dsink))
+                results.append((part, of_q, part_dq, part_dsink))
             transfers.append(place.transfer(operations, "dk and dv", launches.streams[first:]))
         launches.join()
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dsink = None if sink is None else torch.zeros_like(sink)
-        for part, of_q, part_dq, part_dsink in results:
+        for part, of_q, part_dq, part_dsink in results:  # beside the last messages
             place.part_of(dq, part, of_q).copy_(part_dq)
             if dsink is not None:
                 dsink[of_q] += part_dsink[0]

@@ -207,7 +207,12 @@ def work(rank: int, args: argparse.Namespace) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    if args.device == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True  # messages get multiprocessors before kernels that wait for some
+        dist.init_process_group("nccl", pg_options=options)
+    else:
+        dist.init_process_group("gloo")
     first = dist.get_rank() == 0
     gbs = transfer_gbs(args.device, args.rounds) if dist.get_world_size() > 1 else Machine().host_gbs
     machine = replace(Machine(), host_gbs=gbs, network_gbs=gbs)

@@ -56,10 +56,9 @@ def fmha(
     - `"all_to_all"`: the ranks exchange rows for heads, each computes some heads of all rows, and they exchange back.
       The number of ranks divides H_q, and is a multiple or a divisor of H_kv. The whole sequence is computed by one
       call, so the result has its bits.
-    - `"all_gather"`: every rank gets the keys that its rows see, a few heads first, and computes as one GPU would: out
-      has its bits where no sequence is so short that its keys are split. Any number of heads. Gradients of keys go back
-      in q's dtype, each of a part of the rows, and are added up in float32. The fastest while K and V of all ranks are
-      no burden.
+    - `"all_gather"`: every rank gets the keys that its rows see, a few heads first, and computes as one GPU would, each
+      row in one call. Any number of heads. Gradients of keys go back in q's dtype, each of a part of the rows, and are
+      added up in float32. The fastest while K and V of all ranks are no burden.
 
     Sizes beyond q, k, v and out, with N rows on P ranks: a ring has K and V of a rank three times (as sent, and two
     as received) and out in float32 twice, while it merges; backward also dq, and dk and dv four times, in float32.

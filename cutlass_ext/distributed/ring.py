@@ -173,12 +173,17 @@ def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
+def _empty(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """out and lse."""
+    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
+    return out, q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=dtype)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
-        dtype, touched = dtype_of_scores(q), set()
-        out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
-        lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=dtype)
+        dtype, touched, every = dtype_of_scores(q), set(), set(range(ring.spread.parts))
+        out = lse = None
         out_dtype = None if dtype == q.dtype else dtype  # parts are not rounded before they are merged
         for source, message in _keys(ring, k, v):
             for call in ring.calls(source, q.device):
@@ -186,6 +191,11 @@ class _Attention(torch.autograd.Function):
                     ring.rows(q, ring.rank, call.rows), *_keys_of(ring, call, message, k, v),
                     sink=sink if call.has_sink else None, return_lse=True, out_dtype=out_dtype, **call.options,
                 )  # fmt: skip
+                if out is None and part_out.shape[-3] == q.shape[-3]:  # this rank's own keys, and all of its rows
+                    out, lse, touched = part_out, part_lse, every
+                    continue
+                if out is None:
+                    out, lse = _empty(q, v, dtype)
                 rows_out, rows_lse = ring.rows(out, ring.rank, call.rows), ring.rows_of_lse(lse, call.rows)
                 parts = set(range(call.rows.start, call.rows.stop))
                 if parts & touched:
@@ -193,8 +203,10 @@ class _Attention(torch.autograd.Function):
                 else:
                     rows_out.copy_(part_out)
                     rows_lse.copy_(part_lse)
-                touched |= parts
-        for part in set(range(ring.spread.parts)) - touched:  # without keys
+                touched = touched | parts
+        if out is None:
+            out, lse = _empty(q, v, dtype)
+        for part in every - touched:  # without keys
             ring.rows(out, ring.rank, slice(part, part + 1)).zero_()
             ring.rows_of_lse(lse, slice(part, part + 1)).fill_(-torch.inf)
         out = out.to(q.dtype)
