@@ -8,6 +8,7 @@ and no block touches keys that the host knows to be hidden.
 
 import contextlib
 import itertools
+import math
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -116,16 +117,20 @@ _FUSED, _FUSED_BACKWARD = (
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _FUSED_DTYPES = torch.float32, torch.float16, torch.bfloat16
 # Its exponentials are of 20 ulp, of 16-bit inputs of less, and gradients go by lse. In float32 the largest errors of dq
-# were up to 1.74 times what is allowed at 128 rows, 0.46 times at 256.
+# were up to 1.74 times what is allowed at 128 rows, 0.46 times at 256. In 16 bits it adds up dk and dv in those: dv was
+# at 1.62 times the reference's error for 1.5. So lse and gradients of 16 bits are those of the call in float32.
 _ROWS_OF_EXACT_LSE = 256
+_MOST_ADDED = 2**24  # elements of a mask or of a bias that is not float32, which become float32
 
 
 class _Fused(NamedTuple):
-    """A call that PyTorch's fused attention computes: every row sees the keys `j`, or row `i` the first `i + 1`."""
+    """A call that PyTorch's fused attention computes: every row sees the keys `j`, or row `i` the first `i + 1`; less
+    those that a mask hides, and a bias added."""
 
     j: slice
     causal: bool
     softmax_scale: float
+    added: Tensor | None  # to the scores: `[1 or B, 1 or H_q, 1 or N_q, j]`, float32, -inf where a mask hides
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: SimpleNamespace) -> "_Fused | None":
@@ -134,14 +139,20 @@ class _Fused(NamedTuple):
             return None
         if isinstance(lengths.start, Tensor) or not lengths.used is lengths.leftpad is None:
             return None
-        if o.softcap > 0 or threshold_of(o.dropout_p) > 0 or not o.alibi_slopes is o.sink is o.bias is o.mask is None:
+        if o.softcap > 0 or threshold_of(o.dropout_p) > 0 or not o.alibi_slopes is o.sink is None:
             return None
         N_q, right = q.shape[1], 0 if o.causal else o.window_right
         j, hidden = _visible_keys(lengths.start, slice(0, N_q), k.shape[1], o.window_left, right)
         causal = hidden and lengths.start == right == 0 and not 0 <= o.window_left < N_q - 1
         if j.start == j.stop or hidden != causal or q.numel() == 0:
             return None
-        return cls(j, causal, q.shape[-1] ** -0.5 if o.softmax_scale is None else o.softmax_scale)
+        added = None
+        if not o.bias is o.mask is None:
+            becoming = [x.numel() for x in (o.bias, o.mask) if x is not None and x.dtype != torch.float32]
+            if sum(becoming) > _MOST_ADDED:
+                return None
+            added = _added(o.bias, o.mask, j)
+        return cls(j, causal, q.shape[-1] ** -0.5 if o.softmax_scale is None else o.softmax_scale, added)
 
     def keys(self, *tensors: Tensor) -> list[Tensor]:
         """`[B, j, H, d]` of tensors of all keys, as `[B, H, j, d]`."""
@@ -150,23 +161,60 @@ class _Fused(NamedTuple):
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
         with _float32_products("cpu"):
             out, lse = _FUSED.call_boxed(
-                _CPU, q.transpose(1, 2), *self.keys(k, v), 0.0, self.causal, attn_mask=None, scale=self.softmax_scale
-            )
+                _CPU, q.transpose(1, 2), *self.keys(k, v), 0.0, self.causal,
+                attn_mask=self.added, scale=self.softmax_scale,
+            )  # fmt: skip
+        if self.added is not None and (unsure := lse == 0).any():  # which is also what it gives a row without keys
+            lse.masked_fill_(unsure & self.sees_nothing(q.shape[1]), -torch.inf)
         return out.transpose(1, 2).contiguous(), lse.contiguous()
 
+    def sees_nothing(self, N_q: int) -> Tensor:
+        """`[1 or B, 1 or H_q, 1 or N_q]`: rows that see no key."""
+        visible = self.added != -torch.inf
+        last = torch.arange(N_q, device=visible.device) if self.causal else visible.shape[-1]
+        return ~visible.any(-1) | (visible.to(torch.uint8).argmax(-1) > last)
+
     def backward(self, o: SimpleNamespace) -> Gradients:
-        """From the results of either way."""
-        q, dout, out = (x.transpose(1, 2) for x in (o.q, o.dout, o.out))
+        """From the results of either way, in float32."""
+        q, dout, out = (x.transpose(1, 2).float() for x in (o.q, o.dout, o.out))
+        k, v = (x.float() for x in self.keys(o.k, o.v))
+        lse, empty = o.lse, o.lse == -torch.inf
+        if empty.any():
+            lse = lse.masked_fill(empty, torch.inf)  # P of a row without keys, exp(-inf - lse), is 0 and not NaN
+            q, dout = (x.masked_fill(empty.unsqueeze(-1), 0.0) for x in (q, dout))
         with _float32_products("cpu"):
             dq, *of_keys = _FUSED_BACKWARD.call_boxed(
-                _CPU, dout, q, *self.keys(o.k, o.v), out, o.lse, 0.0, self.causal,
-                attn_mask=None, scale=self.softmax_scale,
-            )  # fmt: skip
+                _CPU, dout, q, k, v, out, lse, 0.0, self.causal, attn_mask=self.added, scale=self.softmax_scale
+            )
         dq, dk, dv = (x.transpose(1, 2) for x in (dq, *of_keys))
         if (N_kv := o.k.shape[1]) != self.j.stop - self.j.start:
             dk, dv = (pad(x, (0, 0, 0, 0, self.j.start, N_kv - self.j.stop)) for x in (dk, dv))
-        none = dq.new_empty(0, dtype=torch.float32)  # sink, bias
-        return dq.contiguous(), dk.contiguous(), dv.contiguous(), none, none.clone()
+        dq, dk, dv = (x.to(o.q.dtype).contiguous() for x in (dq, dk, dv))
+        return dq, dk, dv, *empty_gradients(o)[3:]
+
+
+def _added(bias: Tensor | None, mask: Tensor | None, j: slice) -> Tensor:
+    """What bias and mask add to the scores of the keys `j`, float32."""
+    if mask is None:
+        added = bias[..., j].float()
+    else:
+        zero = torch.zeros((), device=mask.device) if bias is None else bias[..., j].float()
+        added = zero.where(mask[..., j], -torch.inf)
+    return added if added.stride(-1) == 1 else added.contiguous()
+
+
+def _finite_heads(heads: int, *tensors: Tensor) -> Tensor | None:
+    """`[B, heads]`: whether all is finite that tensors `[B, N, H, d]` have of a key head's; None where everything is,
+    which sums tell in a tenth of the time."""
+    if all(math.isfinite(x.sum(dtype=torch.float32).item()) for x in tensors):
+        return None
+    found = [x.unflatten(2, (heads, -1)).isfinite().all(-1).all(-1).all(1) for x in tensors]
+    return torch.stack(found).all(0)
+
+
+def _chosen(use: Tensor, fused: Tensor, blocks: Tensor) -> Tensor:
+    """Of tensors `[B, N, H, d]` the one where `use` `[B, heads]` is true of the key head, else the other."""
+    return fused.where(use.repeat_interleave(fused.shape[2] // use.shape[1], 1)[:, None, :, None], blocks)
 
 
 class _Block(NamedTuple):
@@ -315,16 +363,31 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: SimpleNamesp
         of_float32, lse = attention(q.float(), k.float(), v.float(), lengths, o)
         return empty_results(q, v, False, out_dtype)[0].copy_(of_float32), lse
     fused = _Fused.of(q, k, v, lengths, o)
-    if fused:
-        out, lse = fused.attention(q, k, v)
-        if not o.return_lse:
-            return out, lse
-        if q.shape[1] >= _ROWS_OF_EXACT_LSE:
-            return out, lse if q.dtype == torch.float32 else fused.attention(q.float(), k.float(), v.float())[1]
+    if fused is None:
+        return _attention_in_blocks(q, k, v, lengths, o)
+    if o.return_lse and q.dtype != torch.float32:
+        out, lse = fused.attention(q.float(), k.float(), v.float())
+        out = out.to(q.dtype)
     else:
-        out, lse = empty_results(q, v)
-        if lse.numel() == 0:
-            return out, lse
+        out, lse = fused.attention(q, k, v)
+    # Where a mask hides a NaN, it adds -inf to it: of such heads the blocks, which replace it, have the last word.
+    if fused.added is not None and (use := _finite_heads(k.shape[2], out)) is not None:
+        of_blocks = _attention_in_blocks(q, k, v, lengths, o)
+        out = _chosen(use, out, of_blocks[0])
+        lse = _chosen(use, lse.transpose(1, 2).unsqueeze(-1), of_blocks[1].transpose(1, 2).unsqueeze(-1))
+        lse = lse.squeeze(-1).transpose(1, 2).contiguous()
+    if o.return_lse and q.dtype == torch.float32 and q.shape[1] < _ROWS_OF_EXACT_LSE:
+        return _attention_in_blocks(q, k, v, lengths, o, out)
+    return out, lse
+
+
+def _attention_in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: SimpleNamespace, known: Tensor | None = None
+) -> Results:
+    """`attention` in blocks of scores; `lse` alone where `out` is known."""
+    out, lse = empty_results(q, v)
+    if lse.numel() == 0:
+        return out, lse
     blocks = _Blocks(q, k, v, lengths, o)
     out_heads, lse_heads = blocks.by_heads(out), blocks.rows_by_heads(lse)
     sinks = None if o.sink is None else blocks.of_heads(o.sink)
@@ -339,17 +402,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: SimpleNamesp
             m, P = S.amax(-1, keepdim=True), torch.softmax(S, -1)
             largest = P.amax(-1, keepdim=True)  # exp(m - lse): softmax keeps no sum
             of_rows = m - largest.log()
-            if fused:
-                lse_heads[block.rows] = of_rows
+            empty = m == -torch.inf
+            if known is not None:
+                lse_heads[block.rows] = of_rows.masked_fill_(empty, -torch.inf)
                 continue
             O = blocks.product(blocks.drop(P, blocks.dropped(block)), block.V)
             if sink is not None:
                 O.div_(1 + torch.exp(sink - m) * largest)
                 of_rows = torch.logaddexp(of_rows, sink)
-            empty = m == -torch.inf
             out_heads[block.rows] = O.masked_fill_(empty, 0.0)
             lse_heads[block.rows] = of_rows.where(~empty, -torch.inf if sink is None else sink)
-    return out, lse
+    return out if known is None else known, lse
 
 
 def attention_backward(o: SimpleNamespace, lengths: Lengths) -> Gradients:
@@ -362,11 +425,20 @@ def attention_backward(o: SimpleNamespace, lengths: Lengths) -> Gradients:
     with delta = rowsum(dO O) - dlse and dropout's factors D, 0 or 1 / (1 - dropout_p). Rows that see no key, and keys
     outside their sequence, have gradients of 0: what stands there is replaced before it meets a zero.
     """
-    # Of 16-bit inputs its dv misses what `attention` promises: 1.62 times the reference's error for 1.5.
-    if o.q.dtype == torch.float32 and o.out is not None and o.delta is o.dlse is None:
+    fused = None
+    if o.out is not None and o.delta is o.dlse is None and not (o.bias is not None and o.bias_grad):
         fused = _Fused.of(o.q, o.k, o.v, lengths, o)
-        if fused:
-            return fused.backward(o)
+    if fused is None:
+        return _backward_in_blocks(o, lengths)
+    gradients = fused.backward(o)
+    if fused.added is None or (use := _finite_heads(o.k.shape[2], *gradients[:3])) is None:
+        return gradients
+    of_blocks = _backward_in_blocks(o, lengths)
+    return *(_chosen(use, *both) for both in zip(gradients[:3], of_blocks[:3], strict=True)), *gradients[3:]
+
+
+def _backward_in_blocks(o: SimpleNamespace, lengths: Lengths) -> Gradients:
+    """`attention_backward` in blocks of scores."""
     dq, dk, dv, dsink, dbias = empty_gradients(o)
     dsink.zero_()
     if o.q.numel() == 0:

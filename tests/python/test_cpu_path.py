@@ -53,7 +53,16 @@ FUSED = {
     "a window that hides nothing": ({}, {"causal": True, "window": (69, 0)}),
     "causal by a window": ({}, {"window": (-1, 0)}),
     "scaled": ({"d": 20}, {"softmax_scale": 0.3}),
-}
+    "bias": ({}, {"bias": torch.linspace(-1, 1, 70).expand(1, 1, 1, 70)}),
+    "bias of every head": ({"N_kv": 90}, {"bias": torch.linspace(-2, 2, 4 * 90).view(1, 4, 1, 90).bfloat16()}),
+    "bias, causal": ({"H_kv": 2}, {"bias": torch.linspace(-2, 2, 70 * 70).view(1, 1, 70, 70), "causal": True}),
+    "bias with strides": ({}, {"bias": torch.linspace(-2, 2, 70 * 70).view(1, 1, 70, 70).mT}),
+    "mask": ({}, {"mask": torch.arange(70).view(1, 1, 1, 70) > 12}),
+    "mask, causal": ({"H_kv": 2}, {"mask": torch.arange(70).view(1, 1, 1, 70) > 12, "causal": True}),
+    "mask of some rows": ({"N_kv": 90}, {"mask": torch.arange(70 * 90).view(1, 1, 70, 90) % 7000 > 360}),
+    "bias and mask": ({}, {"bias": torch.ones(2, 1, 70, 1).expand(2, 1, 70, 70),
+                           "mask": torch.arange(280).view(1, 4, 1, 70) % 3 > 0}),
+}  # fmt: skip
 NOT_FUSED = {
     "aligned at the end": ({"N_kv": 90}, {"causal": True, "start_pos": "end"}),
     "window": ({}, {"window": (9, 9)}),
@@ -64,8 +73,7 @@ NOT_FUSED = {
     "d_v": ({"d_v": 16}, {}),
     "sink": ({}, {"sink": torch.zeros(4)}),
     "slopes": ({}, {"alibi_slopes": torch.ones(4)}),
-    "bias": ({}, {"bias": torch.zeros(1, 1, 1, 70)}),
-    "mask": ({}, {"mask": torch.ones(1, 1, 1, 70, dtype=torch.bool)}),
+    "bias beside softcap": ({}, {"bias": torch.zeros(1, 1, 1, 70), "softcap": 5.0}),
     "lengths": ({}, {"seqused_k": torch.tensor([70, 9], dtype=torch.int32)}),
     "padding in front": ({}, {"leftpad_k": torch.tensor([0, 9], dtype=torch.int32)}),
     "starts on the device": ({}, {"causal": True, "start_pos": torch.zeros(2, dtype=torch.int32)}),
@@ -87,11 +95,18 @@ def test_what_is_fused_and_what_it_gives(sizes, options, is_fused, fused):
     same, lse = cutlass_ext.fmha(q, k, v, return_lse=True, **options)
     assert torch.equal(out, same)
     expected.check(out, lse)
-    if {"sink", "bias"}.isdisjoint(options):
-        gradients = cutlass_ext.fmha_backward(dout, q, k, v, out, lse, **options)
+    if "sink" in options:
+        return
+    gradients = cutlass_ext.fmha_backward(dout, q, k, v, out, lse, **options)
+    assert fused["backward"] == (is_fused and "bias" not in options)
+    assert all(x.is_contiguous() for x in gradients)
+    oracle.expect_gradients(q, k, v, dout, **_told(q, k, options)).check(gradients, small=True)
+    if "bias" in options:  # its own gradient is of the blocks; without it the others are not
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        others = torch.autograd.grad(cutlass_ext.fmha(*leaves, **options), leaves, dout)
         assert fused["backward"] == is_fused
-        assert all(x.is_contiguous() for x in gradients)
-        oracle.expect_gradients(q, k, v, dout, **_told(q, k, options)).check(gradients, small=True)
+        for a, b in zip(others, gradients[:3], strict=True):
+            torch.testing.assert_close(a, b, atol=3e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
@@ -113,17 +128,79 @@ def _told(q, k, options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("N", [5, 70, 300])
+@pytest.mark.parametrize("extra", ["", "mask"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_16_bits_are_fused_but_for_lse_and_gradients(dtype, causal, fused):
-    q, k, v, dout = tensors(N_q=300, N_kv=300, dtype=dtype)
-    out = cutlass_ext.fmha(q, k, v, causal=causal)
-    oracle.expect(q, k, v, causal=causal).check(out)
+def test_16_bits_are_fused(dtype, causal, extra, N, fused):
+    """lse and gradients in float32."""
+    q, k, v, dout = tensors(N_q=N, N_kv=N, H_kv=2, dtype=dtype)
+    options = {"causal": causal} | ({"mask": torch.rand(2, 1, 1, N) < 0.7} if extra else {})
+    out = cutlass_ext.fmha(q, k, v, **options)
+    oracle.expect(q, k, v, **options).check(out, small=True)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = cutlass_ext.fmha(*leaves, causal=causal, return_lse=True)
-    oracle.expect(q, k, v, causal=causal).check(out, lse)
+    out, lse = cutlass_ext.fmha(*leaves, return_lse=True, **options)
+    oracle.expect(q, k, v, **options).check(out, lse, small=True)
     gradients = torch.autograd.grad(out, leaves, dout)
-    oracle.expect_gradients(*(x.detach() for x in leaves), dout, causal=causal).check(gradients)
-    assert fused == {"attention": 3, "backward": 0}  # lse is of a call in float32
+    assert [x.dtype for x in gradients] == [dtype] * 3
+    oracle.expect_gradients(*(x.detach() for x in leaves), dout, **options).check(gradients, small=True)
+    assert fused == {"attention": 2, "backward": 1}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("N", [70, 300])
+def test_rows_that_a_mask_leaves_without_keys(N, causal, fused):
+    """0 and -inf, and gradients of 0, whatever stands in their q and dout."""
+    q, k, v, dout = tensors(N_q=N, N_kv=N)
+    mask = torch.rand(2, 1, N, N) < 0.4
+    mask[:, :, ::5] = False
+    mask[0, :, :40] &= torch.arange(N) > 20  # causal hides the rest of some rows
+    options = {"mask": mask, "causal": causal}
+    empty = ~(mask.tril() if causal else mask).any(-1).expand(2, 4, N)
+    out, lse = cutlass_ext.fmha(q, k, v, return_lse=True, **options)
+    oracle.expect(q, k, v, **options).check(out, lse)
+    assert torch.equal(lse == -torch.inf, empty) and not out.transpose(1, 2)[empty].any()
+    want = cutlass_ext.fmha_backward(dout, q, k, v, out, lse, **options)
+    assert fused == {"attention": 1, "backward": 1}
+    for x in (q, dout):
+        x.transpose(1, 2)[empty] = torch.nan
+    assert not cutlass_ext.fmha(q, k, v, **options).transpose(1, 2)[empty].any()
+    for a, b in zip(cutlass_ext.fmha_backward(dout, q, k, v, out, lse, **options), want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", ["k", "v"])
+def test_what_a_mask_hides_reaches_what_it_reaches_in_blocks(place, value, fused, monkeypatch):
+    """A key that no row may see; other sequences and heads keep their bits."""
+    q, k, v, dout = tensors(H_kv=2)
+    options = {"mask": torch.arange(70).view(1, 1, 1, 70) != 33}
+    clean = cutlass_ext.fmha(q, k, v, return_lse=True, **options)
+    clean += cutlass_ext.fmha_backward(dout, q, k, v, *clean, **options)[:3]
+    {"k": k, "v": v}[place][1, 33, 0, 5] = value
+    got = cutlass_ext.fmha(q, k, v, return_lse=True, **options)
+    got += cutlass_ext.fmha_backward(dout, q, k, v, *clean[:2], **options)[:3]
+    assert fused["attention"] == fused["backward"] == 2
+    monkeypatch.setattr(torch_backend._Fused, "of", lambda *_: None)
+    blocks = cutlass_ext.fmha(q, k, v, return_lse=True, **options)
+    blocks += cutlass_ext.fmha_backward(dout, q, k, v, *clean[:2], **options)[:3]
+    if place == "k":
+        assert got[0].isfinite().all() and got[1].isfinite().all()
+    for name, a, b, c in zip(("out", "lse", "dq", "dk", "dv"), got, blocks, clean, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True, atol=1e-5, rtol=1e-4)
+        heads = 1 if name == "lse" else 2
+        n = a.shape[heads] // 2
+        assert torch.equal(a[0], c[0]) and torch.equal(a.narrow(heads, n, n), c.narrow(heads, n, n)), name
+
+
+def test_large_masks_are_not_converted(fused, monkeypatch):
+    """But a bias of float32 is added as it stands."""
+    monkeypatch.setattr(torch_backend, "_MOST_ADDED", 70 * 70 - 1)
+    q, k, v, _ = tensors()
+    mask, bias = torch.rand(1, 1, 70, 70) < 0.7, torch.randn(1, 1, 70, 70)
+    for options, is_fused in (({"mask": mask}, 0), ({"bias": bias.bfloat16()}, 0), ({"bias": bias}, 1)):
+        fused["attention"] = 0
+        oracle.expect(q, k, v, **options).check(cutlass_ext.fmha(q, k, v, **options))
+        assert fused["attention"] == is_fused
 
 
 def test_float64_and_gradients_of_lse_are_not_fused(fused):
