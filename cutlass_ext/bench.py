@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import math
 import os
@@ -366,6 +367,12 @@ class Wrong(Exception):
 Refusals = dict[str, str]  # of providers, what they said of the first case that they did not take
 
 
+@functools.cache
+def stream() -> torch.cuda.Stream:
+    """Where all is computed: the default one makes no graphs, and memory is kept for each stream apart."""
+    return torch.cuda.Stream()
+
+
 def measure(
     case: Case,
     device: str,
@@ -375,7 +382,7 @@ def measure(
     refusals: Refusals | None = None,
 ) -> list[dict]:
     """One row for each provider that takes the case."""
-    with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():  # no graph on the default one
+    with torch.cuda.stream(stream()) if device == "cuda" else nullcontext():
         return measure_here(case, device, rounds, tick, providers, {} if refusals is None else refusals)
 
 

@@ -192,15 +192,16 @@ def flex_attention(case: Case, x: Inputs) -> Call:
     from torch.nn.attention.flex_attention import create_block_mask
 
     only(case, "window", "mask", "bias")
+    mask, bias, window = x.mask, x.bias, case.window
     visible = score = None
-    if x.mask is not None:
-        visible = lambda b, h, i, j: x.mask[0, 0, i, j]  # noqa: E731
-    elif case.window:
-        visible = lambda b, h, i, j: (i >= j) & (i - j < case.window)  # noqa: E731
+    if mask is not None:
+        visible = lambda b, h, i, j: mask[0, 0, i, j]  # noqa: E731
+    elif window:
+        visible = lambda b, h, i, j: (i >= j) & (i - j < window)  # noqa: E731
     elif case.causal:
         visible = lambda b, h, i, j: i >= j  # noqa: E731
-    if x.bias is not None:
-        score = lambda s, b, h, i, j: s + x.bias[b, h, i, j]  # noqa: E731
+    if bias is not None:
+        score = lambda s, b, h, i, j: s + bias[b, h, i, j]  # noqa: E731
     q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
     blocks = visible and create_block_mask(visible, None, None, case.rows, case.n, device=str(x.q.device))
     flex, options = compiled_flex_attention(), {"enable_gqa": case.heads_kv > 0}

@@ -133,3 +133,17 @@ def test_the_command_names_who_is_not_there(fake_flash_attn, monkeypatch, capsys
     assert said.count("Not compared: ") == 1 and said.count("pip install flashinfer-python") == 1
     assert "flash-attn 2 did not take (1, 1 x 32, 32/8, 128): as many heads, please" in said
     assert "flash-attn 2 2.99" in said
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_sample_is_a_graph(name, backward):
+    """In bfloat16: ours, and PyTorch's where it takes the case."""
+    if backward and CASES[name].page:
+        pytest.skip("a cache has no gradients")
+    case = bench.replace(CASES[name], n=256, head_dim=64, dtype="bfloat16", backward=backward)
+    rows = {row["provider"]: row for row in bench.measure(case, "cuda", 3, lambda text: None, peers.PYTORCH)}
+    assert {peers.OURS, peers.WRITTEN_OUT} <= set(rows)
+    for row in rows.values():
+        assert row["graph"] and 0 < row["ms_q25"] <= row["ms"] <= row["ms_q75"] < 100
