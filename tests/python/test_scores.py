@@ -65,18 +65,18 @@ def tried(target, call, backward=False):
     return results
 
 
-def check(target, q, k, v, *, small=True, backward=True, skips=True, num_splits=None, **options):
+def check(target, q, k, v, *, small=True, backward=True, skips=True, num_splits=None, deterministic=False, **options):
     """Results and gradients against the oracle."""
     how = tried if skips else attempt
-    splits = {} if num_splits is None else {"num_splits": num_splits}
-    got = how(target, lambda: target.fmha(q, k, v, **options, **splits))
+    run = {"deterministic": deterministic} | ({} if num_splits is None else {"num_splits": num_splits})
+    got = how(target, lambda: target.fmha(q, k, v, **options, **run))
     if got is None:
         return
     expect(q, k, v, **options).check(*got, small=small, what=str(list(options)))
     if not backward:
         return
     dout, dlse = of_out(target, q, v)
-    got = how(target, lambda: target.gradients(q, k, v, dout, dlse, **options, **splits), backward=True)
+    got = how(target, lambda: target.gradients(q, k, v, dout, dlse, **options, **run), backward=True)
     if got is not None:
         assert all(t.is_contiguous() for t in got)
         expect_gradients(q, k, v, dout, dlse, **options).check(got, small=small, what=str(list(options)))
@@ -159,6 +159,29 @@ def test_head_dims(target, d, d_v):
         if wide:
             with pytest.raises(NotImplementedError, match=f"^{next(iter(options))}: no kernel"):
                 target.gradients(q, k, v, torch.ones_like(q[..., :d_v]), **options)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("d,dims", [(64, "bhi"), (64, "b11"), (128, "11i")])
+def test_gradients_of_hidden_tiles(target, d, dims, deterministic):
+    """Tiles that are hidden, shown or cut, of every head its own; rows and keys that see nothing; beside a bias and
+    dropout, which ask for the next tile that is seen."""
+    q, k, v = target.qkv(2, 600, 2, d, n_kv=520, heads_kv=1)
+    *lead, rows, keys = shape_of(dims, q, k)
+    tiles = mask_of(target, (*lead, -(-rows // 64), -(-keys // 64)), 0.4)
+    tiles[..., :2, :2] = True
+    mask = tiles.repeat_interleave(64, 2)[:, :, :rows].repeat_interleave(64, 3)[..., :keys]
+    cut = mask & (mask_of(target, mask.shape, 0.5) | mask_of(target, (*lead, 1, 1), 0.5))
+    bias = {"bias": bias_of(target, (1, 2, 600, 520), target.dtype)}
+    dropout = {"dropout_p": 0.2, "dropout_seed": seed_of(target)}
+    for options in (
+        {"mask": mask},
+        {"mask": cut, "causal": True, "start_pos": "end"},
+        {"mask": cut, "leftpad_k": target.int32([0, 70])} | dropout,
+        {"mask": mask} | bias | dropout,
+        bias,
+    ):
+        check(target, q, k, v, **options, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 7), (2, 0, 7), (2, 5, 0), (0, 0, 0)], ids=str)

@@ -494,7 +494,6 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if (elect_one_sync()) barrier.arrive();
   };
   // What pairs have: bias and mask go into the scores, what dropout draws into P and dP.
-  [[maybe_unused]] StreamedTile here{};
   [[maybe_unused]] TilePairs<Traits> tile_pairs;
 
   // Of the rows of elements (i, j) and (i, j + 1) of scores.
@@ -528,8 +527,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
         score_mod.template apply<true>(S, offset, offset_of);
       }
       if constexpr (Traits::Pairs) {
-        if (has_bias(params)) tile_pairs.add_bias(S, tile.bias_unit, params, shared, tile, here);
-        if (here.mixed) tile_pairs.hide(S);
+        if (has_bias(params)) tile_pairs.add_bias(S, tile.bias_unit, params, shared, tile, shared.at[stage]);
+        if (shared.at[stage].mixed) tile_pairs.hide(S);
       }
     }
     if (!unmasked.contains(t)) {
@@ -627,12 +626,11 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   }
   issue_s(0);
   read_statistics(0);
-  [[maybe_unused]] auto const ask_for = [&](StreamedTile const& next) {
-    if (has_pairs(params)) tile_pairs.ask(params, shared, tile, next);
+  [[maybe_unused]] auto const ask_for = [&](int stage) {
+    if (has_pairs(params)) tile_pairs.ask(params, shared, tile, shared.at[stage]);
   };
   if constexpr (Traits::Pairs) {
-    if (turns > 0) here = shared.at[0], ask_for(here);
-    t = here.tile, head = here.head;
+    if (turns > 0) ask_for(0);
   }
   warpgroup_wait<0>();
   [[maybe_unused]] RingPosition<Traits::BuffersDS> ds, last_ds;
@@ -647,6 +645,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     auto const wait_for_next = [&] {
       if (turn + 1 < turns) shared.full[next.stage].wait_for(next.phase);
     };
+    if constexpr (Traits::Pairs) t = shared.at[stage].tile, head = shared.at[stage].head;
     shared.full_v[stage].wait_for(ring.phase);
     if constexpr (SumsS) issue_dp(cdP, stage);
     weigh(stage, t, head);
@@ -680,7 +679,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     issue_s(next.stage);
     read_statistics(next.stage);
     if constexpr (Traits::Pairs) {
-      if (turn + 1 < turns) here = shared.at[next.stage], ask_for(here);
+      if (turn + 1 < turns) ask_for(next.stage);
     }
     if constexpr (AddsQ) {
       warpgroup_wait<2>();
@@ -707,7 +706,6 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     ring = next;
     if constexpr (Traits::Pairs) {
       due_t = t, due_head = head;
-      t = here.tile, head = here.head;
     } else {
       if (++t == tiles.end) t = tiles.begin, ++head;
     }
