@@ -66,6 +66,12 @@ _defaults: dict = {}  # of an operator's arguments, by name: reading a schema ta
 Tensors = tuple[Tensor, ...]
 
 
+@torch.library.register_fake("cutlass_ext::pack_mask", lib=library)
+def _packed(mask: Tensor) -> Tensor:
+    batch, heads, rows, keys = mask.shape
+    return mask.new_empty((batch, heads, rows + -(-rows // 64), -(-keys // 128) * 4), dtype=torch.int32)
+
+
 def attention_shapes(o: SimpleNamespace) -> Tensors:
     """The results of operators that compute attention, `out` and `lse`, uninitialised."""
     return empty_results(o.q, getattr(o, "v_cache", o.v), o.return_lse, getattr(o, "out_dtype", None))

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from . import autograd
 from ._ops import run
 from .autograd import func_is_active
-from .block_mask import mask_of
+from .block_mask import can_pack, mask_of
 
 Backend = Literal["auto", "simt", "sm80", "sm90", "torch"]
 StartPos = int | Tensor | Literal["end"]
@@ -139,8 +139,8 @@ def fmha(
             by sequences, heads or rows should be given with dimensions of 1, not expanded.
         mask: bool `[1 or B, 1 or H_q, 1 or N_q, N_kv]`, any strides: true where a key is visible. It goes with causal,
             windows and lengths, each of which may hide a key. A NaN that bias has where a mask hides does not count.
-        block_mask: a `torch.nn.attention.flex_attention.BlockMask`, instead of mask. What it shows is kept with it as
-            a bool tensor, so that its `mask_mod` is evaluated once.
+        block_mask: a `torch.nn.attention.flex_attention.BlockMask`, instead of mask. What it shows is kept with it,
+            in bits where kernels run and else as a bool tensor, so that its `mask_mod` is evaluated once.
         dropout_p: the probability with which a weight is dropped after the softmax, 0 to less than 1, rounded to
             multiples of 2^-16.
         dropout_seed: int64 `[2]` on q's device. The same seed drops the same weights, in every call, backend and batch,
@@ -206,7 +206,8 @@ def fmha(
         if block_mask is not None:
             if mask is not None:
                 raise ValueError("block_mask: does not go with mask, which is given too; give one of them")
-            mask, names = mask_of(block_mask), NAMES | {"mask": "block_mask"}
+            packs = backend != "torch" and block_table is None and can_pack(block_mask, q, k)
+            mask, names = mask_of(block_mask, packs=packs), NAMES | {"mask": "block_mask"}
         if dropout_p != 0.0 and dropout_seed is None and isinstance(q, Tensor):
             dropout_seed = draw_seed(q)
     needs_grad = False

@@ -428,14 +428,6 @@ CUTE_DEVICE uint32_t columns_of_word(uint32_t word, int lane) {
   return of_lane * 0x01041040u >> 24;
 }
 
-/// Of two neighbouring columns of eight, the one `atom` of four pairs, a mask for their 16-bit halves of a word: all
-/// ones where the lane's bits of 32 keys say so.
-CUTE_DEVICE uint32_t mask_of_two(uint32_t of_keys, int atom) {
-  uint32_t halves;  // each byte the highest bit of byte `atom` of either operand, again and again
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(halves) : "r"(of_keys << 7), "r"(of_keys << 6), "r"(0xCC88u + 0x1111u * atom));
-  return halves;
-}
-
 /// The two halves of a word of a bias.
 CUTE_DEVICE float2 floats_of(uint32_t word, BiasType type) {
   if (type == BiasType::Float16) return __half22float2(*reinterpret_cast<__half2 const*>(&word));

@@ -68,6 +68,9 @@ void set_places(Arguments const& a, Params* p) {
 /// The stride of a dimension of a tensor of scores: 0 where it has one element for all.
 int64_t broadcast_stride(Tensor const& t, int i, int64_t stride) { return t.size(i) == 1 ? 0 : stride; }
 
+/// The rows of a mask that was packed to so many: one for all, or `n_q`.
+int packed_rows_of(int stored_rows, int n_q) { return stored_rows == Mask::stored_rows(n_q) ? n_q : 1; }
+
 /// Bias, mask and dropout. The bits of the mask are those that operators.cpp packs; until then its bytes stand for
 /// them.
 void set_pairs(Arguments const& a, Params* p) {
@@ -83,7 +86,9 @@ void set_pairs(Arguments const& a, Params* p) {
   }
   if (Tensor const& t = a.mask) {
     ByteMask const of = bytes_of(t);
-    p->mask = Mask(of.batch, of.heads, of.rows, of.keys);
+    bool const packed = t.dtype == kInt32;
+    int const rows = packed ? packed_rows_of(of.rows, p->n_q) : of.rows;
+    p->mask = Mask(of.batch, of.heads, rows, packed ? p->n_kv : of.keys);
     p->mask.bits = t.as<uint32_t>();
   }
   auto const threshold = static_cast<uint32_t>(std::round(a.dropout_p * 65536.0));

@@ -284,6 +284,23 @@ void check_of_scores(char const* name, Tensor const& t, Arguments const& a) {
   check_same_device(name, t, a.q);
 }
 
+/// What the operator pack_mask made of a mask.
+void check_packed_mask(Arguments const& a) {
+  Tensor const& t = a.mask;
+  int const keys = static_cast<int>(a.block_table ? a.capacity() : a.k.size(-3));
+  auto const rows_are = [&](int64_t rows) { return t.size(2) == Mask::stored_rows(static_cast<int>(rows)); };
+  auto const is = [&](int i, int64_t size) { return t.size(i) == 1 || t.size(i) == size; };
+  bool fits = !a.packed() && t.dim() == 4 && is(0, a.batch()) && is(1, a.q.size(-2));
+  fits = fits && (rows_are(1) || rows_are(a.q.size(-3))) && t.size(3) == Mask::words_of(keys);
+  int64_t step = 1;
+  for (int i = 3; fits && i >= 0; step *= t.size(i--)) fits = t.size(i) == 1 || t.stride(i) == step;
+  if (!fits) {
+    fail("ValueError", "mask: was packed to shape ", t.shape_text(),
+         ", which is not that of the call; expected a bool tensor, or one packed for the call's sequences");
+  }
+  check_same_device("mask", t, a.q);
+}
+
 void check_bias_and_mask(Arguments const& a) {
   if (a.bias) {
     int32_t const dtype = a.bias.dtype;
@@ -296,7 +313,9 @@ void check_bias_and_mask(Arguments const& a) {
     }
     check_of_scores("bias", a.bias, a);
   }
-  if (a.mask) {
+  if (a.mask && a.mask.dtype == kInt32 && !a.by_torch()) {
+    check_packed_mask(a);
+  } else if (a.mask) {
     if (a.mask.dtype != kBool) {
       fail("TypeError", "mask: has dtype ", dtype_name(a.mask.dtype),
            "; expected bool, true where a key is visible; what is added to scores is another argument, bias");

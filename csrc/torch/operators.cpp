@@ -28,13 +28,19 @@ AtenTensorHandle no_lse(int device) {
   return handle;
 }
 
-/// The bits of a call's mask, which the launches to come read.
-Allocation pack(Tensor const& t, cudaStream_t stream, Params* params) {
-  if (!t) return {};
+/// The bits of a mask.
+Allocation pack(Tensor const& t, cudaStream_t stream) {
   ByteMask const bytes = bytes_of(t);
   Allocation bits({bytes.batch, bytes.heads, Mask::stored_rows(bytes.rows), Mask::words_of(bytes.keys)}, kInt32,
                   t.device_index);
   pack_mask(bytes, static_cast<uint32_t*>(bits.data), stream);
+  return bits;
+}
+
+/// Those of a call's mask, if it has one that is not packed yet, which the launches to come read.
+Allocation pack(Tensor const& t, cudaStream_t stream, Params* params) {
+  if (!t || t.dtype == kInt32) return {};
+  Allocation bits = pack(t, stream);
   params->mask.bits = static_cast<uint32_t const*>(bits.data);
   return bits;
 }
@@ -183,6 +189,14 @@ void boxed(StableIValue* stack, uint64_t, uint64_t) {
   Body(arguments, stack);
 }
 
+/// A bool mask as the operators take it too: packed once for many calls.
+void packed_mask(StableIValue* stack, uint64_t, uint64_t) {
+  Tensor mask(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
+  mask.look();
+  DeviceGuard const guard(mask.device_index);
+  stack[0] = torch::stable::detail::from(pack(mask, current_stream(mask.device_index)).release());
+}
+
 /// The kernels whose features hold all of `features`, by family, kind, dtype and tile: what the tests hold features.hpp
 /// against.
 void kernels_taking(StableIValue* stack, uint64_t, uint64_t) {
@@ -227,6 +241,7 @@ STABLE_TORCH_LIBRARY(cutlass_ext, library) {
   library.def(schema_of(Operator::Fmha, "fmha_with_grad", false, kResults).c_str());  // fmha, which autograd knows
   library.def(schema_of(Operator::KVCache, "fmha_kvcache_append", true, kResults).c_str());
   library.def("kernels_taking(int features) -> str");
+  library.def("pack_mask(Tensor mask) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(cutlass_ext, CUDA, library) {
@@ -235,6 +250,7 @@ STABLE_TORCH_LIBRARY_IMPL(cutlass_ext, CUDA, library) {
   library.impl("fmha_backward", &boxed<Operator::Backward, backward>);
   library.impl("fmha_kvcache", &boxed<Operator::KVCache, forward>);
   library.impl("fmha_kvcache_append", &boxed<Operator::KVCache, forward>);
+  library.impl("pack_mask", &packed_mask);
   add_checks(library);
 }
 

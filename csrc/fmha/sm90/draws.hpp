@@ -5,6 +5,7 @@
 #include <cute/arch/copy_sm75.hpp>
 
 #include "../pairs.hpp"
+#include "warpgroup.hpp"
 
 namespace cutlass_ext::sm90 {
 
@@ -23,36 +24,52 @@ struct DrawnMatrices {
   CUTE_DEVICE static int at(int row, int eight) { return row * 16 + (eight ^ row / 2) * 4; }
 };
 
-/// Draws for `Eights` times four eights of keys, `eight` being the lane's first, of the rows `row` and `row` + 8, and
-/// leaves what is kept in `to`: of every four eights DrawnMatrices for either row.
-template <int Eights>
-CUTE_DEVICE void draw(PairMod const& pairs, uint32_t threshold, int row, int eight, int lane, uint32_t* to) {
-  Philox const philox(pairs.seed, pairs.head, pairs.sequence);
+/// Draws for the rows `row` and `row` + 8 and the `Keys` keys from `key` on, which all lanes of a quad share, and
+/// leaves what is kept in `to`: of every 32 keys DrawnMatrices for either row. `Lean`: in fewer registers, with the
+/// keys of Philox's rounds worked out each time.
+template <int Keys, bool Lean>
+CUTE_DEVICE void draw(PairMod const& pairs, uint32_t threshold, int row, int key, int lane, uint32_t* to) {
+  Philox philox(pairs.seed, pairs.head, pairs.sequence);
   Philox::OfRow const rows[] = {philox.of_row(pairs.position + row), philox.of_row(pairs.position + row + 8)};
+  bool const aligned = ((key + pairs.origin) & 7) == 0;  // as positions, which may be negative
   threshold *= 0x10001u;
+  key += lane % 4 * 8;
   to += DrawnMatrices::written_at(lane);
   __syncwarp();  // nobody reads the last tile's any more
   CUTE_NO_UNROLL
-  for (int i = 0; i < Eights; ++i) {
-    Philox::OfEight const keys = philox.of_eight(eight + 4 * i);
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      uint32_t x[4];
-      philox.draw(rows[r], keys, x);
+  for (int end = key + Keys; key < end; key += 32, to += 2 * DrawnMatrices::kWords) {
+    uint32_t x[2][4];
+    if (aligned) {
+      if constexpr (Lean) compute_here(philox.key0), compute_here(philox.key1);
+      Philox::OfEight const keys = philox.of_eight((key + pairs.origin) >> 3);
       CUTE_UNROLL
-      for (uint32_t& word : x) word = halves_from(word, threshold);
-      *reinterpret_cast<uint4*>(to + (2 * i + r) * DrawnMatrices::kWords) = make_uint4(x[0], x[1], x[2], x[3]);
+      for (int r = 0; r < 2; ++r) {
+        philox.draw(rows[r], keys, x[r]);
+        CUTE_UNROLL
+        for (uint32_t& word : x[r]) word = halves_from(word, threshold);
+      }
+    } else {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        uint32_t const kept = pairs.kept(row + 8 * r, key, 8);
+        CUTE_UNROLL
+        for (int w = 0; w < 4; ++w)
+          x[r][w] = (kept & 1u << 2 * w ? 0xffffu : 0) | (kept & 2u << 2 * w ? 0xffff0000u : 0);
+      }
     }
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r)
+      *reinterpret_cast<uint4*>(to + r * DrawnMatrices::kWords) = make_uint4(x[r][0], x[r][1], x[r][2], x[r][3]);
   }
   __syncwarp();
 }
 
 /// Makes 0 of what is not kept of P, an operand.
-template <int Eights, class WordTensor>
+template <int Keys, class WordTensor>
 CUTE_DEVICE void keep(WordTensor& words, uint32_t const* from, int lane) {
   from += DrawnMatrices::read_at(lane);
   CUTE_UNROLL
-  for (int i = 0; i < Eights; ++i) {
+  for (int i = 0; i < Keys / 32; ++i) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       uint32_t kept[4];

@@ -193,11 +193,11 @@ struct Rings {
   }
 
   /// A job of which this warpgroup has no rows: lets go, in its turn, what the others use.
-  CUTE_DEVICE void stand_by(int tiles, bool copies_bias) {
+  CUTE_DEVICE void stand_by(typename Traits::Job const& job, bool copies_bias) {
     wait_q();
     release_q();
     CUTE_NO_UNROLL
-    for (int i = 0; i < tiles; ++i) {
+    for (int i = 0; i < job.count(job.tiles); ++i) {
       skip_k();
       skip_v();
       if constexpr (Traits::Pairs) {
@@ -327,37 +327,22 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Tr
 /// What dropout keeps of P, in shared memory of the warp's own from before the products have arrived until P is there.
 template <class Traits>
 struct Dropping {
-  static constexpr int kEights = Traits::B_c / 32;
-  static_assert(!Traits::Pairs || 2 * kEights * DrawnMatrices::kWords * 4 <= 16 * Traits::StagedColumns * 2);
-  Params const& params;
+  static constexpr int B_c = Traits::B_c;
+  static_assert(!Traits::Pairs || B_c / 16 * DrawnMatrices::kWords * 4 <= 16 * Traits::StagedColumns * 2);
   typename Traits::SharedStorage& shared;
 
-  CUTE_DEVICE void draw(typename Traits::Job const& job, int tile) const {
-    PairMod const& pairs = job.pairs;
-    int const key = tile * Traits::B_c + pairs.leftpad;
-    if (key % 8 != 0) return;
-    auto const [lane, warp_row] = ConsumerThread();
-    sm90::draw<kEights>(pairs, params.dropout.threshold, job.token0 + warp_row + lane / 4, key / 8 + lane % 4, lane,
-                        words_of(warp_row));
+  CUTE_DEVICE void draw(Params const& params, typename Traits::Job const& job, int tile) const {
+    ConsumerThread const thread;
+    sm90::draw<B_c, (Traits::HeadDimV > 64)>(job.pairs, params.dropout.threshold,
+                                             job.token0 + thread.warp_row + thread.lane / 4, tile * B_c, thread.lane,
+                                             words_of(thread.warp_row));
   }
 
   /// Makes 0 of what is not kept of P, an operand.
   template <class WordTensor>
-  CUTE_DEVICE void drop(WordTensor& words, typename Traits::Job const& job, int tile) const {
-    auto const [lane, warp_row] = ConsumerThread();
-    int const key = tile * Traits::B_c;
-    if ((key + job.pairs.leftpad) % 8 == 0) return keep<kEights>(words, words_of(warp_row), lane);
-    // Eights of positions begin in the middle of the lanes'.
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      CUTE_UNROLL
-      for (int first = 0; first < Traits::B_c / 4; first += kQuadColumns) {
-        uint32_t const kept =
-            job.pairs.kept(job.token0 + warp_row + lane / 4 + row_of(i), key + first * 4, 32) >> (lane % 4 * 2);
-        CUTE_UNROLL
-        for (int j = 0; j < kQuadColumns; j += 2) words(first + j + i) &= mask_of_two(kept, j / 2);
-      }
-    }
+  CUTE_DEVICE void drop(WordTensor& words) const {
+    ConsumerThread const thread;
+    keep<B_c>(words, words_of(thread.warp_row), thread.lane);
   }
 
  private:
@@ -397,7 +382,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
   // What pairs add to scores is there before the product, unless a softcap comes between.
   bool const copies_bias = Traits::copies_bias(params), drops = Traits::Pairs && has_dropout(params);
   bool const starts_loaded = Traits::Pairs && has_bias(params) && !copies_bias && !ScoreMod::caps(params);
-  [[maybe_unused]] Dropping<Traits> const dropping{params, shared};
+  [[maybe_unused]] Dropping<Traits> const dropping{shared};
   auto begin_scores = [&](typename Traits::Job const& job, int tile) {
     if (!starts_loaded) return;
     auto const [lane, warp_row] = ConsumerThread();
@@ -483,12 +468,12 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         }
       };
       if constexpr (Traits::Pairs) {
-        if (drops) dropping.draw(job, end - 1);
+        if (drops) dropping.draw(params, job, end - 1);
       }
       take_scores(end - 1);
       softmax.template start<Element>(S, words, scale);
       if constexpr (Traits::Pairs) {
-        if (drops) dropping.drop(words, job, end - 1);
+        if (drops) dropping.drop(words);
       }
       clear(cO);
       CUTE_NO_UNROLL
@@ -505,7 +490,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         issue_pv();
         turns.pass();
         if constexpr (Traits::Pairs) {
-          if (drops) dropping.draw(job, tile);
+          if (drops) dropping.draw(params, job, tile);
         }
         warpgroup_wait<1>();
         take_scores(tile);
@@ -515,7 +500,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         release_v();
         softmax.template update<Element>(S, words, O, scale);
         if constexpr (Traits::Pairs) {
-          if (drops) dropping.drop(words, job, tile);
+          if (drops) dropping.drop(words);
         }
       }
       rings.wait_v();
@@ -545,7 +530,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
     exists = next->exists;
     if (exists) {
       if (next->tiles.size() > 0) {
-        rings.stand_by(next->count(next->tiles), copies_bias);
+        rings.stand_by(*next, copies_bias);
       } else {
         bool const waits = Traits::BiasInO && copies_bias;
         if constexpr (Traits::Pairs) {

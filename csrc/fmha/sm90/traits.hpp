@@ -63,7 +63,9 @@ struct Traits {
 
   // Of the B_c / 4 columns of S that a thread has in a row, those exponentiated while P V still runs: as many as there
   // are registers for (of 32 at head_dim 128, 24 are 4 to 12% faster than 4; at 64 and 256, 8 are 1 to 6% slower).
-  static constexpr int EarlyColumns = Parts == 1 && HeadDimV > 64 && HeadDimV <= 128 ? B_c / 32 * 6 : 4;
+  // What pairs have takes those of 4.
+  static constexpr int EarlyColumns =
+      Parts == 1 && HeadDimV > 64 && HeadDimV <= 128 ? B_c / 32 * 6 - (Pairs ? 4 : 0) : 4;
   using Softmax = LazySoftmax<B_c / 4, EarlyColumns, Parts == 1 ? 0 : 10>;
 
   static_assert(std::is_same_v<Part, half_t> || std::is_same_v<Part, bfloat16_t>, "WGMMA takes 16-bit operands");
