@@ -380,6 +380,87 @@ def test_rows_without_a_visible_key(target, kind, sink):
         assert_same_bits(got, want)
 
 
+TILES = {  # of 128 rows and 128 keys, i and j: those that are seen
+    "none": lambda i, j: i < 0,
+    "first": lambda i, j: (j == 0) | (i < 0),
+    "last": lambda i, j: j == j.max(),
+    "middle": lambda i, j: (j == 2) | (i < 0),
+    "rows": lambda i, j: (i != 1) & (j >= 0),
+    "every other": lambda i, j: (i + j) % 2 == 0,
+    "gaps": lambda i, j: (j % 5 == 1) | (j % 5 == 4) & (i > 0),
+}
+AROUND_TILES = {
+    "alone": {},
+    "causal": {"causal": True, "start_pos": "end"},
+    "window": {"window": (200, 90), "start_pos": 200},
+    "leftpad": {"leftpad_k": [0, 70]},
+    "leftpad of blocks": {"leftpad_k": [128, 64]},
+    "lengths": {"seqused_k": [150, 700]},
+    "splits": {"num_splits": 3},
+}
+
+
+@pytest.mark.parametrize("size", [128, 64])
+@pytest.mark.parametrize("around", AROUND_TILES)
+def test_masks_of_whole_tiles(target, around, size):
+    """What a mask hides in whole is not visited, what it shows in whole is not looked at: anywhere among the keys."""
+    n_q, n_kv = 300, 700
+    q, k, v = target.qkv(2, n_q, 2, size, n_kv=n_kv, heads_kv=1)
+    i, j = (torch.arange(n, device=target.device) // size for n in (n_q, n_kv))
+    options = {n: target.int32(x) if isinstance(x, list) else x for n, x in AROUND_TILES[around].items()}
+    for kind, tiles in TILES.items():
+        mask = tiles(i[:, None], j).expand(2, 2, n_q, n_kv).clone()
+        mask[1, 1, :, :5] |= size == 64  # a part of tiles
+        check(target, q, k, v, mask=mask, backward=kind == "gaps", skips=False, **options)
+        check(target, q, k, v, mask=mask[:1, :1, :1].expand_as(mask), backward=False, skips=False, **options)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_tiles_that_nobody_sees_are_not_read(hopper, d):
+    """What their keys and values hold does not matter."""
+    target = dataclasses.replace(hopper, backend="sm90")
+    q, k, v = target.qkv(2, 300, 2, d, n_kv=1000)
+    mask = (torch.arange(1000, device="cuda") // 128 % 3 == 1).expand(1, 1, 300, 1000)
+    want = tried(target, lambda: target.fmha(q, k, v, mask=mask))
+    for t in (k, v):
+        t[:, ~mask[0, 0, 0]] = NAN
+    assert_same_bits(target.fmha(q, k, v, mask=mask), want)
+
+
+def test_a_mask_of_many_keys(target_fp32):
+    """More tiles than a job of Hopper's kernels has a bit for, and more than one word of the map."""
+    for n_kv in (2100, 140_000 if target_fp32.cuda else 5000):
+        q, k, v = target_fp32.qkv(1, 130, 1, 64, n_kv=n_kv)
+        mask = mask_of(target_fp32, (1, 1, 130, n_kv // 64 + 1), 0.2).repeat_interleave(64, 3)[..., :n_kv]
+        check(target_fp32, q, k, v, mask=mask, backward=False)
+
+
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("dims", BROADCAST)
+def test_a_bias_of_16_bits_by_the_copy_engine(target, dims, d):
+    """Rows at multiples of 16 bytes, of tiles that end anywhere; beside whatever else there is."""
+    q, k, v = target.qkv(2, 200, 4, d, n_kv=328, heads_kv=2)
+    for dtype in (torch.float16, torch.bfloat16):
+        bias = bias_of(target, shape_of(dims, q, k), dtype, 0.1)
+        check(target, q, k, v, bias=bias, backward=False)
+        for options in (
+            {"causal": True, "start_pos": "end"},
+            {"softcap": 2.0, "leftpad_k": target.int32([3, 200])},
+            {"mask": mask_of(target, (2, 1, 200, 328)), "seqused_k": target.int32([0, 300])},
+            {"dropout_p": 0.3, "dropout_seed": seed_of(target), "leftpad_k": target.int32([8, 5])},
+        ):
+            check(target, q, k, v, bias=bias, backward=False, skips=False, **options)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("leftpad", [0, 8, 3])
+def test_dropout_over_many_tiles(target, d, leftpad):
+    q, k, v = target.qkv(2, 300, 4, d, n_kv=700, heads_kv=2)
+    drop = {"dropout_p": 0.3, "dropout_seed": seed_of(target), "leftpad_k": target.int32([leftpad, 0])}
+    check(target, q, k, v, **drop)
+    check(target, q, k, v, **drop, causal=True, start_pos="end", softcap=3.0, backward=False)
+
+
 def test_a_mask_of_all_is_none(target):
     q, k, v = target.qkv(2, 70, 4, 64, n_kv=130)
     want = target.fmha(q, k, v)
