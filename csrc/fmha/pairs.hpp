@@ -91,6 +91,7 @@ struct Philox {
 };
 
 /// Whether a call has a bias; scores that a bias or a mask changes; dropout; any of all this.
+CUTE_HOST_DEVICE Bias const& bias_of(Pairs const& pairs) { return pairs.bias; }
 CUTE_HOST_DEVICE bool has_bias(Pairs const& pairs) { return pairs.bias.data; }
 CUTE_HOST_DEVICE BiasType dtype_of_bias(Pairs const& pairs) { return pairs.bias.type; }
 CUTE_HOST_DEVICE bool changes_scores(Pairs const& pairs) { return pairs.bias.data || pairs.mask.bits; }

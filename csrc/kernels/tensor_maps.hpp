@@ -94,14 +94,14 @@ struct Argument<sm90::TensorMapsOfPairs, Traits> {
   static sm90::TensorMapsOfPairs of(Params const& p) {
     sm90::TensorMapsOfPairs maps{Argument<sm90::TensorMaps, Traits>::of(p), {}};
     if (Traits::copies_bias(p)) {
-      Bias const& bias = p.bias;
+      Bias const& biases = bias_of(p);
       auto const size = [](int64_t stride, int size) { return stride == 0 ? 1 : size; };
-      maps.bias = tensor_map(
-          bias.type == BiasType::Float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-          bias.data, p.n_kv,
-          {{p.n_q, bias.row, sm90::kAtomRows},
-           {size(bias.head, p.heads_q), bias.head},
-           {size(bias.batch, p.batch), bias.batch}});
+      maps.biases = tensor_map(
+          biases.type == BiasType::Float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+          biases.data, p.n_kv,
+          {{p.n_q, biases.row, sm90::kAtomRows},
+           {size(biases.head, p.heads_q), biases.head},
+           {size(biases.batch, p.batch), biases.batch}});
     }
     return maps;
   }

@@ -156,7 +156,7 @@ struct Rings {
   int lane;
   RingPosition<Traits::StagesQ> q{};
   RingPosition<Traits::Stages> k{}, v{};
-  RingPosition<Traits::StagesBias> bias{};
+  RingPosition<Traits::StagesBias> biases{};
 
   CUTE_DEVICE void wait_q() const { shared.q_full[q.stage].wait_for(q.phase); }
   CUTE_DEVICE void wait_k() const { shared.k_full[k.stage].wait_for(k.phase); }
@@ -167,12 +167,12 @@ struct Rings {
 
   /// The warpgroup's part of a tile of the bias.
   CUTE_DEVICE typename Traits::Element const* wait_bias() const {
-    shared.bias_full[turns.warpgroup][bias.stage].wait_for(bias.phase);
-    return shared.bias_of(turns.warpgroup, bias.stage);
+    shared.bias_full[turns.warpgroup][biases.stage].wait_for(biases.phase);
+    return shared.biases_of(turns.warpgroup, biases.stage);
   }
   CUTE_DEVICE void release_bias() {
     __syncwarp();
-    release(shared.bias_empty[turns.warpgroup][bias.stage], bias);
+    release(shared.bias_empty[turns.warpgroup][biases.stage], biases);
   }
   /// The same after O was staged where the next one goes.
   CUTE_DEVICE void release_bias_after_o() {
@@ -250,7 +250,7 @@ struct MaskOfTile {
 
 /// Adds a copied tile of the bias, times `factor`, to scores.
 template <class Traits, class ScoreTensor>
-CUTE_DEVICE void add_copied(ScoreTensor& S, typename Traits::Element const* bias, BiasType type, float factor) {
+CUTE_DEVICE void add_copied(ScoreTensor& S, typename Traits::Element const* biases, BiasType type, float factor) {
   using Element = typename Traits::Element;
   ConsumerThread const thread;
   // A load of four matrices brings 16 rows of 16 keys: rows, then keys.
@@ -259,7 +259,7 @@ CUTE_DEVICE void add_copied(ScoreTensor& S, typename Traits::Element const* bias
     CUTE_UNROLL
     for (int n = 0; n < Traits::B_c / 16; ++n) {
       auto const* const from =
-          bias + (n * 16 / kPanel * kAtomRows + row) * kPanel + swizzled_chunk<Element>(n * 2 % 8 + half, row);
+          biases + (n * 16 / kPanel * kAtomRows + row) * kPanel + swizzled_chunk<Element>(n * 2 % 8 + half, row);
       uint32_t words[4];
       SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t const*>(from), words[0], words[1], words[2], words[3]);
       CUTE_UNROLL

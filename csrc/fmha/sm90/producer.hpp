@@ -115,7 +115,7 @@ CUTE_DEVICE void copy_bias(Params const& params, CUtensorMap const& map, typenam
                            typename Traits::Job const& job, RingPosition<Traits::StagesBias>& at) {
   constexpr int B_c = Traits::B_c, kRows = kAtomRows;
   bool const leader = threadIdx.x % 32 == 0;
-  int const head = params.bias.head == 0 ? 0 : job.head, batch = params.bias.batch == 0 ? 0 : job.batch;
+  int const head = bias_of(params).head == 0 ? 0 : job.head, batch = bias_of(params).batch == 0 ? 0 : job.batch;
   auto const fill = [&](auto const& copy) {
     CUTE_NO_UNROLL
     for (int warpgroup = 0; warpgroup < Traits::Consumers; ++warpgroup) {
@@ -126,7 +126,7 @@ CUTE_DEVICE void copy_bias(Params const& params, CUtensorMap const& map, typenam
   };
   for (int tile = job.tiles.end - 1; tile >= job.tiles.begin; tile = job.below(tile)) {
     fill([&](int warpgroup, Barrier& full) {
-      auto* const to = shared.bias_of(warpgroup, at.stage);
+      auto* const to = shared.biases_of(warpgroup, at.stage);
       full.arrive_and_expect_tx(Traits::BiasElements * sizeof(*to));
       CUTE_UNROLL
       for (int panel = 0; panel < B_c / kPanel; ++panel) {
@@ -151,7 +151,7 @@ CUTE_DEVICE void copy_queries(Params const& params, typename Traits::Maps const&
   // What is told of the bias's place comes after what is told of Q's.
   JobReader<Traits> jobs{shared, copies_bias ? shared.job_full : shared.job_placed};
   RingPosition<Traits::StagesQ> q;
-  [[maybe_unused]] RingPosition<Traits::StagesBias> bias;
+  [[maybe_unused]] RingPosition<Traits::StagesBias> biases;
   int const step = TileRows(params, B_r).step();
   for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
     if (job->tiles.size() > 0) {
@@ -168,7 +168,7 @@ CUTE_DEVICE void copy_queries(Params const& params, typename Traits::Maps const&
       q.advance();
     }
     if constexpr (Traits::Pairs) {
-      if (copies_bias) copy_bias<Traits>(params, maps.bias, shared, *job, bias);
+      if (copies_bias) copy_bias<Traits>(params, maps.biases, shared, *job, biases);
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) jobs.release(job);

@@ -12,7 +12,7 @@ struct TensorMaps {
 
 /// The same with that of a bias, where it is copied.
 struct TensorMapsOfPairs : TensorMaps {
-  CUtensorMap bias;
+  CUtensorMap biases;
 };
 
 /// The same of one side's launch of the backward pass, of the tensors with the columns of q and k, and of those with

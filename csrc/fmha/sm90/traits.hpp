@@ -58,7 +58,7 @@ struct Traits {
 
   /// Whether tiles of the bias are copied to shared memory; else each thread loads what it wants.
   CUTE_HOST_DEVICE static bool copies_bias(Params const& params) {
-    return Pairs && is_copyable(params.bias) && !(BiasInO && has_dropout(params));
+    return Pairs && is_copyable(bias_of(params)) && !(BiasInO && has_dropout(params));
   }
 
   // Of the B_c / 4 columns of S that a thread has in a row, those exponentiated while P V still runs: as many as there
@@ -97,7 +97,7 @@ struct Traits {
     alignas(1024) Part k[cosize_v<LayoutK>];
     alignas(1024) Part v[cosize_v<LayoutV>];
     alignas(128) Part o[Parts == 1 ? B_r * StagedColumns : 1];  // 16 rows for each consumer warp; fp32 needs none
-    alignas(128) Part bias[Pairs && !BiasInO ? StagesBias * B_r * B_c : 0];
+    alignas(128) Part biases[Pairs && !BiasInO ? StagesBias * B_r * B_c : 0];
     Job jobs[StagesJobs];
     Barrier job_placed[StagesJobs], job_full[StagesJobs], job_empty[StagesJobs];  // placed: known to who copies
     Barrier job_asked;  // the next job, by the warp that will copy for it
@@ -108,8 +108,8 @@ struct Traits {
     PartScales scales[Parts == 1 ? 1 : StagesJobs];  // of each job, where operands are in parts
     Barrier bias_full[Pairs ? Consumers : 0][StagesBias], bias_empty[Pairs ? Consumers : 0][StagesBias];
 
-    CUTE_DEVICE Part* bias_of(int warpgroup, int stage) {
-      return BiasInO ? o + warpgroup * BiasElements : bias + (stage * Consumers + warpgroup) * BiasElements;
+    CUTE_DEVICE Part* biases_of(int warpgroup, int stage) {
+      return BiasInO ? o + warpgroup * BiasElements : biases + (stage * Consumers + warpgroup) * BiasElements;
     }
   };
 };
