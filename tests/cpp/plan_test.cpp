@@ -599,7 +599,7 @@ Launched launched;
 
 void launch_of(Call const& call, size_t* bytes) {
   launched = {};
-  counters_asked = 0, merges = 0, appends = 0, *bytes = 0;
+  counters_asked = 0, merges = 0, appends = 0, parts_made = 0, *bytes = 0;
   Params p;
   Plan plan = plan_of(call, &p);
   Kernel kernel = *plan.kernel;
@@ -608,6 +608,11 @@ void launch_of(Call const& call, size_t* bytes) {
     launched.params = params;
   };
   plan.kernel = &kernel;
+  if (plan.out_of_range) {
+    Step exact = *plan.out_of_range;
+    exact.plan.kernel = &kernel;
+    plan.out_of_range = std::make_shared<Step const>(exact);
+  }
   run(plan, p, nullptr, [&](size_t asked) {
     *bytes += asked;
     return somewhere<void>();
@@ -632,6 +637,16 @@ TEST(Run, GivesAKernelTheWorkspaceThatItWants) {
   launch_of(fmha(1, 256, 256, 32, 8, 128), &bytes);
   EXPECT_EQ(launched.times, 1);
   EXPECT_EQ(counters_asked + bytes + merges, 0u);
+}
+
+TEST(Run, MakesPartsAndHasALaunchStandBy) {
+  size_t bytes;
+  launch_of(fmha32(2, 4096, 4096, 16, 16, 64), &bytes);
+  EXPECT_EQ(parts_made, 1);
+  EXPECT_EQ(bytes, 64u);  // bytes_of_parts, above
+  EXPECT_EQ(launched.times, 2);
+  EXPECT_TRUE(launched.params.if_out_of_range) << "the second is on CUDA cores";
+  EXPECT_FALSE(launched.params.stands_aside()) << "without a flag there is nothing to stand aside for";
 }
 
 TEST(Run, WritesWhatIsNewBeforeAPrefillKernelReadsIt) {
