@@ -189,8 +189,9 @@ class _Fused(NamedTuple):
         dq, dk, dv = (x.transpose(1, 2) for x in (dq, *of_keys))
         if (N_kv := o.k.shape[1]) != self.j.stop - self.j.start:
             dk, dv = (pad(x, (0, 0, 0, 0, self.j.start, N_kv - self.j.stop)) for x in (dk, dv))
-        dq, dk, dv = (x.to(o.q.dtype).contiguous() for x in (dq, dk, dv))
-        return dq, dk, dv, *empty_gradients(o)[3:]
+        *asked, dsink, dbias = empty_gradients(o)
+        dq, dk, dv = (x.to(like.dtype).contiguous() for x, like in zip((dq, dk, dv), asked, strict=True))
+        return dq, dk, dv, dsink, dbias
 
 
 def _added(bias: Tensor | None, mask: Tensor | None, j: slice) -> Tensor:

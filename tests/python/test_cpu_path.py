@@ -146,6 +146,20 @@ def test_16_bits_are_fused(dtype, causal, extra, N, fused):
     assert fused == {"attention": 2, "backward": 1}
 
 
+def test_results_in_float32_beside_16_bits(fused):
+    q, k, v, dout = tensors(dtype=torch.bfloat16)
+    options = {"mask": torch.rand(2, 1, 1, 70) < 0.7, "out_dtype": torch.float32}
+    out, lse = cutlass_ext.fmha(q, k, v, return_lse=True, **options)
+    rounded = out.bfloat16()
+    gradients = cutlass_ext.fmha_backward(dout, q, k, v, rounded, lse, **options)
+    assert fused == {"attention": 1, "backward": 1}
+    assert {x.dtype for x in (out, *gradients)} == {torch.float32}
+    oracle.expect(q.float(), k.float(), v.float(), mask=options["mask"]).check(out, lse)
+    del options["out_dtype"]
+    for a, b in zip(gradients, cutlass_ext.fmha_backward(dout, q, k, v, rounded, lse, **options), strict=True):
+        assert torch.equal(a.bfloat16(), b)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("N", [70, 300])
 def test_rows_that_a_mask_leaves_without_keys(N, causal, fused):
