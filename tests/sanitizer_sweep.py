@@ -25,6 +25,8 @@ PLAIN, CAUSAL = FEATURES[:2]
 # Of a family's tiles the largest that the rows fill, without a heuristic; on Hopper those of the persistent kernels.
 LARGEST = {"causal": True, "num_splits": 1}
 SM80 = {"causal": True, "backend": "sm80"}  # which Hopper chooses for few calls
+HIGH = {"causal": True, "precision": "high"}  # float32 on Hopper's tensor cores
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 HALVES = torch.float16, torch.bfloat16
 # of one rounding of P and of the output each, and of values to about 4
@@ -41,7 +43,8 @@ def tolerance(dtype: torch.dtype, factor: float = 1.0) -> dict[str, float]:
 
 def agree(case: tuple, function, tensors: tuple, options: dict, tolerance_of) -> None:
     """That `function(*tensors, **options)` gives the same on the GPU and the CPU; `tolerance_of` a result there."""
-    expected = function(*tensors, **{name: x for name, x in options.items() if name != "backend"})
+    of_a_gpu = {"backend", "precision"}
+    expected = function(*tensors, **{name: x for name, x in options.items() if name not in of_a_gpu})
     on_gpu = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     got = function(*(t.cuda() for t in tensors), **on_gpu)
     for a, b in zip(got, expected, strict=True):
@@ -75,10 +78,14 @@ def padded_cases():
         yield torch.float32, n_q, 129, d, d, options
     for d, d_v in ((4, 36), (100, 100), (192, 128)):
         yield torch.float32, 65, 129, d, d_v, CAUSAL
-    for i, features in enumerate(FEATURES):
+    for d, d_v in ((64, 64), (128, 128), (40, 8)) if HOPPER else ():
+        yield torch.float32, 65, 129, d, d_v, HIGH
+    for features in (*FEATURES[4:6], {"sink": FEATURES[6]["sink"]}) if HOPPER else ():
+        yield torch.float32, 130, 200, 64, 64, HIGH | features
+    for i, features in enumerate((*FEATURES, *({"out_dtype": torch.float32, "num_splits": n} for n in (1, 3)))):
         yield HALVES[i % 2], 130, 200, 64, 64, {"num_splits": 1} | features
     for dtype in HALVES:
-        for features in FEATURES:
+        for features in (*FEATURES, {"out_dtype": torch.float32}):
             yield dtype, 1, 130, 64, 64, features
         for d, d_v in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)):
             yield dtype, 65, 129, d, d_v, LARGEST
@@ -103,7 +110,7 @@ def compare_padded(dtype, n_q, n_kv, d, d_v, features, padding=0, heads=4) -> No
     def call(q, k, v, **options):
         return cutlass_ext.fmha(q[..., :d], k[..., :d], v[..., :d_v], return_lse=True, **options)
 
-    agree(case, call, longer, features, lambda t: tolerance(t.dtype))
+    agree(case, call, longer, features, lambda t: tolerance(dtype if t.dim() == 4 else t.dtype))
 
 
 # ------------------------------------------------------------------------------------------------ packed sequences
@@ -127,6 +134,8 @@ def packed_cases(many):
             yield dtype, *LENGTHS[0], d, d_v, PACKED_FEATURES[1]
         used = torch.tensor([70, 5, 0, 0, 63], dtype=torch.int32)
         yield dtype, *LENGTHS[0], 64, 64, {"seqused_k": used, "leftpad_k": used // 4, "causal": True}
+    for lengths in LENGTHS if HOPPER else ():
+        yield torch.float32, *lengths, 64, 64, HIGH
     for dtype, d in itertools.product(HALVES, (64, 128, 256) if many else ()):
         yield dtype, *MANY_LENGTHS, d, d, PACKED_FEATURES[1]
 
@@ -197,8 +206,8 @@ def gradient_cases():
             yield dtype, 65, 129, d, d, {"causal": True, "softcap": 20.0}
         for d in (64, 128, 192, 256):
             yield dtype, 65, 129, d, d, SM80
-        for d in (64, 128):
-            yield dtype, 520, 33, d, d, CAUSAL  # rows enough for the kernel that adds to dQ
+        for d, features in itertools.product((64, 128), (CAUSAL, {"softcap": 20.0})):
+            yield dtype, 520, 33, d, d, features  # rows enough for the kernels that add to dQ
 
 
 def compare_gradients(dtype, n_q, n_kv, d, d_v, features) -> None:
@@ -227,13 +236,14 @@ def pair_cases():
     for dtype, (n_q, n_kv), d in [
         *single_and_half(itertools.product(sizes, (64,))),
         *itertools.product(TOLERANCES, sizes[1:2], (128,)),
+        *((dtype, (520, 70), d) for dtype, d in zip(HALVES, (64, 128), strict=True)),
     ]:
         row = torch.randn(2, 1, 1, n_kv)
         yield dtype, n_q, n_kv, d, d, {"bias": torch.randn(1, 4, n_kv, n_q).mT, "causal": True, "start_pos": "end"}
         yield dtype, n_q, n_kv, d, d, {"bias": torch.randn(2, 4, n_q, n_kv).to(dtype), "softcap": 20.0}
         yield dtype, n_q, n_kv, d, d, {"bias": row, "mask": row > -1, "window": (17, 5)}
         yield dtype, n_q, n_kv, d, d, {"mask": torch.rand(2, 1, n_q, n_kv) < 0.6}
-        dropout = {"dropout_p": 0.3, "dropout_seed": torch.tensor([3, -5])}
+        dropout = {"dropout_p": 0.3, "dropout_seed": torch.tensor([3, -5]), "key_start": 5, "causal": True}
         yield dtype, n_q, n_kv, d, d, dropout | {"sink": torch.randn(4)}
 
 
