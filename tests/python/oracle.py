@@ -201,6 +201,13 @@ def assert_section3(got, ref, oracle, *, eps, slack=0.0, absolute=0.0, one_row=F
     assert norm <= allowed, f"{what}: error norm {norm:.3e}, section 3 allows {allowed:.3e}"
 
 
+def assert_same_bits(got, want):
+    """Of two lists of tensors of any strides; NaN is like NaN of the same bits."""
+    for a, b in zip(got, want, strict=True):
+        bits = torch.int16 if a.element_size() == 2 else torch.int32
+        assert torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+
+
 def peer_tolerance(dtype):
     """For `assert_close` between two answers of the same dtype, each with its own rounding."""
     tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps

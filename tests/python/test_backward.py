@@ -10,9 +10,9 @@ import test_varlen as packed_cases
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from oracle import attention, expect, expect_gradients, expect_gradients_packed, peer_tolerance
+from oracle import assert_same_bits, attention, expect, expect_gradients, expect_gradients_packed, peer_tolerance
 from test_errors import assert_refused
-from test_varlen import MIXED, Packed, assert_same_bits, ends, packed, packing_of
+from test_varlen import MIXED, Packed, ends, packed, packing_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint

@@ -11,16 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import assert_same_bits
 
 import cutlass_ext
 
 ROOT = Path(cutlass_ext.__file__).parents[1]  # so that a fresh process finds the same package
 TWO_DEVICES = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-def assert_same_bits(got, want):
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 def calls_of(gpu):

@@ -41,21 +41,27 @@ def cases(draw):
     }
 
 
+def options_of(target, case, batch):
+    """The keywords of a case, tensors among them."""
+    heads = case["heads"][0]
+    options = {name: case[name] for name in ("causal", "window", "softmax_scale", "softcap", "start_pos")}
+    for name in ("seqused_k", "leftpad_k", "start_pos"):
+        if isinstance(case.get(name), list):
+            options[name] = target.int32(case[name])
+    if case["alibi"]:
+        options["alibi_slopes"] = target.vector(*((heads,) if case["alibi"] == "[H]" else (batch, heads))).abs() / 4
+    if case["sink"]:
+        options["sink"] = target.vector(heads)
+    return options
+
+
 def build(target, case):
     """The tensors and keywords of a drawn case."""
     torch.manual_seed(case["seed"])
     (heads_q, heads_kv), batch = case["heads"], case["batch"]
     d, d_v = (steps * target.step for steps in case["steps"]) if "steps" in case else (case["d"], case["d_v"])
     tensors = target.qkv(batch, case["n_q"], heads_q, d, n_kv=case["n_kv"], heads_kv=heads_kv, d_v=d_v)
-    options = {name: case[name] for name in ("causal", "window", "softmax_scale", "softcap", "start_pos")}
-    for name in ("seqused_k", "leftpad_k", "start_pos"):
-        if isinstance(case[name], list):
-            options[name] = target.int32(case[name])
-    if case["alibi"]:
-        options["alibi_slopes"] = target.vector(*((heads_q,) if case["alibi"] == "[H]" else (batch, heads_q))).abs() / 4
-    if case["sink"]:
-        options["sink"] = target.vector(heads_q)
-    return tensors, options
+    return tensors, options_of(target, case, batch)
 
 
 @given(case=cases())

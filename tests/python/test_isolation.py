@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from oracle import assert_same_bits
 
 import cutlass_ext
 
@@ -32,11 +33,6 @@ class Guarded:
     def assert_unchanged(self):
         for buffer, snapshot in zip(self.buffers, self.snapshots, strict=True):
             assert torch.equal(buffer.view(torch.int32), snapshot.view(torch.int32)), "a guarded tensor changed"
-
-
-def assert_same_bits(got, want):
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])

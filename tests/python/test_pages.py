@@ -9,7 +9,9 @@ import torch
 from conftest import F16, Target, poison_like_results
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import expect_packed
+from oracle import assert_same_bits, expect_packed
+from test_features import options_of
+from test_varlen import ends
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import cutlass_ext
@@ -19,10 +21,6 @@ PAGE_SIZES = [1, 2, 4, 8, 16, 48, 64, 80, 256, 272, 784, 1024]
 # Query rows and keys of eight sequences: a draft, single rows, chunks on a past, more rows than keys, none of either.
 MIX = [70, 0, 1, 131, 5, 16, 200, 1], [70, 33, 140, 300, 0, 64, 129, 700]
 ANYTHING = [-1, 1 << 30, -(1 << 31), 0]  # what entries of a table may be that nobody follows
-
-
-def ends(lengths):
-    return [0, *itertools.accumulate(lengths)]
 
 
 @dataclasses.dataclass
@@ -126,12 +124,6 @@ def check(target, case, *, num_splits=0, padded=False, what="", **options):
     case.expected(**options).check(*got, small=True, what=f"{what} {options}")
 
 
-def assert_same_bits(got, want):
-    for a, b in zip(got, want, strict=True):
-        bits = torch.int16 if a.element_size() == 2 else torch.int32
-        assert torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
-
-
 # ------------------------------------------------------------------------------------------------ every feature
 ROWS = st.one_of(st.integers(0, 16), st.sampled_from([1, 1, 63, 64, 65, 127, 128, 129, 192, 193]), st.integers(0, 260))
 KEYS = st.one_of(st.integers(0, 8), st.sampled_from([15, 16, 17, 63, 64, 65, 127, 128, 129]), st.integers(0, 400))
@@ -193,21 +185,12 @@ def built(target, case):
     torch.manual_seed(case["seed"])
     d, d_v = (n * target.step for n in case["steps"]) if case["steps"] else (64, 64)
     paged = build(target, *case["lengths"], page=case["page"], heads=case["heads"], d=d, d_v=d_v)
-    heads, batch = case["heads"][0], len(case["lengths"][0])
-    options = {name: case[name] for name in ("causal", "window", "softmax_scale", "softcap", "start_pos")}
-    for name in ("leftpad_k", "start_pos"):
-        if isinstance(case[name], list):
-            options[name] = target.int32(case[name])
     for b, pad in enumerate(case["leftpad_k"] or ()):
         j = torch.arange(pad, device=target.device)
         pages = paged.lengths["block_table"][b, j // case["page"]].long()
         paged.k_pages[pages, j % case["page"]] = NAN
         paged.v_pages[pages, j % case["page"]] = NAN
-    if case["alibi"]:
-        options["alibi_slopes"] = target.vector(*((heads,) if case["alibi"] == "[H]" else (batch, heads))).abs() / 4
-    if case["sink"]:
-        options["sink"] = target.vector(heads)
-    return paged, options
+    return paged, options_of(target, case, len(case["lengths"][0]))
 
 
 @settings(max_examples=40)

@@ -6,8 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from conftest import GPU, NOT_HOPPER
-from oracle import expect, expect_packed
-from test_isolation import assert_same_bits
+from oracle import assert_same_bits, expect, expect_packed
 
 import cutlass_ext
 

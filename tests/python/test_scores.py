@@ -15,10 +15,19 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import attention, expect, expect_gradients, expect_gradients_packed, expect_packed, keeps, peer_tolerance
+from oracle import (
+    assert_same_bits,
+    attention,
+    expect,
+    expect_gradients,
+    expect_gradients_packed,
+    expect_packed,
+    keeps,
+    peer_tolerance,
+)
 from test_backward import COMPILE_TIMEOUT, compiled, of_out
 from test_errors import assert_refused
-from test_varlen import MIXED, assert_same_bits, packed
+from test_varlen import MIXED, packed
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import expect_packed, peer_tolerance
+from oracle import assert_same_bits, expect_packed, peer_tolerance
+from test_features import options_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import cutlass_ext
@@ -54,11 +55,6 @@ def packed(target, lengths_q, lengths_k=None, heads=(4, 2), d=64, d_v=None):
     longest = max(lengths_q, default=0), max(lengths_k, default=0)
     cu = target.int32(ends(lengths_q)), target.int32(ends(lengths_k))
     return Packed(*(target.randn(*shape) for shape in shapes), packing_of(*cu, *longest))
-
-
-def assert_same_bits(got, want):
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
 
 
 def check(target, batch, *, num_splits=0, small=False, **options):
@@ -126,16 +122,7 @@ def build(target, case):
     torch.manual_seed(case["seed"])
     d, d_v = (steps * target.step for steps in case["steps"]) if case["steps"] else (64, 64)
     batch = packed(target, *case["lengths"], case["heads"], d, d_v)
-    heads, sequences = case["heads"][0], len(case["lengths"][0])
-    options = {name: case[name] for name in ("causal", "window", "softmax_scale", "softcap", "start_pos")}
-    for name in ("seqused_k", "leftpad_k", "start_pos"):
-        if isinstance(case[name], list):
-            options[name] = target.int32(case[name])
-    if case["alibi"]:
-        options["alibi_slopes"] = target.vector(*((heads,) if case["alibi"] == "[H]" else (sequences, heads))).abs() / 4
-    if case["sink"]:
-        options["sink"] = target.vector(heads)
-    return batch, options
+    return batch, options_of(target, case, len(case["lengths"][0]))
 
 
 @settings(max_examples=150)
