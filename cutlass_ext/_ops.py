@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .torch_backend import empty_results
+from .torch_backend import empty_results_of
 
 try:
     import cutlass_ext._C as _C  # importing it registers the operators; `from . import` would hide why it fails
@@ -72,11 +72,6 @@ def _packed(mask: Tensor) -> Tensor:
     return mask.new_empty((batch, heads, rows + -(-rows // 64), -(-keys // 128) * 4), dtype=torch.int32)
 
 
-def attention_shapes(o: SimpleNamespace) -> Tensors:
-    """The results of operators that compute attention, `out` and `lse`, uninitialised."""
-    return empty_results(o.q, getattr(o, "v_cache", o.v), o.return_lse, getattr(o, "out_dtype", None))
-
-
 def lse_if_asked(compute: Callable[[SimpleNamespace], Tensors]) -> Callable[[SimpleNamespace], Tensors]:
     """`compute`, which gives `out` and `lse`, with an empty tensor for an lse that nobody asked for."""
 
@@ -90,7 +85,7 @@ def lse_if_asked(compute: Callable[[SimpleNamespace], Tensors]) -> Callable[[Sim
 def register(
     name: str,
     compute: Callable[[SimpleNamespace], Tensors],
-    shapes: Callable[[SimpleNamespace], Tensors] = attention_shapes,
+    shapes: Callable[[SimpleNamespace], Tensors] = empty_results_of,
 ) -> tuple:
     """The compiled operator `name`, with an implementation for CPU tensors and shapes for tracing, and `NAME_torch`.
 

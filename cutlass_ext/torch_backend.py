@@ -97,6 +97,11 @@ def empty_results(q: Tensor, v: Tensor, return_lse: bool = True, out_dtype: torc
     return out, q.new_empty((*batch, H_q, rows) if return_lse else (0,), dtype=dtype_of_scores(q))
 
 
+def empty_results_of(o: SimpleNamespace) -> Results:
+    """The same for an operator's arguments."""
+    return empty_results(o.q, getattr(o, "v_cache", o.v), o.return_lse, getattr(o, "out_dtype", None))
+
+
 def empty_gradients(o: SimpleNamespace) -> Gradients:
     """Of the shapes of q, k, v, sink and bias, contiguous; `dsink` is empty where there is no sink, `dbias` where it
     is not asked for."""
