@@ -63,7 +63,7 @@ struct StatisticsRows {
 /// piece, in vectors of four: two columns of two rows, of eight columns by its lanes side by side.
 template <int HeadDim>
 struct SumsOfTile {
-  static constexpr int kRows = 64, kParts = 2, kOfAWarp = HeadDim / 8 / kParts * 32;
+  static constexpr int kRows = 64, kParts = HeadDim > 64 ? 2 : 1, kOfAWarp = HeadDim / 8 / kParts * 32;
   /// Of the vectors of a warp of a warpgroup.
   CUTE_HOST_DEVICE static constexpr int first(int part, int warp) { return (part * (kRows / 16) + warp) * kOfAWarp; }
 };

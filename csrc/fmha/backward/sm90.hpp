@@ -161,10 +161,13 @@ struct BackwardTraits {
   // the columns. It is multiplied a turn after it was left, so that no warpgroup waits for another within a turn; with
   // three buffers the barrier that says that it is there will do.
   static constexpr int BuffersDS = 3;
-  static constexpr int QueryColumns = HeadDim / Consumers;
+  // Narrow heads leave registers for all columns: the warpgroups then take turns, which reads dS once.
+  static constexpr bool TakesTurns = AddsToQueries && SumsOfTile<HeadDim>::kParts == 1;
+  static constexpr int QueryColumns = HeadDim / SumsOfTile<HeadDim>::kParts;
   // Whether the copy engine adds it, out of `staging`: the registers are free at once. Wider heads have neither room
   // there nor time of shared memory.
-  static constexpr bool StagesSums = AddsToQueries && QueryColumns * sizeof(float) <= kPanel * sizeof(Element);
+  static constexpr bool StagesSums = TakesTurns;
+  static constexpr int Staged = 16 * (StagesSums ? kPanel * sizeof(float) / sizeof(Element) : kPanel);  // of a warp
   using LayoutDS =
       decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{}, Shape<Int<B_r>, Int<B_c>, Int<BuffersDS>>{}));
   using MmaKeys = decltype(make_tiled_mma(
@@ -183,7 +186,7 @@ struct BackwardTraits {
     alignas(1024) Element streamed[Stages * Step * ColumnsQK];
     alignas(1024) Element streamed_v[Stages * Step * ColumnsV];
     alignas(1024) Element ds[AddsToQueries ? BuffersDS * B_r * B_c : 8];
-    alignas(256) Element staging[Consumers * kAtomRows * kPanel];  // 16 rows of a panel for each consumer warp
+    alignas(256) Element staging[4 * Consumers * Staged];  // 16 rows of a panel for each consumer warp
     alignas(256) Element pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
     alignas(16) uint8_t drawn[Pairs ? 8 * Consumers * Step : 16];  // of the same columns, a bit for what dropout keeps
     StreamedTile at[Pairs ? Stages : 1];                           // what the stages hold
@@ -197,7 +200,8 @@ struct BackwardTraits {
 
   static_assert(StatisticsRows::kTile % B_r == 0 || !OfKeys, "statistics are copied by whole tiles of rows");
   static_assert(!AddsToQueries || (OfKeys && !Apart && B_r == kPanel), "a row of a panel of dS is one key's");
-  static_assert(!AddsToQueries || (B_r == SumsOfTile<HeadDim>::kRows && Consumers == SumsOfTile<HeadDim>::kParts),
+  static_assert(!AddsToQueries ||
+                    (B_r == SumsOfTile<HeadDim>::kRows && (TakesTurns || Consumers == SumsOfTile<HeadDim>::kParts)),
                 "the order of the sums");
   static_assert(Held % kAtomRows == 0 && Step % 16 == 0, "WGMMA's rows, and its steps");
 };
@@ -339,11 +343,12 @@ struct QuerySums {
     return typename Traits::MmaKeys{}.get_slice(0).partition_fragment_A(rows);
   }
 
+  CUTE_DEVICE int part() const { return Traits::TakesTurns ? 0 : warpgroup; }
   CUTE_DEVICE static auto accumulator() { return partition_fragment_C(Mma{}, Shape<Int<Traits::B_r>, Int<Columns>>{}); }
   template <class Sums>
   CUTE_DEVICE void issue(Sums& sums, int buffer) const {
     constexpr int kKeys = Traits::B_c;
-    int const column = warpgroup * Columns;
+    int const column = part() * Columns;
     Tensor fDS =
         Mma{}.get_slice(0).partition_fragment_A(make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDS{}));
     Tensor fK = MmaOfPanel{}.get_slice(0).partition_fragment_B(
@@ -358,7 +363,7 @@ struct QuerySums {
   CUTE_DEVICE void add(Sums const& sums, float* to) const {
     if constexpr (Traits::StagesSums) {
       auto* const warps =
-          reinterpret_cast<float4*>(shared.staging) + threadIdx.x / 32 % (4 * Traits::Consumers) * kVectors;
+          reinterpret_cast<float4*>(shared.staging + threadIdx.x / 32 % (4 * Traits::Consumers) * Traits::Staged);
       tma_store_wait<0>();  // what the warp left there last has been read: by the thread that had it copied
       __syncwarp();
       CUTE_UNROLL
@@ -376,7 +381,7 @@ struct QuerySums {
   /// Where the thread adds, or the warp, counted from the sums of a tile.
   CUTE_DEVICE int first() const {
     int const lane = Traits::StagesSums ? 0 : threadIdx.x % 32;
-    return (SumsOfTile<Traits::HeadDim>::first(warpgroup, threadIdx.x / 32 % 4) + lane) * 4;
+    return (SumsOfTile<Traits::HeadDim>::first(part(), threadIdx.x / 32 % 4) + lane) * 4;
   }
 };
 
@@ -604,16 +609,19 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   // added, its address among them, wait for memory before they are written again.
   [[maybe_unused]] float* sums_to = nullptr;
   [[maybe_unused]] int due_t = tiles.begin, due_head = tile.head_q;
-  [[maybe_unused]] auto const add_sums = [&](auto& sums) {
-    warpgroup_fence_operand(sums);
-    if (Traits::Pairs || due_t == tiles.begin) {
+  [[maybe_unused]] auto const find_sums = [&] {
+    if (due_t == tiles.begin) {
       int64_t const row = StatisticsRows(params).first(params, tile.sequence, tile.work.batch, due_head) + due_t * Step;
       sums_to = params.dq_sums + row * Traits::HeadDim + query_sums.first();
     } else {
       sums_to += Step * Traits::HeadDim;
     }
+    if (++due_t == tiles.end) due_t = tiles.begin, ++due_head;
+  };
+  [[maybe_unused]] auto const add_sums = [&](auto& sums) {
+    warpgroup_fence_operand(sums);
+    if constexpr (!Traits::TakesTurns) find_sums();
     query_sums.add(sums, sums_to);
-    if (!Traits::Pairs && ++due_t == tiles.end) due_t = tiles.begin, ++due_head;
   };
   if (turns > 0) {
     shared.held_full.wait_for(0);
@@ -638,7 +646,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   for (int turn = 0; turn < turns; ++turn) {
     // Accumulators of one turn are made in it: WGMMA's zero is no write to the compiler, which would keep old sums.
     Tensor cdP = scores_of_a_tile();
-    Tensor cQ = QuerySums<Traits>::accumulator();
+    [[maybe_unused]] auto cQ = QuerySums<Traits>::accumulator();
     int const stage = ring.stage;
     RingPosition<Traits::Stages> next = ring;
     next.advance();
@@ -649,9 +657,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     shared.full_v[stage].wait_for(ring.phase);
     if constexpr (SumsS) issue_dp(cdP, stage);
     weigh(stage, t, head);
-    // Of wide heads the weights are worked out beside dP: the branches of a wait keep the assembler from moving the one
-    // for dP in front of them. For narrow ones that is slower (6.68 ms for 6.14 at (2, 8192, 32 heads, d 64)).
-    if constexpr (kReadsDS) {
+    // The weights are worked out beside dP: the branches of a wait keep the assembler from moving the one for dP in
+    // front of them.
+    if constexpr (AddsQ) {
       warpgroup_fence_operand(cS);
       wait_for_next();
     }
@@ -661,41 +669,50 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if constexpr (AddsQ) {
       if (turn > 0) shared.ds_full[last_ds.stage].wait_for(last_ds.phase);
       query_sums.share(words_ds, ds.stage);
-      if constexpr (kReadsDS) {
-        warpgroup_wait<0>();  // P's registers are wanted
+      if constexpr (kReadsDS || Traits::TakesTurns) {
+        warpgroup_wait<0>();  // P's registers are wanted, or no WGMMA is to be in flight where the turns part
         warpgroup_fence_operand(cV);
         release(shared.empty_v[stage]);
       }
-      query_sums.issue(cQ, last_ds.stage);
+    }
+    auto const go_on = [&] {
       if constexpr (kReadsDS) {
         gemm_async<Step / 16>(typename Traits::MmaKeys{}, query_sums.own_ds(ds.stage), fYt(_, _, _, stage), cA, false);
-      } else {
+      } else if constexpr (SumsS) {
         issue_gradient(stage);
       }
-    } else if constexpr (SumsS) {
-      issue_gradient(stage);
-    }
-    if constexpr (!kReadsDS) wait_for_next();
-    issue_s(next.stage);
-    read_statistics(next.stage);
-    if constexpr (Traits::Pairs) {
-      if (turn + 1 < turns) ask_for(next.stage);
+      if constexpr (!AddsQ) wait_for_next();
+      issue_s(next.stage);
+      read_statistics(next.stage);
+      if constexpr (Traits::Pairs) {
+        if (turn + 1 < turns) ask_for(next.stage);
+      }
+    };
+    if constexpr (Traits::TakesTurns) {
+      if (turn > 0) find_sums();
+      if (turn > 0 && turn % 2 != row_block) {
+        query_sums.issue(cQ, last_ds.stage);
+        go_on();
+        warpgroup_wait<2>();
+        add_sums(cQ);
+        warpgroup_wait<0>();
+      } else {
+        go_on();
+        warpgroup_wait<0>();
+      }
+    } else {
+      if constexpr (AddsQ) query_sums.issue(cQ, last_ds.stage);
+      go_on();
+      if constexpr (SumsP) warpgroup_wait<SumsS ? 2 : 1>();
+      if constexpr (SumsP && !kReadsDS) warpgroup_fence_operand(cV);
+      if constexpr (!kReadsDS) release(shared.empty_v[stage]);
+      if constexpr (AddsQ) {
+        if (turn > 0) add_sums(cQ);
+      }
     }
     if constexpr (AddsQ) {
-      warpgroup_wait<2>();
-      if constexpr (!kReadsDS) {
-        warpgroup_fence_operand(cV);
-        release(shared.empty_v[stage]);
-      }
-      if (turn > 0) add_sums(cQ);
       last_ds = ds;
       ds.advance();
-    } else {
-      if constexpr (SumsP) {
-        warpgroup_wait<SumsS ? 2 : 1>();
-        warpgroup_fence_operand(cV);
-      }
-      release(shared.empty_v[stage]);
     }
     warpgroup_wait<0>();
     if constexpr (Traits::OfKeys) {
@@ -704,15 +721,12 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       release(shared.empty[stage]);
     }
     ring = next;
-    if constexpr (Traits::Pairs) {
-      due_t = t, due_head = head;
-    } else {
-      if (++t == tiles.end) t = tiles.begin, ++head;
-    }
+    if (!Traits::Pairs && ++t == tiles.end) t = tiles.begin, ++head;
   }
   if constexpr (AddsQ) {
-    if (turns > 0) {
+    if (turns > 0 && !(Traits::TakesTurns && turns % 2 == row_block)) {
       Tensor cQ = QuerySums<Traits>::accumulator();
+      if constexpr (Traits::TakesTurns) find_sums();
       shared.ds_full[last_ds.stage].wait_for(last_ds.phase);
       query_sums.issue(cQ, last_ds.stage);
       warpgroup_wait<0>();
@@ -730,7 +744,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
 
   ConsumerThread const thread;
   int const lane = thread.lane, warp_row = thread.warp_row % Traits::Held;
-  auto* const staging = shared.staging + threadIdx.x / 32 % (4 * Traits::Consumers) * 16 * kPanel;
+  auto* const staging = shared.staging + threadIdx.x / 32 % (4 * Traits::Consumers) * Traits::Staged;
   auto const store = [&](void* data, Strides const& stride, auto const& sums, int cols, auto head_dim) {
     int64_t const row = tile.held_row0 + tile.work.row0 + warp_row + lane / 8;
     auto* const to = static_cast<Element*>(data) + tile.sequence.batch * stride.batch +
