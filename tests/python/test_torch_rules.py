@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -312,10 +314,23 @@ def test_export_of_any_sizes(on, exported, tmp_path):
             assert torch.equal(loaded(x), layer(x))
 
 
+PACKAGE_OF_PYTORCH = """
+import sys, torch
+device, path = sys.argv[1:]
+layer = torch.nn.Linear(8, 8).to(device)
+program = torch.export.export(layer, (torch.randn(2, 8, device=device),))
+torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=path))
+"""
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
 def test_aot_inductor_package(on, exported, tmp_path):
-    """The operator stands in a compiled package, which runs where cutlass_ext is imported."""
+    """The operator stands in a compiled package, which runs where cutlass_ext is imported. On an H200 machine with
+    torch 2.11.0+cu130 a process that loads any package, one of PyTorch's Linear too, ends with signal 11."""
+    command = [sys.executable, "-c", PACKAGE_OF_PYTORCH, str(on.device), str(tmp_path / "plain.pt2")]
+    if (code := subprocess.run(command, capture_output=True).returncode) < 0:
+        pytest.skip(f"loading a package of PyTorch's own layer ends the process with signal {-code} here")
     program, layer = exported
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
     loaded = torch._inductor.aoti_load_package(path)

@@ -258,7 +258,9 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
       int const own = first_own + own_of(i), walked = first_walked + walked_of(j);
       int const row = OfKeys ? walked : own, key = OfKeys ? own : walked;
       if (drops) {
-        pairs.drop(x, row, key, scale);
+        PairMod here = pairs;  // else the keys of all of Philox's rounds are kept in registers
+        here.seed[0] = anew(here.seed[0]), here.seed[1] = anew(here.seed[1]);
+        here.drop(x, row, key, scale);
       } else {
         pairs.apply(x, params, sequence.visibility, row, key, [](int e) { return e; });
       }

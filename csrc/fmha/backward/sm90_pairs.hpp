@@ -61,7 +61,7 @@ class TilePairs {
                             Tile const& tile, StreamedTile const& here) const {
     Place<Tile> const place(tile, here.tile);
     if (!tile.bias_in_chunks) {
-      add_elements(S, factor, params, shared, place, place.pairs(params, here.head));
+      add_elements(S, factor, params, place, place.pairs(params, here.head));
     } else if (dtype_of_bias(params) == BiasType::Float16) {
       auto const of = [](uint32_t x) { return __half2float(__ushort_as_half(static_cast<uint16_t>(x))); };
       add_chunks(S, factor, shared, place, of, [&](uint32_t x) { return of(x >> 16); });
@@ -170,36 +170,29 @@ class TilePairs {
     }
   }
 
-  /// The same of a bias that is fp32, or that vectors cannot be read of: in parts of 32 columns, as fp32.
-  template <class ScoreTensor, class Shared, class Place>
-  CUTE_DEVICE static void add_elements(ScoreTensor& S, float factor, BackwardParams const& params, Shared& shared,
-                                       Place const& place, PairMod const& pairs) {
-    constexpr int Pitch = OfKeys ? 16 : 32, Part = 32;
-    static_assert(kStagedBytes >= 16 * Part * sizeof(float), "a part");
+  /// The same of a bias that is fp32, or that vectors cannot be read of: each thread reads its own, and the scores go
+  /// through local memory, since they would spill if the loop were unrolled.
+  template <class ScoreTensor, class Place>
+  CUTE_DEVICE static void add_elements(ScoreTensor& S, float factor, BackwardParams const& params, Place const& place,
+                                       PairMod const& pairs) {
+    constexpr int Columns = Step / 4;
     Visibility const& visibility = place.tile.sequence.visibility;
-    int const lane = place.thread.lane, along = lane / 4, across = lane % 4 * 2;
-    auto* const staging = reinterpret_cast<float*>(staged(shared, place));
-    float const* const mine = staging + (OfKeys ? across * Pitch + along : along * Pitch + across);
+    int const along = place.thread.lane / 4, across = place.thread.lane % 4 * 2;
+    float scores[Columns][2];
     CUTE_UNROLL
-    for (int part = 0; part < Step / Part; ++part) {
-      __syncwarp();  // what is there has been read
-      CUTE_NO_UNROLL
-      for (int index = lane; index < 16 * Part; index += 32) {
-        int const row = place.row + index / Pitch + (OfKeys ? part * Part : 0),
-                  key = place.key + index % Pitch + (OfKeys ? 0 : part * Part);
-        staging[index] = pairs.bias_of(params, visibility, row, key);
-      }
-      __syncwarp();
+    for (int j = 0; j < Columns; ++j) scores[j][0] = S(0, j), scores[j][1] = S(1, j);
+    CUTE_NO_UNROLL
+    for (int j = 0; j < Columns; ++j) {
       CUTE_UNROLL
-      for (int j = 0; j < Part / 4; ++j) {
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          int const at = OfKeys ? key_of(j) * Pitch + row_of(i) : row_of(i) * Pitch + key_of(j);
-          float& score = S(i, part * (Part / 4) + j);
-          score = fmaf(mine[at], factor, score);
-        }
+      for (int i = 0; i < 2; ++i) {
+        int const held = along + row_of(i), streamed = across + key_of(j);
+        float const x = pairs.bias_of(params, visibility, place.row + (OfKeys ? streamed : held),
+                                      place.key + (OfKeys ? held : streamed));
+        scores[j][i] = fmaf(x, factor, scores[j][i]);
       }
     }
+    CUTE_UNROLL
+    for (int j = 0; j < Columns; ++j) S(0, j) = scores[j][0], S(1, j) = scores[j][1];
   }
 
   template <class Place>

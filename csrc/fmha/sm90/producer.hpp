@@ -132,8 +132,7 @@ CUTE_DEVICE void copy_bias(Params const& params, CUtensorMap const& map, typenam
       for (int panel = 0; panel < B_c / kPanel; ++panel) {
         SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full),
                                static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL), to + panel * kRows * kPanel,
-                               tile * B_c + job.pairs.leftpad + panel * kPanel, job.token0 + warpgroup * kRows, head,
-                               batch);
+                               tile * B_c + panel * kPanel, job.token0 + warpgroup * kRows, head, batch);
       }
     });
   }
