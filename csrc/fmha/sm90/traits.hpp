@@ -9,6 +9,7 @@
 #include <cutlass/numeric_types.h>
 
 #include "../copy/tma.hpp"
+#include "../features.hpp"
 #include "../operand.hpp"
 #include "jobs.hpp"
 #include "pipeline.hpp"
@@ -59,7 +60,8 @@ struct Traits {
   /// Whether tiles of the bias are copied to shared memory; else each thread loads what it wants.
   CUTE_HOST_DEVICE static bool copies_bias(Params const& params) {
     // The copy engine faults on a first column that is off 16 bytes, as padding in front makes it.
-    return Pairs && is_copyable(bias_of(params)) && !params.leftpad_k && !(BiasInO && has_dropout(params));
+    return Pairs && is_copyable(bias_of(params)) && !(features_of(params) & feature::LeftPadding) &&
+           !(BiasInO && has_dropout(params));
   }
 
   // Of the B_c / 4 columns of S that a thread has in a row, those exponentiated while P V still runs: as many as there
