@@ -229,9 +229,12 @@ struct PairMod {
   /// Which of the `count` keys from `key` on dropout keeps, 32 at most, wherever they lie.
   CUTE_DEVICE uint32_t kept(int row, int key, int count) const {
     int const first = key + origin, shift = first & 7;
-    uint32_t word = kept_of_eight(row, first >> 3) >> shift;
+    uint32_t word = 0;
     CUTE_NO_UNROLL
-    for (int got = 8 - shift; got < count; got += 8) word |= kept_of_eight(row, (first + got) >> 3) << got;
+    for (int got = -shift; got < count; got += 8) {
+      uint32_t const eight = kept_of_eight(row, (first + got) >> 3);
+      word |= got < 0 ? eight >> shift : eight << got;
+    }
     return word;
   }
 

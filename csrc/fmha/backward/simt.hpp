@@ -126,7 +126,9 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   };
   // Of rows of q and dout, those that see no key by what pairs have are left out.
   auto sifted = [&](GlobalTile<float> const& tile, Task const& task, int head, int row0) {
-    return SiftedTile<float>{tile, Traits::Pairs ? params.empty_rows : nullptr, statistics_row(task, head, row0)};
+    int64_t const bit = statistics_row(task, head, row0);  // the word's place and what is left: fewer registers
+    auto const* const words = Traits::Pairs && params.empty_rows ? params.empty_rows + bit / 32 : nullptr;
+    return SiftedTile<float>{tile, words, bit & 31};
   };
   auto copy_statistics = [&](Task const& task, int head, int row0) {
     RowStatistics const* const from = params.row_statistics + statistics_row(task, head, row0);
@@ -258,9 +260,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
       int const own = first_own + own_of(i), walked = first_walked + walked_of(j);
       int const row = OfKeys ? walked : own, key = OfKeys ? own : walked;
       if (drops) {
-        PairMod here = pairs;  // else the keys of all of Philox's rounds are kept in registers
-        here.seed[0] = anew(here.seed[0]), here.seed[1] = anew(here.seed[1]);
-        here.drop(x, row, key, scale);
+        pairs.drop(x, row, key, scale);
       } else {
         pairs.apply(x, params, sequence.visibility, row, key, [](int e) { return e; });
       }

@@ -92,9 +92,9 @@ struct BackwardTraits {
     Task task;
   };
 
-  // Whether what pairs have is taken: of wider heads by the tiles that fit 99 KB alone, and not at all by those past
-  // 128. The others spill with it (60 to 250 bytes).
-  static constexpr bool Pairs = !OfKeys || HeadDim <= 64 || (HeadDim <= 128 && sizeof(SharedStorage) <= 99 * 1024);
+  // Whether what pairs have is taken: for dK and dV of wider heads by the tiles that fit 99 KB alone, and not at all by
+  // those past 128, nor by those of 64, whose calls the tiles of 128 take. The others spill with it (24 to 250 bytes).
+  static constexpr bool Pairs = !OfKeys || HeadDim <= 32 || (HeadDim == 128 && sizeof(SharedStorage) <= 99 * 1024);
 
   // CTAs that a multiprocessor of 228 KB and 64 K registers is to hold: all registers that a thread can have.
   static constexpr int CtasByShared = 228 * 1024 / (sizeof(SharedStorage) + 1024),
