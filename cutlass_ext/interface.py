@@ -156,7 +156,8 @@ def fmha(
             with the last of these keys). Bias, mask, `seqused_k` and `leftpad_k` are those of these keys, counted from
             0. Dropout is slower where key_start is no multiple of 8.
         precision: of float32: `"highest"` computes on CUDA cores; `"high"` on a Hopper GPU's tensor cores, each operand
-            in two fp16 parts with a power-of-two scale, held to the same accuracy, for head dims up to 128 (without
+            in two fp16 parts with a power-of-two scale, more exact than PyTorch's kernels from 512 keys on, for head
+            dims up to 128 (without
             softcap, slopes, bias, mask, dropout, pages and num_splits; in other calls it is an error). It takes
             workspace of the size of q, k and v, head dims rounded up to 64 or 128. Where numbers are too far apart for
             such parts, or not finite, the GPU sees it and computes the call on CUDA cores. None: `"high"` where it is

@@ -295,8 +295,8 @@ void check_packed_mask(Arguments const& a) {
   int64_t step = 1;
   for (int i = 3; fits && i >= 0; step *= t.size(i--)) fits = t.size(i) == 1 || t.stride(i) == step;
   if (!fits) {
-    fail("ValueError", "mask: was packed to shape ", t.shape_text(),
-         ", which is not that of the call; expected a bool tensor, or one packed for the call's sequences");
+    fail("TypeError", "mask: is of dtype int32 and shape ", t.shape_text(),
+         "; expected a bool tensor, or what pack_mask made of one for the call's sequences");
   }
   check_same_device("mask", t, a.q);
 }

@@ -42,10 +42,9 @@ class Target:
     device: str
     backend: str
     dtype: torch.dtype = torch.float32
-    precision: str | None = None  # asked for where the call has it
 
     def __str__(self):
-        name = f"{self.device}-{self.precision or self.backend}"
+        name = f"{self.device}-{self.backend}"
         return name if self.dtype == torch.float32 else f"{name}-{str(self.dtype)[6:]}"
 
     @property
@@ -99,14 +98,7 @@ class Target:
             poison_like_results(q, v)
         if self.backend == "sm90":
             kwargs.setdefault("num_splits", 1)
-        options = {"backend": self.backend, "return_lse": True} | kwargs
-        if self.precision:
-            try:
-                return cutlass_ext.fmha(q, k, v, **{"precision": self.precision} | options)
-            except NotImplementedError as refused:
-                if not str(refused).startswith("precision:"):
-                    raise
-        return cutlass_ext.fmha(q, k, v, **options)
+        return cutlass_ext.fmha(q, k, v, **{"backend": self.backend, "return_lse": True} | kwargs)
 
     def gradients(self, q, k, v, dout, dlse=None, *, sink=None, bias=None, **kwargs):
         """Of q, k, v, and of a sink and a bias where there are, by autograd through `cutlass_ext.fmha`."""
@@ -124,7 +116,7 @@ NOT_HOPPER = pytest.mark.skipif(GPU and not HOPPER, reason="sm90 runs on compute
 
 
 def marks_of(target):
-    return [pytest.mark.gpu] * target.cuda + [NOT_HOPPER] * (target.backend == "sm90" or target.precision == "high")
+    return [pytest.mark.gpu] * target.cuda + [NOT_HOPPER] * (target.backend == "sm90")
 
 
 def targets(*all_fields):
@@ -133,7 +125,7 @@ def targets(*all_fields):
 
 
 F16, BF16 = torch.float16, torch.bfloat16
-FLOAT32 = ("cpu", "torch"), ("cuda", "auto"), ("cuda", "simt"), ("cuda", "auto", torch.float32, "high")
+FLOAT32 = ("cpu", "torch"), ("cuda", "auto"), ("cuda", "simt")
 TENSOR_CORES = [("cuda", backend, dtype) for backend in ("auto", "sm80") for dtype in (F16, BF16)]
 # "auto" gives Hopper's persistent kernels no call of 16 query rows or fewer, unless it is packed, and none of few
 # scores: here, with the splits fixed, they take those too.

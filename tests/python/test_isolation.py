@@ -89,17 +89,8 @@ def test_other_heads_and_sequences(target, which, plant, num_splits):
     assert not out[1, :, spoilt].isfinite().any(), "what a row does see must show"
 
 
-@pytest.fixture
-def fixed(target):
-    """Not what multiplies parts: a number that is not finite has the whole call computed elsewhere, in other bits."""
-    if target.precision == "high":
-        pytest.skip("see test_precision.py")
-    return target
-
-
 @pytest.mark.parametrize("row", [0, 31, 32, 63, 69])
-def test_a_row_of_q_is_its_own(fixed, row):
-    target = fixed
+def test_a_row_of_q_is_its_own(target, row):
     q, k, v = target.qkv(2, 70, 2, 64)
     want = target.fmha(q, k, v)
     q = q.clone()
@@ -112,9 +103,8 @@ def test_a_row_of_q_is_its_own(fixed, row):
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (16, 0)}, {"window": (5, 3)}], ids=str)
 @pytest.mark.parametrize("which", ["k", "v"])
-def test_hidden_by_a_mask_stays_in_its_sequence_and_head(fixed, which, options):
+def test_hidden_by_a_mask_stays_in_its_sequence_and_head(target, which, options):
     """A non-finite key or value that only causal or window hides may reach rows of its own (b, h), and nothing else."""
-    target = fixed
     q, k, v = target.qkv(2, 100, 2, 32)
     want = target.fmha(q, k, v, **options)
     planted = {"k": k.clone(), "v": v.clone()}
