@@ -41,29 +41,6 @@ inline bool is_tiny(Params const& p, Device const& device) {
          int64_t(p.batch) * p.heads_q * ceil_div(p.n_q, 64) * ceil_div(p.n_kv, 64) <= 4 * device.multiprocessors;
 }
 
-/// Whether float32 is computed faster in two fp16 parts than on CUDA cores, where both can: products at 220 TFLOP/s for
-/// 35, against reading q, k and v twice and writing them once at 2.5 TB/s, and 12 us of launches. Milliseconds of an
-/// H200: (2, 8192, 16, 64) 2.28 for 12.9, (8, 512, 16, 64) causal 0.12 for 0.22, (1, 1024, 8, 64) causal 0.064 for
-/// 0.087. From 512 keys on alone, seen through a window too: of fewer, errors are up to three times those of CUDA
-/// cores.
-inline bool parts_pay(Params const& p) {
-  constexpr double kOnTensorCores = 220e6, kOnCudaCores = 35e6, kBytes = 2.5e6, kLaunches = 12;  // a microsecond
-  int64_t const keys = p.longest_kv > 0 ? p.longest_kv : p.n_kv;
-  if (keys < 512) return false;
-  double const rows = double(p.stored_batch()) * p.stored_rows(),
-               stored_keys = double(p.stored_batch()) * p.stored_keys();
-  double seen = keys;
-  if (p.window_left >= 0 && p.window_right >= 0) {
-    seen = std::min<double>(seen, double(p.window_left) + p.window_right + 1);
-    if (seen < 512) return false;
-  } else if (p.window_right >= 0) {
-    seen = std::max(seen / 2, seen - p.n_q / 2.);
-  }
-  double const columns = p.head_dim + p.head_dim_v, flops = 2 * columns * p.heads_q * rows * seen,
-               bytes = 3 * 4 * columns * (p.heads_q * rows / 2 + p.heads_kv * stored_keys);
-  return flops / kOnTensorCores + bytes / kBytes + kLaunches < flops / kOnCudaCores;
-}
-
 /// How many warpgroups a query tile gets in the short kernels of Hopper; 0 where the persistent ones are faster. For
 /// calls whose sequences are alike. Blocks are of 64 rows and keys, figures (batch, N) in us there and in the
 /// persistent kernels, 32 heads on 8 where no others are named.

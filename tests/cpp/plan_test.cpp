@@ -244,12 +244,16 @@ TEST(Plan, OfFloat32) {
       CASE(fmha32(2, 4096, 4096, 16, 16, 200), "simt tiles 32x32 d224, 1 split, grid 4096"),
       CASE(fmha32(1, 4, 4096, 32, 8, 128), "simt decode 16x8 d128, shared out, grid 264, 8 counters"),
       CASE(fmha32(1, 4, 4096, 32, 8, 128).splits(3), "simt decode 16x8 d128, 3 splits, grid 24, 8 counters"),
-      // In parts on Hopper's tensor cores, where that pays, or where it is asked for.
-      CASE(fmha32(2, 4096, 4096, 16, 16, 64), "sm90 persistent 128x128 d64, 1 split, grid 132, 2 counters"),
-      CASE(fmha32(2, 4096, 4096, 16, 16, 128), "sm90 persistent 128x64 d128, 1 split, grid 132, 2 counters"),
+      // In parts on Hopper's tensor cores, where that is asked for.
+      CASE(fmha32(2, 4096, 4096, 16, 16, 64), "simt tiles 128x64 d64, 1 split, grid 1024"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 64).precision(Precision::High),
+           "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 128).precision(Precision::High),
+           "sm90 persistent 128x64 d128 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha32(1, 64, 64, 1, 1, 40).precision(Precision::High),
-           "sm90 persistent 128x128 d64, 1 split, grid 1, 2 counters"),
-      CASE(fmha32(1, 1, 64, 1, 1, 40).backend("sm90"), "sm90 persistent 128x128 d64, 1 split, grid 1, 2 counters"),
+           "sm90 persistent 128x128 d64 plain, 1 split, grid 1, 2 counters"),
+      CASE(fmha32(1, 1, 64, 1, 1, 40).backend("sm90"),
+           "sm90 persistent 128x128 d64 plain, 1 split, grid 1, 2 counters"),
       CASE(fmha32(2, 4096, 4096, 16, 16, 64).softcap(), "simt tiles 128x64 d64, 1 split, grid 1024"),
   });
 }
@@ -264,8 +268,10 @@ TEST(Plan, OfFewQueryRows) {
       CASE(fmha(300, 1, 4096, 32, 8, 128), "sm80 decode 16x16 d128 plain, shared out, grid 264, 2400 counters"),
       CASE(fmha(4, 4, 4096, 32, 8, 128), "sm80 decode 16x16 d128 plain, shared out, grid 128, 32 counters"),
       CASE(fmha(4, 1, 4096, 32, 8, 128).softcap(), "sm80 decode 16x16 d128, shared out, grid 128, 32 counters"),
-      CASE(fmha(4, 5, 4096, 32, 8, 128), "sm90 decode 64x64 d128, shared out, grid 264, 32 counters"),
-      CASE(fmha(4, 16, 4096, 64, 8, 128), "sm90 decode 64x64 d128, shared out, grid 256, 64 counters"),
+      CASE(fmha(4, 5, 4096, 32, 8, 128),
+           "sm90 persistent 128x128 d128 plain, 4 splits, grid 128, 2 counters, merged apart"),
+      CASE(fmha(4, 16, 4096, 64, 8, 128),
+           "sm90 persistent 128x128 d128 plain, 4 splits, grid 128, 2 counters, merged apart"),
       CASE(fmha(4, 16, 4096, 64, 8, 128).backend("sm80"), "sm80 decode 64x64 d128, shared out, grid 256, 64 counters"),
       CASE(fmha(4, 16, 4096, 64, 8, 128).on(fake::kA100), "sm80 decode 64x64 d128, shared out, grid 96, 64 counters"),
       CASE(fmha(4, 17, 4096, 64, 8, 128),
@@ -294,7 +300,7 @@ TEST(Plan, OfFewPackedRowsOverPages) {
       CASE(packed(1, 32, 16).splits(3), "sm80 decode 16x16 d128, 3 splits, grid 1536, 512 counters"),
       CASE(packed(3, 32, 16), "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
       CASE(packed(1, 32, 1), "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
-      CASE(packed(16, 32, 16), "sm90 decode 64x64 d128, shared out, grid 264, 512 counters"),
+      CASE(packed(16, 32, 16), "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
       CASE(packed(1, 32, 16).sink(), "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
   });
 }
@@ -318,7 +324,8 @@ TEST(Plan, OfACache) {
       CASE(kvcache(64, 0, 4096, 32, 8, 128).lengths(), "sm80 narrow 8x16 d128, shared out, grid 0, 512 counters"),
       CASE(kvcache(4, 1, 4096, 32, 8, 128).lengths().unaligned(),
            "sm80 decode 16x16 d128, shared out, grid 128, 32 counters"),
-      CASE(kvcache(4, 16, 4096, 32, 8, 128).lengths(), "sm90 decode 64x64 d128, shared out, grid 264, 32 counters"),
+      CASE(kvcache(4, 16, 4096, 32, 8, 128).lengths(),
+           "sm90 persistent 128x128 d128 plain, 4 splits, grid 128, 2 counters, merged apart"),
       CASE(kvcache(4, 8, 4096, 32, 8, 256).lengths().unaligned(),
            "sm90 decode 64x32 d256, shared out, grid 264, 32 counters"),
       CASE(kvcache(4, 1, 4096, 32, 8, 128).backend("sm90"),
@@ -641,7 +648,7 @@ TEST(Run, GivesAKernelTheWorkspaceThatItWants) {
 
 TEST(Run, MakesPartsAndHasALaunchStandBy) {
   size_t bytes;
-  launch_of(fmha32(2, 4096, 4096, 16, 16, 64), &bytes);
+  launch_of(fmha32(2, 4096, 4096, 16, 16, 64).precision(Precision::High), &bytes);
   EXPECT_EQ(parts_made, 1);
   EXPECT_EQ(bytes, 64u);  // bytes_of_parts, above
   EXPECT_EQ(launched.times, 2);

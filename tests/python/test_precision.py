@@ -96,12 +96,11 @@ def test_what_it_does_not_take(options):
 
 @pytest.mark.gpu
 @NOT_HOPPER
-def test_auto_takes_it_where_there_is_work():
+def test_nobody_gets_it_unasked():
     def kernel(*shape, **options):
         return cutlass_ext.explain(*qkv(*shape), **options).kernel
 
-    assert kernel(2, 4096, 8, 64) == kernel(1, 4096, 8, 128, causal=True) == "persistent_fp16x2"
-    assert kernel(1, 100, 2, 64) == kernel(2, 4096, 8, 64, softcap=9.0) == kernel(2, 4096, 8, 256) == "tiles"
+    assert kernel(2, 4096, 8, 64) == kernel(1, 4096, 8, 128, causal=True) == "tiles"
     assert kernel(1, 8, 1, 16, precision="high") == kernel(1, 8, 1, 16, backend="sm90") == "persistent_fp16x2"
 
 
@@ -145,21 +144,17 @@ def test_packed(d):
 
 @pytest.mark.gpu
 @NOT_HOPPER
-@pytest.mark.parametrize("which", ["normal", "v + 1", "uniform", "logits times 30"])
+@pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("n_kv", [512, 65536])
 @pytest.mark.parametrize("d", [64, 128])
-def test_as_exact_as_pytorch(which, n_kv, d):
+def test_as_exact_as_pytorch(shift, n_kv, d):
     """Its error, and that of PyTorch's memory-efficient kernel, which sums in float32 on CUDA cores."""
     q, k, v = qkv(1, 256, 1, d, n_kv=n_kv)
-    q, k, v = {
-        "normal": (q, k, v), "v + 1": (q, k, v + 1), "uniform": [torch.rand_like(t) for t in (q, k, v)],
-        "logits times 30": (30 * q, k, v),
-    }[which]  # fmt: skip
-    expected = expect(q, k, v)
-    expected.check(*high(q, k, v))
+    v += shift
+    want = expect(q, k, v).out
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         pytorch = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
-    of_parts, of_pytorch = ((out.double() - expected.out).norm() for out in (high(q, k, v)[0], pytorch))
+    of_parts, of_pytorch = ((out.double() - want).norm() for out in (high(q, k, v)[0], pytorch))
     assert of_parts <= of_pytorch
 
 
