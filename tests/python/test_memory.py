@@ -18,11 +18,8 @@ BEYOND_INT = (1 << 31) + 4096
 
 def assert_linear(target, causal):
     """At either length no more than some copies of the results: two, and the parts of as many CTAs as a GPU holds at
-    once; in float32 also the parts of q, k and v and a second launch's; through PyTorch's operators the scores of a
-    block of rows. A score matrix would be 67 and 268 MB."""
+    once; through PyTorch's operators the scores of a block of rows. A score matrix would be 67 and 268 MB."""
     copies, constant = (24, ALLOCATOR) if target.family == "torch" else (2, PARTS)
-    if target.family == "simt":
-        copies, constant = 5, 2 * PARTS
     for n in (N // 2, N):
         q, k, v = target.qkv(1, n, 1, D)
         call = lambda: cutlass_ext.fmha(q, k, v, causal=causal, backend=target.backend, return_lse=True)  # noqa: B023, E731
