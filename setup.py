@@ -26,7 +26,7 @@ import toolchain  # noqa: E402
 
 TORCH_PIN = "torch==2.13.0"
 TORCH_TARGET = "0x020a000000000000"  # the stable ABI of torch 2.10
-PTXAS_LOGS = ROOT / "build" / "ptxas"  # what ptxas said of each source; tests/check_binary.py reads it
+PTXAS_LOGS = ROOT / "build" / "ptxas"  # what ptxas said of each source; tests/check_build.py reads it
 
 # pip's isolated build hides the environment's packages. The binary is the same whichever torch it is compiled against,
 # so the torch (and CUDA wheels) already installed are used before gigabytes are downloaded again.
@@ -135,14 +135,16 @@ def build_command():
     common = ["-O3", "-std=c++17", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
     headers = [toolchain.cutlass_include(), *toolchain.cuda_includes(home)]
     system = [part for path in headers for part in ("-isystem", str(path))]
+    # Packed for size, machine code weighs a third.
+    nvcc = ["-Xcompiler=-fvisibility=hidden", "--expt-relaxed-constexpr", "-Xptxas=-v", "--compress-mode=size"]
     extension = cpp_extension.CppExtension(
         "cutlass_ext._C",
         [path for _, path in toolchain.sources()],
         py_limited_api=True,
         include_dirs=[str(ROOT / "csrc")],
         extra_compile_args={
-            "cxx": [*common, *system, "-fvisibility=hidden", "-Wall"],
-            "nvcc": [*common, *system, "-Xcompiler=-fvisibility=hidden", "--expt-relaxed-constexpr", "-Xptxas=-v"],
+            "cxx": [*common, *system, "-fvisibility=hidden", "-Wall", "-g0"],  # against the -g of many Pythons
+            "nvcc": [*common, *system, *nvcc],
         },
         # The runtime's symbols stay inside: torch brings a libcudart of its own into the process.
         extra_link_args=[str(cudart), "-Wl,--exclude-libs,libcudart_static.a", "-ldl", "-lrt", "-lpthread"],
