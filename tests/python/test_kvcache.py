@@ -389,17 +389,17 @@ def test_append(target, rotary, n_new, n_q, page_size):
     q, k, v = target.qkv(3, n_q, 8, d, n_kv=capacity, heads_kv=2)
     _, k_new, v_new = target.qkv(3, n_new, 2, d)
     poison_tails(k, lengths), poison_tails(v, lengths)
-    want_k, want_v, want_q, options = k.clone(), v.clone(), q.clone(), {}
+    lens, options, want_q, turned = target.int32(lengths), {}, q, k_new
     if rotary:
         cos, sin = tables(target, capacity, rotary[0])
         options = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary[1]}
+        want_q, turned = (
+            rotate(x, lens[:, None] + torch.arange(x.shape[1], device=target.device), cos, sin, rotary[1])
+            for x in (q, k_new)
+        )
+    want_k, want_v = k.clone(), v.clone()
     for b, n in enumerate(lengths):
-        for i in range(n_new):
-            want_k[b, n + i] = rotate(k_new[b, i], n + i, cos, sin, rotary[1]) if rotary else k_new[b, i]
-            want_v[b, n + i] = v_new[b, i]
-        for i in range(n_q if rotary else 0):
-            want_q[b, i] = rotate(q[b, i], n + i, cos, sin, rotary[1])
-    lens = target.int32(lengths)
+        want_k[b, n : n + n_new], want_v[b, n : n + n_new] = turned[b], v_new[b]
     k, v, table = paged_pair(k, v, page_size)
     got = call(target, q, k, v, k=k_new, v=v_new, cache_seqlens=lens, causal=True, **options, **table)
     k, v = (unpaged(cache, table.get("block_table")) for cache in (k, v))
