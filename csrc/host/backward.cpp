@@ -7,8 +7,8 @@
 #include "../fmha/pairs.hpp"
 #include "choice.hpp"
 #include "error.hpp"
+#include "gradient_steps.hpp"
 #include "heuristics.hpp"
-#include "row_statistics.hpp"
 
 namespace cutlass_ext {
 namespace {

@@ -1,6 +1,6 @@
 // dBias, for each dtype.
 #include "../fmha/backward/dbias.hpp"
-#include "../host/row_statistics.hpp"
+#include "../host/gradient_steps.hpp"
 
 #include <algorithm>
 

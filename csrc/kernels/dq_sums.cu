@@ -1,6 +1,6 @@
 // dQ from the sums of Hopper's kernels, for each dtype and head_dim that these have.
 #include "../fmha/backward/sums.hpp"
-#include "../host/row_statistics.hpp"
+#include "../host/gradient_steps.hpp"
 
 #include "../host/error.hpp"
 

@@ -1,7 +1,7 @@
-// What the backward kernels have to know of each query row, for each dtype.
+// What the backward kernels have to know of each query row, for each dtype, and of a mask.
 #include "../fmha/backward/mask_sides.hpp"
 #include "../fmha/backward/statistics.hpp"
-#include "../host/row_statistics.hpp"
+#include "../host/gradient_steps.hpp"
 
 #include <cutlass/numeric_types.h>
 

@@ -11,7 +11,7 @@
 
 #include "fake_cuda.hpp"
 #include "host/backward.hpp"
-#include "host/row_statistics.hpp"
+#include "host/gradient_steps.hpp"
 
 namespace cutlass_ext {
 
