@@ -2,7 +2,6 @@
 #include "backward.hpp"
 
 #include <algorithm>
-#include <cstring>
 
 #include "../fmha/pairs.hpp"
 #include "choice.hpp"
@@ -33,7 +32,7 @@ GradientLaunch launch_of(Call const& call, Kind kind) {
   GradientLaunch launch;
   launch.kernel = cheapest(
       {kind}, call.request.dtype, [&](Kernel const& k) { return call.runs(k); },
-      [](Kernel const& k) { return std::tuple(std::strcmp(k.family, "sm90") != 0, cost_of(k)); });
+      [](Kernel const& k) { return std::tuple(!wants_hopper(k), cost_of(k)); });
   if (!launch.kernel) return launch;
   int const block = of_keys ? launch.kernel->block_c : launch.kernel->block_r;
   int const heads = of_keys ? p.heads_kv : p.heads_q, length = of_keys ? p.n_kv : p.n_q;
@@ -51,25 +50,29 @@ GradientLaunch launch_of(Call const& call, Kind kind) {
   return launch;
 }
 
+/// What Hopper's kernels want of a mask: which tiles it hides, shows or cuts, and its bits from the side of keys.
+void look_at_mask(Kernel const& kernel, BackwardParams& params, cudaStream_t stream,
+                  std::function<void*(size_t)> const& allocate) {
+  bool const of_keys = kernel.kind != Kind::QueryGradients;
+  int const held = of_keys ? kernel.block_c : kernel.block_r, step = of_keys ? kernel.block_r : kernel.block_c;
+  if (int64_t const words = TileMap(params, of_keys, held, step).size(params); words > 0) {
+    params.tile_map = static_cast<uint32_t*>(allocate(words * sizeof(uint32_t)));
+    map_tiles(params, of_keys, held, step, stream);
+  }
+  if (int64_t const words = MaskOfKeys(params).size(params); of_keys && params.mask.row != 0 && words > 0) {
+    params.mask_of_keys = static_cast<uint32_t*>(allocate(words * sizeof(uint32_t)));
+    turn_mask(params, stream);
+  }
+}
+
 void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_t stream,
             std::function<void*(size_t)> const& allocate) {
   params.scheduler = gradients.scheduler;
   if (params.scheduler.size() == 0) return;
   Kernel const& kernel = *gradients.kernel;
-  if (std::strcmp(kernel.family, "sm90") == 0 && params.mask.bits) {
-    bool const of_keys = kernel.kind != Kind::QueryGradients;
-    int const held = of_keys ? kernel.block_c : kernel.block_r, step = of_keys ? kernel.block_r : kernel.block_c;
-    if (int64_t const words = TileMap(params, of_keys, held, step).size(params); words > 0) {
-      params.tile_map = static_cast<uint32_t*>(allocate(words * sizeof(uint32_t)));
-      map_tiles(params, of_keys, held, step, stream);
-    }
-    if (of_keys && params.mask.row != 0 && MaskOfKeys(params).size(params) > 0) {
-      params.mask_of_keys = static_cast<uint32_t*>(allocate(MaskOfKeys(params).size(params) * sizeof(uint32_t)));
-      turn_mask(params, stream);
-    }
-  }
-  occupancy_of(*gradients.kernel, current_device());  // raises the kernel's limit of shared memory
-  gradients.kernel->launch(params, {dim3(static_cast<unsigned>(params.scheduler.size()))}, stream);
+  if (wants_hopper(kernel) && params.mask.bits) look_at_mask(kernel, params, stream, allocate);
+  occupancy_of(kernel, current_device());  // raises the kernel's limit of shared memory
+  kernel.launch(params, {dim3(static_cast<unsigned>(params.scheduler.size()))}, stream);
 }
 
 }  // namespace
@@ -101,15 +104,13 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
     clear(params.dv, keys, params.heads_kv, params.head_dim_v);
     if (params.packed()) clear(params.dq, batch * params.stored_rows(), params.heads_q, params.head_dim);
   }
-  size_t const statistics = StatisticsRows(params).size(params) * sizeof(RowStatistics);
-  if (statistics > 0) params.row_statistics = static_cast<RowStatistics*>(allocate(statistics));
-  if (statistics > 0 && changes_scores(params))
-    params.empty_rows = static_cast<uint32_t*>(allocate(StatisticsRows(params).size(params) / 8));
+  size_t const rows = StatisticsRows(params).size(params);  // with those that fill up tiles
+  if (rows > 0) params.row_statistics = static_cast<RowStatistics*>(allocate(rows * sizeof(RowStatistics)));
+  if (rows > 0 && changes_scores(params)) params.empty_rows = static_cast<uint32_t*>(allocate(rows / 8));
   compute_row_statistics(plan.of_keys.kernel->dtype, params, stream);
   if (params.dbias) compute_dbias(plan.of_keys.kernel->dtype, params, stream, allocate);
   if (plan.adds_to_queries()) {
-    size_t const sums = StatisticsRows(params).size(params) * plan.of_keys.kernel->head_dim * sizeof(float);
-    if (sums > 0) {
+    if (size_t const sums = rows * plan.of_keys.kernel->head_dim * sizeof(float); sums > 0) {
       params.dq_sums = static_cast<float*>(allocate(sums));
       check_cuda(cudaMemsetAsync(params.dq_sums, 0, sums, stream), "clearing the sums of dQ");
     }

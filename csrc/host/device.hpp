@@ -1,4 +1,4 @@
-// What the host knows of a GPU, asked once, and how many CTAs of a kernel it holds. Used by plan.cpp.
+// What the host knows of a GPU, asked once, and how many CTAs of a kernel it holds. Used by whatever plans launches.
 #pragma once
 
 #include <cstring>
@@ -18,11 +18,12 @@ struct Device {
 /// The current device.
 Device const& current_device();
 
-/// Whether the kernel's instructions and shared memory are there. Hopper's run on compute capability 9.0 and nowhere
-/// else.
+/// Whether a kernel wants Hopper's instructions, which run on compute capability 9.0 and nowhere else.
+inline bool wants_hopper(Kernel const& kernel) { return std::strcmp(kernel.family, "sm90") == 0; }
+
+/// Whether the kernel's instructions and shared memory are there.
 inline bool runs_on(Kernel const& kernel, Device const& device) {
-  bool const hopper = std::strcmp(kernel.family, "sm90") == 0;
-  return (!hopper || device.capability == 90) && kernel.shared_bytes <= device.shared_bytes;
+  return (!wants_hopper(kernel) || device.capability == 90) && kernel.shared_bytes <= device.shared_bytes;
 }
 
 /// What a device holds of a kernel that runs on it.

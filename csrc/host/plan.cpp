@@ -6,7 +6,6 @@
 #include <numeric>
 #include <optional>
 #include <sstream>
-#include <string_view>
 #include <tuple>
 
 #include "../fmha/operand_parts.hpp"
@@ -35,8 +34,8 @@ void plan_decode(Call const& call, Plan* plan) {
   auto const of = [&](Kind kind) {
     // The smallest tile that holds the rows, else the largest; of two that are alike, Hopper's.
     auto const cost = [&](Kernel const& k) {
-      return std::tuple(k.head_dim, k.block_r < rows, k.block_r < rows ? -k.block_r : k.block_r,
-                        std::string_view(k.family) != "sm90", count_bits(k.takes));
+      return std::tuple(k.head_dim, k.block_r < rows, k.block_r < rows ? -k.block_r : k.block_r, !wants_hopper(k),
+                        count_bits(k.takes));
     };
     return cheapest({kind}, call.request.dtype, [&](Kernel const& k) { return call.runs(k); }, cost);
   };
