@@ -95,10 +95,10 @@ inline int cluster_of(Params const& p, int const (&resident_clusters)[3]) {
 }
 
 // ------------------------------------------------------------------------------------------ which tile
-/// Whether query tiles of `block` rows hold those of all heads that share a key head: where that makes fewer tiles.
-/// Packed sequences of different lengths nearly always have fewer. ALiBi's slopes are of one head, and so
-/// is what pairs have.
-inline bool packs_heads(Params const& p, int block) {
+/// Whether query tiles of `block` rows are to hold those of all heads that share a key head: where that makes fewer
+/// tiles. Packed sequences of different lengths nearly always have fewer. ALiBi's slopes are of one head, and so is what
+/// pairs have.
+inline bool should_pack_heads(Params const& p, int block) {
   int64_t const heads_per_kv = p.heads_q / p.heads_kv, rows = p.n_q * heads_per_kv;
   if (int64_t(block) * p.heads_q * p.head_dim_v > INT32_MAX) return false;  // kernels count a tile's elements of o so
   if (heads_per_kv == 1 || heads_per_kv > block || (features_of(p) & (feature::Alibi | feature::kPairs)) ||
@@ -115,7 +115,7 @@ struct QueryTiles {
   int64_t all;       // tiles, as far as the host knows; packed sequences may have fewer than their longest has
 
   QueryTiles(Params const& p, Kernel const& kernel)
-      : heads_a_tile(kernel.kind == Kind::Persistent && kernel.head_dim_v <= 192 && packs_heads(p, kernel.block_r)
+      : heads_a_tile(kernel.kind == Kind::Persistent && kernel.head_dim_v <= 192 && should_pack_heads(p, kernel.block_r)
                          ? p.heads_q / p.heads_kv
                          : 1),
         heads(p.heads_q / heads_a_tile),
@@ -128,11 +128,14 @@ struct QueryTiles {
   int of_a_head() const { return Scheduler::tiles_of(rows, step); }
 };
 
+/// Whether what comes after a row may be hidden from it, as under a causal mask: tiles of a head then have unequal work.
+inline bool has_unequal_tiles(Params const& p) { return p.window_right >= 0; }
+
 /// Whether `tiles` query tiles fill the CTAs that the GPU holds at once. Under a causal mask the tiles of a sequence
 /// differ in length, and a single wave lasts as long as its longest: (1, 2048, 16, 64) took 341 us in 256 tiles of 128
 /// rows for 264 CTAs, 266 in 1024 of 32 for 528.
 inline bool fills(Params const& p, int block_r, int64_t tiles, int64_t resident_ctas) {
-  return p.window_right >= 0 && p.n_q > block_r ? 4 * tiles >= 5 * resident_ctas : 4 * tiles >= 3 * resident_ctas;
+  return has_unequal_tiles(p) && p.n_q > block_r ? 4 * tiles >= 5 * resident_ctas : 4 * tiles >= 3 * resident_ctas;
 }
 
 // ------------------------------------------------------------------------------------------ how many splits
@@ -234,21 +237,18 @@ inline int64_t even_section(int64_t pairs, int64_t section, int heads_per_kv) {
   return section;
 }
 
-/// Whether what comes after a row may be hidden from it: tiles of a head then have unequal work.
-inline bool has_unequal_tiles(Params const& p) { return p.window_right >= 0; }
-
 /// The section of a launch on a GPU that holds `p.resident_ctas` CTAs at once and has `l2_bytes` of L2, the heads of a
-/// tile counted as one: what fits an
-/// eighth of L2, since b8 N2048 d128 is 5% slower with half of it (an H200's 60 MB). Under a causal mask the last tiles
-/// of the last section are to be short of the whole work, so from eight query tiles on (shorter ones differ too little)
-/// three waves of tiles, at most five eighths of L2. Causal rows of an H200 at head_dim 256: two heads of N 16384 at a
-/// time are 10% faster than one, four of N 8192 9% faster than two; at N 512, 32 are 2% faster than 64.
+/// tile counted as one: what fits an eighth of L2, since b8 N2048 d128 is 5% slower with half of it (an H200's 60 MB).
+/// Under a causal mask the last tiles of the last section are to be short of the whole work, so from eight query tiles
+/// on (shorter ones differ too little) three waves of tiles, at most five eighths of L2. Causal rows of an H200 at
+/// head_dim 256: two heads of N 16384 at a time are 10% faster than one, four of N 8192 9% faster than two; at N 512,
+/// 32 are 2% faster than 64.
 inline int64_t section_for(Params const& p, int block_r, int64_t l2_bytes) {
   int64_t const bytes_a_head = longest_keys(p) * (p.head_dim + p.head_dim_v) * p.element_bytes;
   int const heads_per_kv = p.heads_q / p.heads_kv / p.heads_a_tile.divisor,
             tiles = Scheduler::tiles_of(p.n_q * p.heads_a_tile.divisor, TileRows(p, block_r).step());
   int64_t section = section_of(l2_bytes / 8, bytes_a_head, heads_per_kv);
-  if (p.window_right >= 0 && tiles >= 8) {
+  if (has_unequal_tiles(p) && tiles >= 8) {
     int64_t const tiles_a_group = int64_t(heads_per_kv) * tiles * p.num_splits;
     section = std::min(section_of(l2_bytes / 8 * 5, bytes_a_head, heads_per_kv),
                        section_of(3 * int64_t(p.resident_ctas), tiles_a_group, heads_per_kv));
