@@ -96,8 +96,8 @@ inline int cluster_of(Params const& p, int const (&resident_clusters)[3]) {
 
 // ------------------------------------------------------------------------------------------ which tile
 /// Whether query tiles of `block` rows are to hold those of all heads that share a key head: where that makes fewer
-/// tiles. Packed sequences of different lengths nearly always have fewer. ALiBi's slopes are of one head, and so is what
-/// pairs have.
+/// tiles. Packed sequences of different lengths nearly always have fewer. ALiBi's slopes are of one head, and so is
+/// what pairs have.
 inline bool should_pack_heads(Params const& p, int block) {
   int64_t const heads_per_kv = p.heads_q / p.heads_kv, rows = p.n_q * heads_per_kv;
   if (int64_t(block) * p.heads_q * p.head_dim_v > INT32_MAX) return false;  // kernels count a tile's elements of o so
@@ -128,7 +128,8 @@ struct QueryTiles {
   int of_a_head() const { return Scheduler::tiles_of(rows, step); }
 };
 
-/// Whether what comes after a row may be hidden from it, as under a causal mask: tiles of a head then have unequal work.
+/// Whether what comes after a row may be hidden from it, as under a causal mask: tiles of a head then have unequal
+/// work.
 inline bool has_unequal_tiles(Params const& p) { return p.window_right >= 0; }
 
 /// Whether `tiles` query tiles fill the CTAs that the GPU holds at once. Under a causal mask the tiles of a sequence

@@ -3,10 +3,12 @@
 #include "plan.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <optional>
 #include <sstream>
 #include <tuple>
+#include <vector>
 
 #include "../fmha/operand_parts.hpp"
 #include "append.hpp"
@@ -20,6 +22,12 @@
 
 namespace cutlass_ext {
 namespace {
+
+/// So many as the caller fixes, or as the library chooses where that is 0.
+void set_splits(int num_splits, Params* p) {
+  p->fixed_splits = num_splits > 0;
+  p->num_splits = std::max(num_splits, 1);
+}
 
 // ------------------------------------------------------------------------------------------------ few query rows
 /// Whether a call of `fmha` with padded queries is faster where it decodes: few rows, unless they have to be read
@@ -65,6 +73,15 @@ void plan_decode(Call const& call, Plan* plan) {
   plan->grid.ctas = kernel.kind == Kind::Narrow ? dim3(p.heads_kv, p.groups) : dim3(static_cast<unsigned>(ctas));
 }
 
+/// The same of a batch that may have more keys than can be shared out: each sequence then has parts of its own.
+void plan_decode_of_any_length(Call const& call, Plan* plan) {
+  Params& p = call.params;
+  if (p.fixed_splits || !decode::has_too_many_keys(p)) return plan_decode(call, plan);
+  set_splits(decode::parts_of_many_keys(p), &p);
+  plan_decode({p, call.request, call.device, call.features | feature::FixedSplits}, plan);
+  if (!plan->kernel) set_splits(call.request.num_splits, &p);
+}
+
 // ------------------------------------------------------------------------------------------------ query tiles
 /// The grid of a kernel of query tiles, the order of its work and its splits.
 void lay_out(Device const& device, Params* params, Plan* plan) {
@@ -103,6 +120,30 @@ void lay_out(Device const& device, Params* params, Plan* plan) {
   plan->floats_a_part = 1;
 }
 
+/// Of kernels that differ in the sizes of their tiles alone, the largest first: the first whose query tiles fill the
+/// GPU, else the last; of Hopper's persistent ones, unless the number of splits is fixed, the fastest.
+Kernel const* of_best_size(Call const& call, std::vector<Kernel const*> const& sizes) {
+  Params& p = call.params;
+  Kernel const* best = nullptr;
+  double least = INFINITY;
+  for (Kernel const* kernel : sizes) {
+    QueryTiles const tiles(p, *kernel);
+    p.resident_ctas = call.ctas_a_multiprocessor(*kernel) * call.device.multiprocessors;
+    if (kernel->kind == Kind::Persistent && !p.fixed_splits) {
+      double const us = microseconds_of(p, *kernel, tiles, choose_splits_of_persistent(p, *kernel, tiles));
+      if (us < least) least = us, best = kernel;
+      continue;
+    }
+    best = kernel;
+    bool const tall = 2 * tiles.rows > kernel->block_r;  // else half of the tile or more would be empty
+    // With the number of splits fixed a sequence's bits must not depend on the batch that it comes in: then the choice
+    // rests on N_q alone, and on nothing where sequences are packed, since each has an N_q of its own.
+    if (p.fixed_splits ? tall || p.packed() : tall && fills(p, kernel->block_r, tiles.all, p.resident_ctas)) break;
+  }
+  return best;
+}
+
+/// Query tiles: Hopper's short kernels where those are faster, else its persistent ones, else tiles.
 void plan_prefill(Call const& call, Plan* plan) {
   Params& p = call.params;
   int const warpgroups = (call.features & ~feature::Sink) == 0 ? warpgroups_of_short(p, call.device) : 0;
@@ -122,7 +163,6 @@ void plan_prefill(Call const& call, Plan* plan) {
   if (!best) best = cheapest({Kind::Tiles}, dtype, accepts, cost_of);
   if (!best) return;
 
-  // Its tiles of other sizes, the largest first: the first whose query tiles fill the GPU is taken, else the last.
   std::vector<Kernel const*> sizes;
   for (Kernel const* k : kernels_of(best->kind, dtype)) {
     if (cost_of(*k) == cost_of(*best) && accepts(*k)) sizes.push_back(k);
@@ -131,21 +171,7 @@ void plan_prefill(Call const& call, Plan* plan) {
     auto const size = [](Kernel const* k) { return std::tuple(k->block_r * k->block_c, k->block_c, k->shared_bytes); };
     return size(a) > size(b);
   });
-  double least = INFINITY;
-  for (Kernel const* kernel : sizes) {
-    QueryTiles const tiles(p, *kernel);
-    p.resident_ctas = call.ctas_a_multiprocessor(*kernel) * call.device.multiprocessors;
-    if (kernel->kind == Kind::Persistent && !p.fixed_splits) {
-      double const us = microseconds_of(p, *kernel, tiles, choose_splits_of_persistent(p, *kernel, tiles));
-      if (us < least) least = us, plan->kernel = kernel;
-      continue;
-    }
-    plan->kernel = kernel;
-    bool const tall = 2 * tiles.rows > kernel->block_r;  // else half of the tile or more would be empty
-    // With the number of splits fixed a sequence's bits must not depend on the batch that it comes in: then the choice
-    // rests on N_q alone, and on nothing where sequences are packed, since each has an N_q of its own.
-    if (p.fixed_splits ? tall || p.packed() : tall && fills(p, kernel->block_r, tiles.all, p.resident_ctas)) break;
-  }
+  plan->kernel = of_best_size(call, sizes);
   lay_out(call.device, &p, plan);
   if (plan->kernel->kind != Kind::Tiles || dtype == DType::Float32 || call.device.capability != 90) return;
   if (call.request.backend != "auto") return;
@@ -234,30 +260,18 @@ void plan_mixed(Call const& call, Plan* plan) {
 
 Plan plan(Params* params, Request const& request) {
   params->heads_per_kv = cutlass::FastDivmod(params->heads_q / params->heads_kv);
-  params->fixed_splits = request.num_splits > 0;
-  params->num_splits = std::max(request.num_splits, 1);
-  Call call{*params, request, current_device(), features_of(*params)};
+  set_splits(request.num_splits, params);
+  Call const call{*params, request, current_device(), features_of(*params)};
   Plan plan;
-  bool const is_mixed = params->packed() && params->paged();
-  if (is_mixed) plan_mixed(call, &plan);
-  bool const few_rows = decodes(call) && request.precision != Precision::High;
-  bool const may_pack = request.is_cache || (few_rows && request.dtype != DType::Float32);
-  if (!is_mixed && may_pack && is_chunk(*params)) plan_chunk(call, &plan);
-  if (!plan.kernel && !is_mixed && (request.is_cache || few_rows)) {
-    Features const asked = call.features;
-    if (!params->fixed_splits && decode::has_too_many_keys(*params)) {  // each sequence then has parts of its own
-      params->fixed_splits = true;
-      params->num_splits = decode::parts_of_many_keys(*params);
-      call.features |= feature::FixedSplits;
-    }
-    plan_decode(call, &plan);
-    if (!plan.kernel) {
-      params->fixed_splits = request.num_splits > 0;
-      params->num_splits = std::max(request.num_splits, 1);
-      call.features = asked;
-    }
+  if (params->packed() && params->paged()) {
+    plan_mixed(call, &plan);
+  } else {
+    bool const few_rows = decodes(call) && request.precision != Precision::High;
+    bool const may_pack = request.is_cache || (few_rows && request.dtype != DType::Float32);
+    if (may_pack && is_chunk(*params)) plan_chunk(call, &plan);
+    if (!plan.kernel && (request.is_cache || few_rows)) plan_decode_of_any_length(call, &plan);
+    if (!plan.kernel && !request.is_cache) plan_tiles(call, &plan);
   }
-  if (!plan.kernel && !request.is_cache && !is_mixed) plan_tiles(call, &plan);
   if (!plan.kernel) {
     using Kinds = std::initializer_list<Kind>;
     plan.refusal = refusal_of(call, request.is_cache ? Kinds{Kind::Decode, Kind::Narrow, Kind::Cluster}
