@@ -115,7 +115,7 @@ struct Seen {
   bool some, all;
 };
 
-/// Where it begins of one sequence and head.
+/// Bias, mask and dropout of one sequence and head: where they begin.
 struct PairMod {
   void const* bias;                  // of row 0 and the first real key; null: none
   uint32_t const* mask;              // of row 0

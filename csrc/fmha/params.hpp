@@ -213,8 +213,8 @@ struct PartScales {
   float scores, out;
 };
 
-/// Of float32 calls on tensor cores, whose operands are in two parts of 16 bits (split.hpp), and of the launches on
-/// CUDA cores that compute what such parts do not hold.
+/// Of float32 calls on tensor cores, whose operands are in two parts of 16 bits (operand_parts.hpp), and of the
+/// launches on CUDA cores that compute what such parts do not hold.
 struct InParts {
   PartScales const* part_scales = nullptr;  // [B, H_kv]
   int const* out_of_range = nullptr;        // on the device: 1 where parts do not hold the call; null: none were made

@@ -1,4 +1,5 @@
-// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 64; `true`: in one kernel.
+// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 64. The second bool: one kernel
+// for all gradients, which adds to dQ in memory.
 #include "../fmha/backward/sm90.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"

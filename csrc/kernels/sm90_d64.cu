@@ -1,4 +1,5 @@
-// fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 64; `true`: with softcap and ALiBi.
+// fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 64; `true`: with softcap, ALiBi, bias,
+// masks and dropout.
 #include "../fmha/sm90/fmha.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"

@@ -1,5 +1,5 @@
 // What a backward pass is given beside the forward's parameters, and where what is known of each query row lies. Filled
-// by torch/operators.cpp and host/backward.cpp, read by the kernels of this folder.
+// by torch/ and host/backward.cpp, read by the kernels of this folder.
 #pragma once
 
 #include "../params.hpp"

@@ -1,5 +1,5 @@
 // Tiles from global to shared memory by cp.async, swizzled, rows and columns that do not exist filled with zeros.
-// Called by the main loops of the families without TMA.
+// Called by the main loops of the families without TMA, and by the small launches of the backward pass.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>

@@ -1,5 +1,5 @@
 // The instructions of mma.sync tensor cores by the names that the main loops use: products, matrix loads.
-// Called by sm80/fmha.hpp and decode/.
+// Called by sm80/warp.hpp and decode/.
 #pragma once
 
 #include <type_traits>

@@ -1,5 +1,6 @@
 // Tile shapes, shared-memory layouts and fragment addresses for the mma.sync kernels (compute capability 8.0 and
-// newer). Used by fmha.hpp; tests/cpp computes the banks of every ldmatrix phase from what stands here.
+// newer). Used by fmha.hpp and the backward pass; tests/cpp computes the banks of every ldmatrix phase from what stands
+// here.
 #pragma once
 
 #include <type_traits>

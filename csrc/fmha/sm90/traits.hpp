@@ -1,4 +1,5 @@
-// Tile shapes, shared-memory layouts and tensor-core operations of the Hopper kernels (sm_90a). Used by fmha.hpp.
+// Tile shapes, shared-memory layouts and tensor-core operations of the Hopper kernels (sm_90a). Used by fmha.hpp and
+// short.hpp, and of its constants by the backward pass.
 #pragma once
 
 #include <type_traits>
@@ -23,7 +24,8 @@ using namespace cute;
 constexpr int kWarpgroup = 128;  // threads that issue one WGMMA together
 
 /// `B_r` query rows are shared out to B_r / 64 consumer warpgroups; `Stages` tiles of K and of V and `StagesQ` of Q are
-/// in flight. `ScoreMods`: with softcap and ALiBi (a variant of its own, since scale then leaves the exponent's FMA).
+/// in flight. `ScoreMods`: with softcap and ALiBi, and where there is room with bias, mask and dropout (`Pairs`); a
+/// variant of its own, since scale then leaves the exponent's FMA.
 /// Tiles of operands in two parts (operand.hpp) have twice the columns, the high parts first.
 template <int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, int StagesQ_, bool ScoreMods_>
 struct Traits {
