@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "params.hpp"
+#include "registers.hpp"
 #include "visibility.hpp"
 
 namespace cutlass_ext {
@@ -70,13 +71,12 @@ inline Visibility visibility_of_all(Lengths const& lengths) {
 }
 
 #if defined(__CUDACC__)
-/// `sequence_of` for kernels that keep it in registers. The empty asm hides how the numbers came about: a compiler that
-/// knew it spilled 12 of them around a main loop that had none to spare.
+/// `sequence_of` for kernels that keep it in registers. A compiler that knew how the numbers came about spilled 12 of
+/// them around a main loop that had none to spare.
 CUTE_DEVICE Sequence device_sequence_of(Lengths const& lengths, int b) {
   Sequence s = sequence_of(lengths, b);
-  for (int* x : {&s.q_row0, &s.k_row0, &s.visibility.n_q, &s.visibility.len_kv, &s.visibility.start_pos}) {
-    asm volatile("" : "+r"(*x));
-  }
+  for (int* x : {&s.q_row0, &s.k_row0, &s.visibility.n_q, &s.visibility.len_kv, &s.visibility.start_pos})
+    compute_here(*x);
   return s;
 }
 #endif

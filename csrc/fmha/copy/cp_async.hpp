@@ -6,6 +6,7 @@
 #include <cute/tensor.hpp>
 
 #include "../cache.hpp"
+#include "../registers.hpp"
 #include "../swizzle.hpp"
 
 namespace cutlass_ext {
@@ -139,13 +140,6 @@ CUTE_DEVICE void copy_tile(SiftedTile<Element> const& src, Element* dst, Moved m
   } else {
     copy_tile_elements<TileRows, TileCols, Threads>(src, dst, moved, thread);
   }
-}
-
-/// `x`, of which the compiler does not know that it is the same each time: what follows from it is then worked out
-/// where it is wanted, and not kept in registers around a main loop.
-CUTE_DEVICE int anew(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
 }
 
 /// Each lane looks up one of its warp's rows: all answers are then under way at once, and cost two registers.

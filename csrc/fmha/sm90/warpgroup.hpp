@@ -7,23 +7,12 @@
 
 #include "../mma/wgmma.hpp"
 #include "../operand.hpp"
+#include "../registers.hpp"
 #include "../swizzle.hpp"
 #include "../visibility.hpp"
 #include "traits.hpp"
 
 namespace cutlass_ext::sm90 {
-
-/// Has the compiler work `x` out here: not where it is used, nor before a loop for the sake of all turns.
-template <class T>
-CUTE_DEVICE void compute_here(T& x) {
-  if constexpr (std::is_same_v<T, float>) {
-    asm volatile("" : "+f"(x));
-  } else if constexpr (sizeof(T) == 8) {
-    asm volatile("" : "+l"(x));
-  } else {
-    asm volatile("" : "+r"(x));
-  }
-}
 
 /// A thread's place among the consumers, read when it is asked for: kept in registers around the main loop it would
 /// take those of the accumulators.
