@@ -4,6 +4,7 @@
 
 #include "../copy/cp_async.hpp"
 #include "../pairs.hpp"
+#include "../rows.hpp"
 #include "../score.hpp"
 #include "../softmax.hpp"
 #include "params.hpp"
@@ -42,14 +43,11 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   int const n_q = sequence.visibility.n_q;
   if (row0 >= n_q) return;
   auto* const to = params.row_statistics + StatisticsRows(params).first(params, sequence, b, head) + row0;
-  auto const rows_of = [&](void const* data, Strides const& stride) {
-    return static_cast<Element const*>(data) + sequence.batch * stride.batch + head * stride.head +
-           sequence.q_row0 * stride.row;
-  };
   bool const aligned =
       is_aligned<Element>(params.dout, params.dout_stride) && is_aligned<Element>(params.o, params.o_stride);
-  Element const* const dout = rows_of(params.dout, params.dout_stride);
-  Element const* const out = rows_of(params.o, params.o_stride);
+  auto const* const dout =
+      row_at<Element const>(params.dout, params.dout_stride, sequence.batch, sequence.q_row0, head);
+  auto const* const out = row_at<Element const>(params.o, params.o_stride, sequence.batch, sequence.q_row0, head);
   int64_t const result_row0 = sequence.result_row0(params, head, 0);
   CUTE_UNROLL
   for (int pass = 0; pass < kTile / kRowsAPass; ++pass) {

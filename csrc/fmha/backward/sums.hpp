@@ -5,6 +5,7 @@
 #include <cutlass/numeric_types.h>
 
 #include "../operand.hpp"
+#include "../rows.hpp"
 #include "../score.hpp"
 #include "params.hpp"
 
@@ -37,8 +38,7 @@ __global__ void __launch_bounds__(kSumsThreads) dq_kernel(__grid_constant__ Back
     to[8 * kPitch / 2] = pack<Element>(x.z * scale, x.w * scale);
   }
   __syncthreads();
-  auto* const dq = static_cast<Element*>(params.dq) + sequence.batch * params.dq_stride.batch +
-                   head * params.dq_stride.head + int64_t(sequence.q_row0 + row0) * params.dq_stride.row;
+  auto* const dq = row_at<Element>(params.dq, params.dq_stride, sequence.batch, sequence.q_row0 + row0, head);
   for (int i = threadIdx.x; i < kSumsRows * HeadDim / 8; i += kSumsThreads) {
     int const to_row = i / (HeadDim / 8), col = i % (HeadDim / 8) * 8;
     if (to_row < rows && col < params.head_dim)

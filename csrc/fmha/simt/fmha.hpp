@@ -129,8 +129,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
     int const row = first_row + row_of(i);
     if (row >= visibility.n_q) continue;
     float* out = is_split ? params.o_partial + (result_row0 + row) * params.head_dim_v
-                          : static_cast<float*>(params.o) + sequence.batch * params.o_stride.batch +
-                                int64_t(sequence.q_row0 + row) * params.o_stride.row + work.head * params.o_stride.head;
+                          : row_at<float>(params.o, params.o_stride, sequence.batch, sequence.q_row0 + row, work.head);
     if (place.col == 0) store_lse(params, result_row0 + row, finished);
     auto const out_of = [&](int col) { return O(i, col) * params.dropout.scale; };
     CUTE_UNROLL
