@@ -1,7 +1,7 @@
 // The choice of the backward kernels, their grids and their launches. See backward.hpp.
 #include "backward.hpp"
 
-#include <algorithm>
+#include <tuple>
 
 #include "../fmha/pairs.hpp"
 #include "choice.hpp"

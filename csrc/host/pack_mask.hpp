@@ -3,8 +3,9 @@
 
 #include <cstdint>
 
+#include <cuda_runtime.h>
+
 #include "../fmha/pack_mask.hpp"
-#include "device.hpp"
 
 namespace cutlass_ext {
 

@@ -2,8 +2,6 @@
 // tests/cpp checks where things lie.
 #pragma once
 
-#include <type_traits>
-
 #include <cute/config.hpp>
 #include <cutlass/numeric_types.h>
 

@@ -5,8 +5,6 @@
 // Instantiated by csrc/kernels/sm80_*.cu.
 #pragma once
 
-#include <type_traits>
-
 #include <cute/tensor.hpp>
 
 #include "../copy/cp_async.hpp"

@@ -4,8 +4,6 @@
 // code that plain calls do not need. Instantiated by csrc/kernels/sm90_short.cu.
 #pragma once
 
-#include <type_traits>
-
 #include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
 
