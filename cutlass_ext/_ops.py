@@ -67,7 +67,7 @@ Tensors = tuple[Tensor, ...]
 
 
 @torch.library.register_fake("cutlass_ext::pack_mask", lib=library)
-def _packed(mask: Tensor) -> Tensor:
+def _shape_of_packed(mask: Tensor) -> Tensor:
     batch, heads, rows, keys = mask.shape
     return mask.new_empty((batch, heads, rows + -(-rows // 64), -(-keys // 128) * 4), dtype=torch.int32)
 

@@ -199,11 +199,11 @@ def fmha(
         start_pos, key_start, key_starts = behind_keys(start_pos, key_start)
     start, start_positions = (start_pos, None) if type(start_pos) is int else split_start(start_pos)
     names = NAMES
-    no_pairs = (
-        bias is mask is block_mask is dropout_seed is key_starts is out_dtype is None
+    has_rare = not (
+        bias is mask is block_mask is dropout_seed is key_starts is out_dtype is precision is None
         and dropout_p == head_start == sequence_start == key_start == 0
     )
-    if not no_pairs:
+    if has_rare:
         if block_mask is not None:
             if mask is not None:
                 raise ValueError("block_mask: does not go with mask, which is given too; give one of them")
@@ -231,19 +231,17 @@ def fmha(
     absent = (
         cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is softmax_scale is alibi_slopes is sink
         is seqused_k is leftpad_k is start_positions is block_table is None
-    ) and no_pairs  # fmt: skip
-    absent = absent and precision is None
+    ) and not has_rare  # fmt: skip
     if not absent or (left, right, softcap, num_splits, backend, deterministic) != (-1, -1, 0.0, 0, "auto", False):
         arguments += (
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, left, right, softmax_scale, softcap,
             alibi_slopes, sink, seqused_k, leftpad_k, start_positions, num_splits, backend, deterministic,
         )  # fmt: skip
-        if not no_pairs or precision is not None:
+        if has_rare:
             arguments += (
                 bias, mask, dropout_p, dropout_seed, head_start, sequence_start, key_start, key_starts, out_dtype,
+                precision,
             )  # fmt: skip
-            if precision is not None:
-                arguments += (precision,)
     if needs_grad:
         operator = autograd.differentiable(autograd.with_grad_torch if backend == "torch" else autograd.with_grad)
     else:
@@ -258,9 +256,8 @@ class Explanation:
 
     backend: str
     kernel: str
-    tile: tuple[
-        int, int
-    ]  # B_r, B_c: query rows and keys of a tile; of kernels that decode, rows of all heads of a group
+    # B_r, B_c: query rows and keys of a tile; of kernels that decode, rows of all heads that share a key head.
+    tile: tuple[int, int]
     splits: int  # parts of a sequence's keys; 0 where the keys of the batch are shared out by the lengths on the device
     ctas: int  # of the launch
     reason: str
