@@ -297,19 +297,17 @@ class _Blocks:
             S.div_(self.softcap).tanh_()
             tanh = S.clone() if keep_tanh else None
             S.mul_(self.softcap)
-        ahead = None  # j - p: how far a key stands ahead of the row
-        if self.slopes is not None or block.by_position:
-            ahead = self.keys[j] - self.positions(block)
+        keys, positions = self.keys[j], self.positions(block)
         if self.slopes is not None:
-            S.addcmul_(self.slopes[b, h], ahead.abs().to(self.dtype), value=-1.0)
+            S.addcmul_(self.slopes[b, h], (keys - positions).abs().to(self.dtype), value=-1.0)
         if self.bias is not None:
             S.add_(self.of_block(self.bias, block))
         if self.mask is not None:
             S.masked_fill_(~self.of_block(self.mask, block), -torch.inf)
-        if ahead is not None and self.right >= 0:
-            S.masked_fill_(ahead > self.right, -torch.inf)
-        if ahead is not None and self.left >= 0:
-            S.masked_fill_(ahead < -self.left, -torch.inf)
+        if block.by_position and self.right >= 0:
+            S.masked_fill_(keys > positions + self.right, -torch.inf)
+        if block.by_position and self.left >= 0:
+            S.masked_fill_(keys < positions - self.left, -torch.inf)
         if self.outside is not None:
             S.masked_fill_(self.outside[b, None, None, None, j], -torch.inf)
         return S, tanh
@@ -406,13 +404,16 @@ def _attention_in_blocks(
                 continue
             S, _ = blocks.scores(block)
             m, P = S.amax(-1, keepdim=True), torch.softmax(S, -1)
+            del S  # or it, and P below, would last until the next block's replace them
             largest = P.amax(-1, keepdim=True)  # exp(m - lse): softmax keeps no sum
             of_rows = m - largest.log()
             empty = m == -torch.inf
             if known is not None:
                 lse_heads[block.rows] = of_rows.masked_fill_(empty, -torch.inf)
+                del P
                 continue
             O = blocks.product(blocks.drop(P, blocks.dropped(block)), block.V)
+            del P
             if sink is not None:
                 O.div_(1 + torch.exp(sink - m) * largest)
                 of_rows = torch.logaddexp(of_rows, sink)

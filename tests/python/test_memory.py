@@ -5,6 +5,7 @@ import resource
 
 import pytest
 import torch
+from conftest import Target
 from oracle import expect
 
 import cutlass_ext
@@ -16,13 +17,14 @@ PARTS = 16 << 20  # more than O and lse of 264 CTAs with 128 rows each, in float
 BEYOND_INT = (1 << 31) + 4096
 
 
-def assert_linear(target, causal):
+def assert_linear(target, causal, **options):
     """At either length no more than some copies of the results: two, and the parts of as many CTAs as a GPU holds at
-    once; through PyTorch's operators the scores of a block of rows. A score matrix would be 67 and 268 MB."""
-    copies, constant = (24, ALLOCATOR) if target.family == "torch" else (2, PARTS)
+    once; through PyTorch's operators the scores of a block of rows and their probabilities, which are 7.8 of bfloat16's
+    copies, and keys and values in float32. A score matrix would be 67 and 268 MB."""
+    copies, constant = (16, ALLOCATOR) if target.family == "torch" else (2, PARTS)
     for n in (N // 2, N):
         q, k, v = target.qkv(1, n, 1, D)
-        call = lambda: cutlass_ext.fmha(q, k, v, causal=causal, backend=target.backend, return_lse=True)  # noqa: B023, E731
+        call = lambda: cutlass_ext.fmha(q, k, v, causal=causal, backend=target.backend, return_lse=True, **options)  # noqa: B023, E731
         call()  # what is kept from a first call does not count
         extra, results = peak_extra_bytes(call, target.device), n * (D * target.dtype.itemsize + 4)
         assert results <= extra <= copies * results + constant, f"{extra} bytes at N {n}, results of {results}"
@@ -36,6 +38,13 @@ def test_extra_memory(target, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_extra_memory_of_the_torch_backend(gpu, causal):
     assert_linear(dataclasses.replace(gpu, backend="torch"), causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_extra_memory_of_blocks(dtype, causal):
+    """The same of calls on a CPU that PyTorch's fused attention does not compute."""
+    assert_linear(Target("cpu", "torch", dtype), causal, softcap=30.0)
 
 
 def test_no_copy_of_a_packed_buffer(gpu):
