@@ -3,7 +3,8 @@ attention library that is installed (`peers.py`), in turn.
 
 For people who want to know what the library does on their machine; `make demo` calls it, python/report.py makes pages
 of its JSON, and python/figures.py measures with it. Each case has fresh random data; our result is checked against a
-float64 computation before it is timed (the bound: twice the error of written-out attention), and a miss ends the run.
+float64 computation before it is timed (the bound: twice the error of written-out attention, and what rounding in
+float32 makes of gradients beside it), and a miss ends the run.
 With `--backward` each case comes a second time, for its gradients; `--preset` takes the shapes of a model.
 
 The figures are medians over rounds in which the providers take turns, in an order that rotates. On a GPU a sample is
@@ -35,7 +36,7 @@ from torch import Tensor
 
 import cutlass_ext
 
-from .peers import NAMES, OURS, WRITTEN_OUT, Provider, installed, written_out
+from .peers import NAMES, OURS, WRITTEN_OUT, Provider, hidden_keys, installed, written_out
 
 SAMPLE_MS = 1.0  # the least time of one sample, so that the few microseconds of an event do not count
 MAX_REPEATS = 20  # calls of a sample
@@ -229,6 +230,12 @@ class Errors:
     norm: float
 
 
+def largest_and_norm(parts: Iterable[Tensor]) -> Errors:
+    """Over some tensors, as one."""
+    parts = list(parts)
+    return Errors(max(t.abs().max().item() for t in parts), math.sqrt(sum(t.square().sum().item() for t in parts)))
+
+
 class Oracle:
     """A pass in float64 for up to three (sequence, key head) pairs of a case, with the query heads that share them, and
     written-out attention's errors."""
@@ -250,6 +257,10 @@ class Oracle:
         # P of a backward pass is exp(score - lse), and lse one float32: its rounding is in all of a row's P.
         norms = [math.sqrt(sum(e.square().sum().item() for e in expected)) for expected in self.expected]
         self.of_lse = [torch.finfo(torch.float32).eps * norm if len(norms) > 1 else 0.0 for norm in norms]
+        self.of_ds = [Errors(0.0, 0.0) for _ in self.expected]
+        if case.backward:
+            fields = [self._rounding_of_ds(case, self._inputs(case, inputs, b, h, True)) for b, h in self.pairs]
+            self.of_ds = [largest_and_norm(parts) for parts in zip(*fields, strict=True)]
 
     def _inputs(self, case: Case, x: Inputs, b: int, h: int, double: bool) -> Inputs:
         """Those of a sequence and a key head."""
@@ -270,21 +281,48 @@ class Oracle:
         n = t.shape[heads] // self.key_heads
         return t[b : b + 1].narrow(heads, h * n, n)
 
+    @torch.no_grad()
+    def _rounding_of_ds(self, case: Case, x: Inputs) -> list[Tensor]:
+        """The standard deviation that dS = P (dP - delta) brings to dq, dk, dv and dbias of a sequence and a key head.
+
+        Where a row sees few keys, or one takes nearly all, dP and delta are nearly one number, from two sums of d
+        products; written-out attention subtracts the one sum from itself, and its rounding is gone. In 400 draws of
+        (1, 33, 2, 64) causal, emulated in float32, 5% were beyond section 3's bounds without this, 0.2% with it; it
+        goes with P^2, so that of many keys little is left: at N 256 a fifth of the reference's error, in full 2%.
+        """
+        q, dout = (t[0].transpose(0, 1) for t in (x.q, x.dout))  # [G, rows, d]
+        k, v = (t[0, :, 0] for t in (x.k, x.v))
+        scores = q @ k.T / math.sqrt(case.head_dim)
+        if x.bias is not None:
+            scores = scores + x.bias[0]
+        hidden = hidden_keys(case, q.device) if x.mask is None else ~x.mask[0]
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -math.inf)
+        # A sum of d products, one after the other: partial sums grow as sqrt(c), each is rounded by up to half an ulp,
+        # ulps are between eps and eps / 2 of a number: sqrt(0.54 / 12 / 2) = 0.15 eps |dout| |v|.
+        a_sum = 0.15 * torch.finfo(torch.float32).eps * dout.norm(dim=-1, keepdim=True) * v.norm(dim=-1)
+        ds = torch.softmax(scores, -1).square() * a_sum / (1 - case.dropout_p)
+        variance, of_scale = ds.square(), 1 / math.sqrt(case.head_dim)
+        dq = (variance @ k.square()).sqrt() * of_scale
+        dk = (variance.mT @ q.square()).sum(0).sqrt() * of_scale
+        return [dq, dk, torch.zeros_like(v), *[ds] * (x.bias is not None)]
+
     def _errors(self, results: Iterable[Iterable[Tensor]]) -> list[Errors]:
-        found = []
-        for parts, expected in zip(results, self.expected, strict=True):
-            differences = [part.double() - e for part, e in zip(parts, expected, strict=True)]
-            largest = max(d.abs().max().item() for d in differences)
-            found.append(Errors(largest, math.sqrt(sum(d.square().sum().item() for d in differences))))
-        return found
+        return [
+            largest_and_norm([part.double() - e for part, e in zip(parts, expected, strict=True)])
+            for parts, expected in zip(results, self.expected, strict=True)
+        ]
 
     def errors(self, results: Results) -> list[Errors]:
         return self._errors([[self._part(t, i == 3, b, h) for b, h in self.pairs] for i, t in enumerate(results)])
 
     def accepts(self, errors: list[Errors]) -> bool:
-        return all(
-            e.largest <= 2 * reference.largest + 2 * eps and e.norm <= 1.5 * reference.norm + of_lse  # False for NaN
-            for e, reference, eps, of_lse in zip(errors, self.reference, self.eps, self.of_lse, strict=True)
+        return all(  # False for NaN
+            e.largest <= 2 * reference.largest + 2 * eps + 3 * of_ds.largest
+            and e.norm <= 1.5 * reference.norm + of_lse + of_ds.norm
+            for e, reference, eps, of_lse, of_ds in zip(
+                errors, self.reference, self.eps, self.of_lse, self.of_ds, strict=True
+            )
         )
 
 

@@ -147,3 +147,39 @@ def test_a_sample_is_a_graph(name, backward):
     assert {peers.OURS, peers.WRITTEN_OUT} <= set(rows)
     for row in rows.values():
         assert row["graph"] and 0 < row["ms_q25"] <= row["ms"] <= row["ms_q75"] < 100
+
+
+def in_one_chain(rows, columns):
+    """`rows @ columns.mT`, the products of a sum added one after the other, as CUDA cores do."""
+    total = rows.new_zeros(*rows.shape[:-1], columns.shape[-2])
+    for c in range(rows.shape[-1]):
+        total = (total.double() + rows[..., c : c + 1].double() * columns[..., None, :, c].double()).to(rows.dtype)
+    return total
+
+
+def gradients_in_chains(x):
+    """dq, dk and dv of causal attention by FlashAttention's formula, in float32."""
+    q, k, v, dout = (t.transpose(1, 2) for t in (x.q, x.k, x.v, x.dout))
+    n, scale = q.shape[2], q.shape[-1] ** -0.5
+    hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+    P = torch.softmax((in_one_chain(q, k) * scale).masked_fill(hidden, -torch.inf), -1)
+    dS = P * (in_one_chain(dout, v) - (dout * (P @ v)).sum(-1, keepdim=True))
+    return [t.transpose(1, 2) for t in (dS @ k * scale, dS.mT @ q * scale, P.mT @ dout)]
+
+
+def test_rounding_of_few_keys():
+    """Where rows see few keys, what dP - delta rounds is no fault; little of it is allowed where they see many, and
+    nothing that is one."""
+    torch.manual_seed(0)
+    case = bench.Case(1, 2, 33, 64, True, "float32", backward=True)
+    for _ in range(20):
+        x = case.inputs("cpu")
+        oracle, results = bench.Oracle(case, x), gradients_in_chains(x)
+        assert oracle.accepts(oracle.errors(results))
+        assert 0.2 < oracle.of_ds[1].norm / oracle.reference[1].norm < 1
+        for i in range(3):
+            wrong = [t * (1 + 4e-6 * (i == j)) for j, t in enumerate(results)]
+            assert not oracle.accepts(oracle.errors(wrong))
+    long = bench.Case(1, 2, 512, 64, False, "float32", backward=True)
+    oracle = bench.Oracle(long, long.inputs("cpu"))
+    assert oracle.of_ds[1].norm < 0.02 * oracle.reference[1].norm
