@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..kvcache import flash_attn_with_kvcache
 from ..support import attend, given, refusal, warn_once
 
 NAME = "cutlass_ext"
@@ -31,7 +32,8 @@ def register() -> None:
     A model that is there already takes `model.set_attn_implementation("cutlass_ext")`. Grouped heads, head dims up to
     256 that may differ between keys and values (DeepSeek), padding on either side, sliding windows, softcap, attention
     sinks, packed sequences (`position_ids`, or `cu_seq_lens_q` and so on), dynamic and static caches, continuous
-    batching with paged caches (of transformers 5.23), and training work. What `fmha` does not take PyTorch's SDPA
+    batching with paged caches (of transformers 5.23; pages are read where they lie while every sequence has one row and
+    no layer has a window), and training work. What `fmha` does not take PyTorch's SDPA
     computes, or the model's own `eager` where SDPA knows no softcap or sink, with a warning, once, that names the
     reason.
 
@@ -66,6 +68,28 @@ def _let_continuous_batching_have_it() -> None:
 
     switch_to_cb_friendly_attn.__wrapped__ = check
     Manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
+    _let_steps_read_pages()
+
+
+def _let_steps_read_pages() -> None:
+    """Steps in which every sequence has one row come with the cache's pages and their table, not with gathered keys, if
+    the manager believes that the implementation takes them; it knows by name who does."""
+    from transformers.generation.continuous_batching import initialization
+    from transformers.generation.continuous_batching.utils import find_head_dim
+
+    check = getattr(initialization, "ensure_decode_fast_path_is_available", None)
+    if check is None:
+        return
+
+    def ensure_decode_fast_path_is_available(config, cb_config, *args, **kwargs) -> None:
+        types = initialization.group_layers_by_attn_type(config)
+        has_tables = all(initialization.ATTN_TYPE_TO_ALLOCATOR[name].supports_block_table for name in types)
+        page, d = cb_config.page_size, find_head_dim(config)
+        fits = page <= 4096 and (page % 16 == 0 or page & (page - 1) == 0) and d % 8 == 0 and d <= 256
+        if not (config._attn_implementation == NAME and has_tables and fits):
+            check(config, cb_config, *args, **kwargs)
+
+    initialization.ensure_decode_fast_path_is_available = ensure_decode_fast_path_is_available
 
 
 # ------------------------------------------------------------------------------------------------ masks
@@ -240,7 +264,8 @@ def attention(
         position_bias: `[B or 1, H_q, N_q, N_kv]`, added to the scores.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences in a batch of one, aligned at their
             ends; the mask does not count then.
-        cache: the paged cache of continuous batching, which gives the keys.
+        cache: the paged cache of continuous batching, which gives the keys; of steps in which every sequence has one
+            row their pages, which are read where they lie.
         others: what other implementations take; `output_attentions=True` makes the model's own `eager` compute.
 
     Returns:
@@ -253,6 +278,15 @@ def attention(
         places = others | {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k}
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=places)
         cu_seq_lens_k, max_length_k = places["cu_seq_lens_k"], places["max_length_k"]
+        if places.get("block_table") is not None:
+            # A row of each sequence; its key is written by the call. Sequences that fill a graph up have no pages.
+            q, k, v = (x[0].transpose(0, 1).unsqueeze(1) for x in (query, key, value))
+            out = flash_attn_with_kvcache(
+                q, places["k_cache"], places["v_cache"], k, v, block_table=places["block_table"],
+                cache_seqlens=cu_seq_lens_k.diff()[: len(q)] - 1, softmax_scale=scaling, softcap=softcap or 0.0,
+                sink=None if s_aux is None else s_aux.float(),
+            )  # fmt: skip
+            return out.transpose(0, 1), None
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         attention_mask = None

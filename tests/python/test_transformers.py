@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+import cutlass_ext  # noqa: E402
 from cutlass_ext import support  # noqa: E402
 from cutlass_ext.adapters import transformers as adapter  # noqa: E402
 
@@ -179,15 +180,27 @@ def test_packed_sequences(name, given, device, alone):
     "page_size" not in inspect.signature(transformers.ContinuousBatchingConfig).parameters,
     reason="the paged cache of transformers 5.23",
 )
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
-def test_continuous_batching(name, device, alone):
-    """Prompts of several lengths in one paged cache."""
+@pytest.mark.parametrize("page_size,more", [(32, {}), (16, {}), (32, {"max_blocks_per_request": 0})], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt_oss"])
+def test_continuous_batching(name, page_size, more, device, alone, monkeypatch):
+    """Prompts of several lengths in one paged cache, two at a time. Steps of one row each read its pages, unless they
+    have windows, or no room for tables."""
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs["block_table"].shape)
+        return cutlass_ext.flash_attn_with_kvcache(*args, **kwargs)
+
+    monkeypatch.setattr(adapter, "flash_attn_with_kvcache", counted)
     ours, eager = decoder(name, device)
-    prompts = [tokens("cpu", n).tolist() for n in (9, 3, 14)]
-    config = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    batching = transformers.ContinuousBatchingConfig(num_blocks=16, page_size=32, max_batch_tokens=64)
+    prompts = [tokens("cpu", n).tolist() for n in (9, 3, 14, 1)]
+    config = transformers.GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = transformers.ContinuousBatchingConfig(
+        num_blocks=16, page_size=page_size, max_batch_tokens=64, max_requests_per_batch=2, **more
+    )
     results = ours.generate_batch(prompts, generation_config=config, continuous_batching_config=batching)
     assert ours.config._attn_implementation == "cutlass_ext"
+    assert bool(calls) == (name in ("llama", "qwen3") and not more)
     got = [result.generated_tokens for result in results.values()]
     ids = [torch.tensor([prompt], device=device) for prompt in prompts]
     want = [eager.generate(x, attention_mask=torch.ones_like(x), generation_config=config)[0] for x in ids]
