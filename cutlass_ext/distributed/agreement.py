@@ -42,12 +42,12 @@ def agreed(group: dist.ProcessGroup, prepare: Callable[[], tuple[Result, dict[st
         error = RuntimeError(f"{type(unforeseen).__name__}: {unforeseen}")
     size, rank = group.size(), group.rank()
     texts = {name: str(value) for name, value in values.items()}
-    mine = torch.tensor([error is not None, zlib.crc32(repr(texts).encode())])
-    numbers = torch.empty(2 * size, dtype=mine.dtype)
+    mine = [int(error is not None), zlib.crc32(repr(texts).encode())]
+    numbers = torch.empty(2 * size, dtype=torch.int64)
     host = _host_group(group)
     try:
-        all_gather(numbers, mine, group=host)
-        if not numbers[::2].any() and bool((numbers[1::2] == mine[1]).all()):
+        all_gather(numbers, torch.tensor(mine), group=host)
+        if numbers.tolist() == [0, mine[1]] * size:
             return result
         found: list = [None] * size
         dist.all_gather_object(found, (error, texts), group=host)

@@ -44,8 +44,23 @@ class Places:
         # Rows of keys, chunk after chunk, and up to where a part of the rows sees any: all, where each sequence ends.
         self.of_chunk = [slice(*ends) for ends in itertools.pairwise(spread.places)]
         self.end_of_keys = [spread.places[-1 if spread.packed else max(chunks) + 1] for chunks in seen]
-        here = {spread.chunk(source, j) for source, parts in self.routes.received.items() for j in parts}
-        self.missing = sorted(set(range(self.chunks)) - here - set(self.own))
+        received, sent = (
+            {peer: [spread.chunk(rank if own else peer, j) for j in parts] for peer, parts in of.items()}
+            for own, of in ((False, self.routes.received), (True, self.routes.sent))
+        )
+        self.missing = sorted(set(range(self.chunks)) - {*self.own, *itertools.chain(*received.values())})
+        # Of what goes between ranks, and of what is there: chunks that lie side by side are one.
+        self.received, self.sent = ({p: self.rows_of(run) for p, run in of.items()} for of in (received, sent))
+        self.rows_of_own = self.rows_of(self.own)
+
+    def rows_of(self, chunks: list[int]) -> list[slice]:
+        """Rows of keys of some chunks, in order, as few slices as hold them."""
+        found: list[slice] = []
+        for rows in (self.of_chunk[chunk] for chunk in chunks):
+            if found and found[-1].stop == rows.start:
+                rows = slice(found.pop().start, rows.stop)
+            found.append(rows)
+        return found
 
 
 places_of = functools.lru_cache(maxsize=64)(Places)  # the layers of a model have the same
@@ -76,27 +91,28 @@ class Gathering:
         rows = math.prod(k.shape[:-3]) * self.spread.places[-1]
         return rows * k.shape[-2] * (k.shape[-1] + v.shape[-1]) * k.element_size()
 
-    def place(self, x: Tensor, chunk: int) -> Tensor:
-        """Rows of a chunk, of a tensor that has them in its first dimension, chunk after chunk."""
-        return x[self.places.of_chunk[chunk]]
-
     def rows(self, x: Tensor, part: int) -> Tensor:
         """Of a tensor of this rank's rows `[..., rows, heads, head_dim]`: those of a part."""
         rows = self.places.rows[part]
         return x.narrow(-3, rows.start, rows.stop - rows.start)
 
+    def rows_of_lse(self, x: Tensor, part: int) -> Tensor:
+        """The same of a tensor `[..., heads, rows]`."""
+        rows = self.places.rows[part]
+        return x.narrow(-1, rows.start, rows.stop - rows.start)
+
     def part_of(self, x: Tensor, part: int, heads: slice) -> Tensor:
         """Of a tensor of this rank's rows and query heads, what a call computes with or gives."""
-        return self.rows(x, part)[..., heads, :]
+        return _of_heads(self.rows(x, part), heads)
 
     def part_of_lse(self, x: Tensor, part: int, heads: slice) -> Tensor:
         """The same of a tensor `[..., heads, rows]`."""
-        return x[..., heads, self.places.rows[part]]
+        return _of_heads(self.rows_of_lse(x, part), heads)
 
-    def keys_of(self, part: int, kv: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    def keys_of(self, part: int, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """K and V for a part. Of one sequence none past the last chunk that it sees."""
-        kv = kv.narrow(-3, 0, self.places.end_of_keys[part])
-        return kv[..., :d], kv[..., d:]
+        end = self.places.end_of_keys[part]
+        return kv if end == kv[0].shape[-3] else tuple(x.narrow(-3, 0, end) for x in kv)
 
     def options_of(self, part: int, heads: slice, sink: Tensor | None, device: torch.device) -> dict:
         options = self.options | self.spread.options_of_whole(self.own[part], device)
@@ -119,11 +135,16 @@ class Gathering:
 
 
 class Launches:
-    """Calls on streams of their own, all after what was computed before and none after another: where one ends, and
-    leaves multiprocessors idle, the next is there already. On a CPU one after the other."""
+    """Calls on streams of their own, all after what was computed before `begin` and none after another: where one ends,
+    and leaves multiprocessors idle, the next is there already. On a CPU one after the other."""
 
     def __init__(self, device: torch.device):
-        self.device, self.streams = device, []
+        self.device, self.streams, self.begun = device, [], None
+
+    def begin(self) -> None:
+        """What comes next needs what has been computed so far."""
+        if self.device.type == "cuda":
+            self.begun = torch.cuda.current_stream(self.device).record_event()
 
     @contextlib.contextmanager
     def next(self) -> Iterator[None]:
@@ -132,7 +153,7 @@ class Launches:
             return
         stream = _stream_of(self.device, len(self.streams))
         self.streams.append(stream)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream.wait_event(self.begun)
         with torch.cuda.stream(stream):
             yield
 
@@ -158,21 +179,21 @@ def _gathered(place: Gathering, k: Tensor, v: Tensor, pieces: list[slice]) -> It
     Rows lie chunk after chunk, so that each chunk is one message straight to its place, and chunks are in the order of
     the sequence if there is one. Chunks that no row here sees do not come, and are zeros.
     """
-    spread, routes = place.spread, place.routes
-    transfers = []
+    spread, places, transfers = place.spread, place.places, []
     for heads in pieces:
-        shape = spread.places[place.places.chunks], *k.shape[:-3], heads.stop - heads.start, k.shape[-1] + v.shape[-1]
+        shape = spread.places[places.chunks], *k.shape[:-3], heads.stop - heads.start, k.shape[-1] + v.shape[-1]
         kv = k.new_empty(shape)
-        for part, chunk in enumerate(place.own):
-            own = [place.rows(x, part)[..., heads, :].movedim(-3, 0) for x in (k, v)]
-            torch.cat(own, -1, out=place.place(kv, chunk))
-        for chunk in place.places.missing:
-            place.place(kv, chunk).zero_()
+        own, begin = [_of_heads(x, heads).movedim(-3, 0) for x in (k, v)], 0
+        for rows in places.rows_of_own:
+            n = rows.stop - rows.start
+            torch.cat(own if n == len(own[0]) else [x.narrow(0, begin, n) for x in own], -1, out=kv[rows])
+            begin += n
+        for chunk in places.missing:
+            kv[places.of_chunk[chunk]].zero_()
         operations = []
         for peer in (peer for peer in range(place.ranks) if peer != place.rank):
-            received = [place.place(kv, spread.chunk(peer, j)) for j in routes.received[peer]]
-            sent = [place.place(kv, place.own[j]) for j in routes.sent[peer]]
-            operations += [(dist.irecv, x, peer) for x in received] + [(dist.isend, x, peer) for x in sent]
+            operations += [(dist.irecv, kv[rows], peer) for rows in places.received[peer]]
+            operations += [(dist.isend, kv[rows], peer) for rows in places.sent[peer]]
         transfers.append((heads, kv, place.transfer(operations, "k and v")))
     order = spread.order_of_chunks(k.device)
     for heads, kv, transfer in transfers:
@@ -183,21 +204,29 @@ def _gathered(place: Gathering, k: Tensor, v: Tensor, pieces: list[slice]) -> It
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, place: Gathering) -> tuple[Tensor, Tensor]:
-        d, gathered, launches = k.shape[-1], [], Launches(q.device)
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, place: Gathering, with_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        d, gathered, launches, lse = k.shape[-1], [], Launches(q.device), None
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=dtype_of_scores(q))
+        if with_lse:
+            lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=dtype_of_scores(q))
         for heads, kv in _gathered(place, k, v, place.pieces(k, v)):
             gathered.append((heads, kv))
             of_q = _query_heads(heads, q, k.shape[-2])
+            piece_q, piece_out = (_of_heads(x, of_q) for x in (q, out))
+            keys = kv.split((d, v.shape[-1]), -1)
+            launches.begin()
             for part in place.places.parts:
                 with launches.next():
-                    part_out, part_lse = fmha(
-                        place.part_of(q, part, of_q), *place.keys_of(part, kv, d), return_lse=True,
+                    results = fmha(
+                        place.rows(piece_q, part), *place.keys_of(part, keys), return_lse=with_lse,
                         **place.options_of(part, of_q, sink, q.device),
                     )  # fmt: skip
-                    place.part_of(out, part, of_q).copy_(part_out)
-                    place.part_of_lse(lse, part, of_q).copy_(part_lse)
+                    part_out, *part_lse = results if with_lse else (results,)
+                    place.rows(piece_out, part).copy_(part_out)
+                    for x in part_lse:
+                        place.part_of_lse(lse, part, of_q).copy_(x)
         launches.join()
         ctx.place, ctx.d = place, d
         ctx.kept = [heads for heads, _ in gathered] if place.bytes_of_whole(k, v) <= KEPT_BYTES else None
@@ -218,6 +247,7 @@ class _Attention(torch.autograd.Function):
         H_kv = gathered[-1][0].stop
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         launches, transfers, results = Launches(q.device), [], []
+        launches.begin()
         # Of each piece of the heads, and each part of the rows here: what the parts of the rows of all ranks give.
         shares = {(heads.start, j): [] for heads, _ in gathered for j in range(spread.parts)}
         for part in reversed(range(spread.parts)):  # all ranks name their messages in one order
@@ -227,7 +257,7 @@ class _Attention(torch.autograd.Function):
                 with launches.next():
                     part_dq, dk, dv, *part_dsink = fmha_backward(
                         place.part_of(dout, part, of_q), place.part_of(q, part, of_q),
-                        *place.keys_of(part, kv, ctx.d), place.part_of(out, part, of_q),
+                        *place.keys_of(part, kv.split((ctx.d, out.shape[-1]), -1)), place.part_of(out, part, of_q),
                         place.part_of_lse(lse, part, of_q).contiguous(),
                         dlse=None if dlse is None else place.part_of_lse(dlse, part, of_q).contiguous(),
                         **place.options_of(part, of_q, sink, q.device),
@@ -256,13 +286,19 @@ class _Attention(torch.autograd.Function):
                 for i, x in enumerate((dk, dv)):
                     _add_up([share[i] for share in shares[heads.start, j]], place.part_of(x, j, heads))
         launches.release()
-        return dq, dk, dv, dsink, None
+        return dq, dk, dv, dsink, None, None
 
 
 def _query_heads(heads: slice, q: Tensor, H_kv: int) -> slice:
     """Those that read some key heads."""
     of_one = q.shape[-2] // H_kv
     return slice(heads.start * of_one, heads.stop * of_one)
+
+
+def _of_heads(x: Tensor, heads: slice) -> Tensor:
+    """Some of the heads in the dimension before the last."""
+    n = heads.stop - heads.start
+    return x if n == x.shape[-2] else x.narrow(-2, heads.start, n)
 
 
 def _received(place: Gathering, part: int, gathered: list, d: int, shares: dict) -> list:
@@ -291,7 +327,9 @@ def _add_up(parts: list[Tensor], out: Tensor) -> None:
         out.zero_()
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, place: Gathering) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of this rank's rows."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, place: Gathering, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`out` and `lse` of this rank's rows; without gradients or somebody who asks for it there is no lse."""
     connect(place.group, q.device)
-    return _Attention.apply(q, k, v, sink, place)
+    return _Attention.apply(q, k, v, sink, place, with_lse)

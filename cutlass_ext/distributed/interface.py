@@ -1,5 +1,6 @@
 """`fmha` over several GPUs: what is checked, on all ranks alike, and which of the methods runs. Called by users."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -157,7 +158,7 @@ def fmha(
         return (out, lse) if return_lse else out
     if method == "all_gather":
         place = all_gather.Gathering(group, spread, sides, options, alibi_slopes, head_start)
-        out, lse = all_gather.attention(q, k, v, sink, place)
+        out, lse = all_gather.attention(q, k, v, sink, place, return_lse or _needs_grad(q, k, v, sink))
         return (out, lse) if return_lse else out
     return all_to_all.attention(q, k, v, group, spread, options, alibi_slopes, sink, head_start, return_lse)
 
@@ -187,7 +188,12 @@ def _fastest(q: Tensor, k: Tensor, v: Tensor, spread: Spread, causal: bool, meth
     if rows * of_row > GATHERED_BYTES:
         methods = [method for method in methods if method != "all_gather"]
     call = Attention(rows // sequences, q.shape[-2], k.shape[-2], q.shape[-1], causal)
-    times = {method: MODELS[method](call, Machine(), spread.ranks, _needs_grad(q, k, v)) for method in methods}
+    return _fastest_of(call, spread.ranks, _needs_grad(q, k, v), tuple(methods))
+
+
+@functools.lru_cache(maxsize=64)
+def _fastest_of(call: Attention, ranks: int, backward: bool, methods: tuple[str, ...]) -> str:
+    times = {method: MODELS[method](call, Machine(), ranks, backward) for method in methods}
     return min(times, key=times.get, default="ring")
 
 

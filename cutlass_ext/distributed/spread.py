@@ -117,13 +117,16 @@ class Spread:
         return _rows_of(self, rank, device)
 
 
+_spread = functools.lru_cache(maxsize=64)(Spread)  # which keeps what it has worked out
+
+
 def spread_of(rows: int, cu_seqlens: Tensor | Sequence[int] | None, ranks: int, layout: str, name: str) -> Spread:
     """Of `rows` rows of the whole, padded or as `cu_seqlens` packs them; `name` is the argument that has them."""
     if layout not in ("zigzag", "contiguous"):
         raise ValueError(f'layout: is {layout!r}; expected "zigzag" or "contiguous"')
     if cu_seqlens is not None:
-        return Spread(_lengths("cu_seqlens", cu_seqlens), ranks, layout, True)
-    spread = Spread((rows,), ranks, layout, False)
+        return _spread(_lengths("cu_seqlens", cu_seqlens), ranks, layout, True)
+    spread = _spread((rows,), ranks, layout, False)
     if rows % spread.chunks:
         raise ValueError(
             f"{name}: the whole has {rows} rows; expected a multiple of {spread.chunks}, the chunks of {ranks} ranks "

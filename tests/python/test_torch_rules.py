@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import targets
+from conftest import NOT_HOPPER, targets
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -33,39 +33,93 @@ def prefill(target, packed):
     return (q, k, v), options
 
 
+def of_pairs(target):
+    """What rows and keys have of their own, and positions of keys, beside the options of `prefill`."""
+    return {
+        "bias": target.randn(1, 4, 1, 40), "mask": target.randn(2, 1, 17, 40) < 1.0, "dropout_p": 0.25,
+        "dropout_seed": torch.tensor([3, 5], device=target.device), "head_start": 2, "sequence_start": 1,
+        "key_starts": target.int32([4, 9]),
+    }  # fmt: skip
+
+
+KINDS = ["padded", "packed", "pairs"]
+OPERATORS = {
+    "forward": ["fmha", "fmha_torch", "fmha_with_grad", "fmha_with_grad_torch"],
+    "backward": ["fmha_backward", "fmha_backward_torch"],
+    "cache": ["fmha_kvcache", "fmha_kvcache_torch", "fmha_kvcache_append", "fmha_kvcache_append_torch"],
+    "mask": ["pack_mask"],
+}
+
+
+def test_every_operator_is_checked():
+    """Those of checks and explanations below, too; what tells tests of kernels has no tensors."""
+    registered = {name.removeprefix("cutlass_ext::") for name in torch._C._dispatch_get_all_op_names()
+                  if name.startswith("cutlass_ext::")}  # fmt: skip
+    checked = {name for names in OPERATORS.values() for name in names}
+    checked |= {f"{name}_{of}" for name in CHECKED for of in ("check", "explain")}
+    assert registered == checked | {"kernels_taking"}
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", ["fmha", "fmha_torch", "fmha_with_grad", "fmha_with_grad_torch"])
-def test_opcheck_forward(target_fp32, name, packed):
-    tensors, options = prefill(target_fp32, packed)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPERATORS["forward"])
+def test_opcheck_forward(target_fp32, name, kind):
+    tensors, options = prefill(target_fp32, kind == "packed")
+    options |= of_pairs(target_fp32) if kind == "pairs" else {}
     if "with_grad" in name:
         tensors = tuple(x.requires_grad_() for x in tensors)
-        options["sink"].requires_grad_()
+        for of in ("sink", "bias"):
+            if of in options:
+                options[of].requires_grad_()
     torch.library.opcheck(getattr(ops, name).default, tensors, options | {"backend": "auto"})
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", ["fmha_backward", "fmha_backward_torch"])
-def test_opcheck_backward(target_fp32, name, packed):
-    (q, k, v), options = prefill(target_fp32, packed)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPERATORS["backward"])
+def test_opcheck_backward(target_fp32, name, kind):
+    (q, k, v), options = prefill(target_fp32, kind == "packed")
+    options |= of_pairs(target_fp32) if kind == "pairs" else {}
     out, lse = ops.fmha(q, k, v, **options)
-    options |= {"return_lse": False, "deterministic": True}
+    options |= {"return_lse": False, "deterministic": True, "bias_grad": kind == "pairs"}
     torch.library.opcheck(getattr(ops, name).default, (torch.randn_like(out), q, k, v, out, lse), options)
 
 
+@pytest.mark.gpu
+@NOT_HOPPER
+@pytest.mark.parametrize("options", [{"precision": "high"}, {}], ids=str)
+def test_opcheck_of_tensor_cores(options):
+    """float32 in two parts, and Hopper's kernels of 16 bits, here without gradients, whose sums are in any order."""
+    dtype = torch.float32 if "precision" in options else torch.bfloat16
+    q, k, v = (torch.randn(2, 70, 4, 64, device="cuda", dtype=dtype) for _ in "qkv")
+    torch.library.opcheck(ops.fmha.default, (q, k, v), {"causal": True, "return_lse": True} | options)
+
+
+@pytest.mark.gpu
+def test_opcheck_pack_mask():
+    for shape in ((1, 1, 17, 40), (2, 3, 130, 200)):
+        torch.library.opcheck(ops.pack_mask.default, (torch.randn(shape, device="cuda") < 0.0,))
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "name", ["fmha_kvcache", "fmha_kvcache_torch", "fmha_kvcache_append", "fmha_kvcache_append_torch"]
-)
-def test_opcheck_cache(target_fp32, name):
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("name", OPERATORS["cache"])
+def test_opcheck_cache(target_fp32, name, paged):
     q, k, v = target_fp32.qkv(2, 3, 4, 32, n_kv=40, heads_kv=2)
     options = {"cache_seqlens": target_fp32.int32([30, 7]), "causal": True, "start_pos": None, "return_lse": True}
     new = (k[:, :3].clone(), v[:, :3].clone()) if "append" in name else (None, None)
+    if paged:
+        k, v = (x.reshape(5, 16, 2, 32) for x in (k, v))
+        options["block_table"] = target_fp32.int32([[3, 0], [1, 4]])
+        if "append" in name:
+            options |= {name: target_fp32.randn(50, 8) for name in ("rotary_cos", "rotary_sin")}
     torch.library.opcheck(getattr(ops, name).default, (q, k, v, *new), options)
 
 
-@pytest.mark.parametrize("name", ["fmha", "fmha_backward", "fmha_kvcache"])
+CHECKED = ["fmha", "fmha_backward", "fmha_kvcache"]
+
+
+@pytest.mark.parametrize("name", CHECKED)
 def test_opcheck_checks_and_explanations(target_fp32, name):
     (q, k, v), _ = prefill(target_fp32, False)
     of_rows, dout = q.new_zeros(2, 4, 17), v.new_zeros(2, 17, 4, 16)
