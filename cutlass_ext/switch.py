@@ -95,9 +95,8 @@ def _turn_on(device: str = "cuda") -> _Registered:
     stack = ExitStack()
     library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Warning only once for all operators"
-        )  # that a kernel is replaced, as it is to be
+        # That a kernel is replaced, as it is to be.
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
         for name, compute in _OPERATORS[device].items():
             if hasattr(torch.ops.aten, name):  # not every PyTorch has every one
                 _replace(library, name, compute, device.upper())

@@ -69,11 +69,9 @@ class Layout:
     @property
     def end(self):
         """The elements up to its last one."""
-        return (
-            0
-            if 0 in self.shape
-            else self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-        )
+        if 0 in self.shape:
+            return 0
+        return self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
     def part(self, dim, begin, length):
         shape = list(self.shape)
@@ -370,13 +368,8 @@ def draw_padded(rng, call):
         call.options["enable_gqa"] = s.heads_q != s.heads_kv or rng.random() < 0.5
         draw_pairs(rng, call, s)
         call.layouts.pop("bias" if "mask" in call.layouts else "", None)
-        for name in (
-            "dropout_p",
-            "dropout_seed",
-            "head_start",
-            "sequence_start",
-            "key_start",
-        ):  # PyTorch's draws its own
+        # PyTorch's dropout draws its own seed, and knows no positions.
+        for name in ("dropout_p", "dropout_seed", "head_start", "sequence_start", "key_start"):
             call.options.pop(name, None), call.layouts.pop(name, None), call.values.pop(name, None)
 
 
@@ -794,10 +787,8 @@ class Cached(Padded):
         self.length = (self.cached + self.n_new).clamp(max=self.capacity).to(torch.int32)
         table = torch.tensor(facts["table"], dtype=torch.int64, device=self.device)
         i = torch.arange(self.capacity, device=self.device)
-        self.places = (
-            table.view(len(self.cached), self.capacity // self.page)[:, i // self.page],
-            i % self.page,
-        )  # [B, capacity]
+        of_sequence = table.view(len(self.cached), self.capacity // self.page)
+        self.places = of_sequence[:, i // self.page], i % self.page  # page [B, capacity] and row of each key
         self.positions = self.cached[:, None] + torch.arange(self.n_new, device=self.device)  # of the new tokens
         self.fitting = (self.positions < self.capacity) & ~self.idle[:, None]
         mask = torch.zeros(arena["k_cache"].shape[:2], dtype=torch.bool, device=self.device)
