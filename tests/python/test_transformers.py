@@ -180,8 +180,12 @@ def test_packed_sequences(name, given, device, alone):
     "page_size" not in inspect.signature(transformers.ContinuousBatchingConfig).parameters,
     reason="the paged cache of transformers 5.23",
 )
-@pytest.mark.parametrize("page_size,more", [(32, {}), (16, {}), (32, {"max_blocks_per_request": 0})], ids=str)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name,page_size,more",
+    [("llama", 16, {}), ("llama", 32, {"max_blocks_per_request": 0}), ("qwen3", 32, {}), ("mistral", 32, {}),
+     ("gpt_oss", 32, {})],
+    ids=str,
+)  # fmt: skip
 def test_continuous_batching(name, page_size, more, device, alone, monkeypatch):
     """Prompts of several lengths in one paged cache, two at a time. Steps of one row each read its pages, unless they
     have windows, or no room for tables."""
