@@ -1,5 +1,5 @@
 """Who computes the cases of `python -m cutlass_ext.bench`: this library, attention written out, SDPA's backends, and
-every other attention library that is installed. `bench.py` and python/figures.py time them.
+every other attention library that is installed. `measurement.py` times them.
 
 A provider is one function: of a case and its inputs it makes a call that returns `[B, N, H, d]`. It raises `Refused`
 for what its library does not have; what the library itself refuses, it refuses in its own words.
@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cutlass_ext
 
 if TYPE_CHECKING:
-    from .bench import Case, Inputs
+    from .measurement import Case, Inputs
 
 Call = Callable[[], Tensor]
 Provider = Callable[["Case", "Inputs"], Call]

@@ -28,7 +28,8 @@ import torch
 from report import LOG, provenance, table
 
 from cutlass_ext import bench
-from cutlass_ext.bench import LLAMA3, Case, Wrong, grouped
+from cutlass_ext.bench import LLAMA3, grouped
+from cutlass_ext.measurement import Case, Refusals, Timed, Wrong, measure
 from cutlass_ext.peers import NAMES, OURS, WRITTEN_OUT, installed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,15 +126,15 @@ def measured(
     facts["commit"] = commit or facts["commit"]
     facts |= {"cuDNN": torch.backends.cudnn.version(), "csrc": csrc_hash()}
     providers, versions, absent = installed()
-    refusals: bench.Refusals = {}
+    refusals: Refusals = {}
     rows = {}
     for name, suite in chosen.items():
         taking_part = {key: make for key, make in providers.items() if key not in suite.left_out}
         rows[name] = []
         for case in suite.cases:
-            rows[name] += bench.measure(case, device, rounds, tick, taking_part, refusals)
+            rows[name] += measure(case, device, rounds, tick, taking_part, refusals)
     nothing = torch.zeros(1, device=device)
-    empty = bench.Timed(lambda: nothing.add_(1), device, cold=True)
+    empty = Timed(lambda: nothing.add_(1), device, cold=True)
     refused = {name: text for name, text in refusals.items() if name in versions}
     return {
         "machine": facts | versions,

@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 from report import table
 
-from cutlass_ext.bench import LLAMA3, Case, Pass
+from cutlass_ext.bench import LLAMA3
+from cutlass_ext.measurement import Case, Pass
 from cutlass_ext.peers import ours
 
 FOLDER = Path("build", "profile")

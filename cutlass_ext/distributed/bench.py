@@ -30,8 +30,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn import functional  # of which PyTorch's context parallelism replaces the function, while it lasts
 
-from ..bench import sample_ms
 from ..interface import fmha as fmha_of_one
+from ..measurement import sample_ms
 from . import fmha, gather, shard
 from .model import MODELS, Attention, Machine, one_gpu_ms
 

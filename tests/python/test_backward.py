@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import cutlass_ext
-from cutlass_ext.bench import peak_extra_bytes
+from cutlass_ext.measurement import peak_extra_bytes
 
 NAN, INF = float("nan"), float("inf")
 COMPILE_TIMEOUT = pytest.mark.timeout(180)

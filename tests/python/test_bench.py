@@ -3,13 +3,14 @@ is installed; and the cases that python/figures.py has besides."""
 
 import json
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
 
 import cutlass_ext
-from cutlass_ext import bench, peers
+from cutlass_ext import bench, measurement, peers
 
 
 @pytest.mark.parametrize("preset", bench.PRESETS)
@@ -17,7 +18,7 @@ def test_presets_run(preset, tmp_path, capsys, monkeypatch):
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(bench, "MOST_KEYS_ON_CPU", 64)
-    monkeypatch.setattr(bench, "peak_extra_bytes", lambda call, device: 0)  # a profile of some seconds
+    monkeypatch.setattr(measurement, "peak_extra_bytes", lambda call, device: 0)  # a profile of some seconds
     path = tmp_path / "measured.json"
     arguments = ["--preset", preset, "--device", "cpu", "--rounds", "2", "--backward", "--json", str(path)]
     precision = torch.get_float32_matmul_precision()
@@ -44,32 +45,32 @@ def test_cases_of_presets():
 
 
 def test_flops_of_a_window():
-    case = bench.Case(1, 1, 20, 8, True, "float32", window=6)
+    case = measurement.Case(1, 1, 20, 8, True, "float32", window=6)
     seen = (~peers.hidden_keys(case, torch.device("cpu"))).sum(1)
     assert seen.tolist() == [min(i + 1, 6) for i in range(20)]
     assert case.flops == 4 * 8 * int(seen.sum())
 
 
 CASES = {
-    "window": bench.Case(2, 4, 48, 16, True, "float32", window=20),
-    "pages": bench.Case(3, 4, 48, 16, False, "float32", heads_kv=2, n_q=1, page=16),
-    "mask": bench.Case(2, 4, 40, 16, False, "float32", scores="mask"),
-    "bias": bench.Case(2, 4, 40, 16, False, "float32", scores="bias"),
-    "dropout": bench.Case(2, 4, 40, 16, False, "float32", heads_kv=2, scores="dropout"),
+    "window": measurement.Case(2, 4, 48, 16, True, "float32", window=20),
+    "pages": measurement.Case(3, 4, 48, 16, False, "float32", heads_kv=2, n_q=1, page=16),
+    "mask": measurement.Case(2, 4, 40, 16, False, "float32", scores="mask"),
+    "bias": measurement.Case(2, 4, 40, 16, False, "float32", scores="bias"),
+    "dropout": measurement.Case(2, 4, 40, 16, False, "float32", heads_kv=2, scores="dropout"),
 }
 
 
 def rows_of(case, providers=peers.PYTORCH, refusals=None):
-    return bench.measure(case, "cpu", 2, lambda text: None, providers, refusals)
+    return measurement.measure(case, "cpu", 2, lambda text: None, providers, refusals)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_kind_of_case_is_checked_and_timed(name, backward, monkeypatch):
-    monkeypatch.setattr(bench, "peak_extra_bytes", lambda call, device: 0)
+    monkeypatch.setattr(measurement, "peak_extra_bytes", lambda call, device: 0)
     if backward and CASES[name].page:
         pytest.skip("a cache has no gradients")
-    case = bench.replace(CASES[name], backward=backward)
+    case = replace(CASES[name], backward=backward)
     rows = {row["provider"]: row for row in rows_of(case)}
     assert {peers.OURS, peers.WRITTEN_OUT} <= set(rows)
     assert (rows[peers.OURS]["max_error"] or 1) < 1e-5
@@ -82,7 +83,7 @@ def test_every_kind_of_case_is_checked_and_timed(name, backward, monkeypatch):
 def test_a_result_that_is_wrong_is_not_timed(monkeypatch):
     for name, case in CASES.items():
         wrong = lambda case, x: lambda: peers.ours(case, x)() * 1.01  # noqa: E731
-        with pytest.raises(bench.Wrong, match=name):
+        with pytest.raises(measurement.Wrong, match=name):
             rows_of(case, {peers.OURS: wrong})
 
 
@@ -116,7 +117,7 @@ def test_peers_are_found_by_import(fake_flash_attn, monkeypatch):
         by_name = {row["provider"]: row for row in rows_of(CASES[name], providers, refusals)}
         assert by_name["flash-attn 2"]["max_error"] < 1e-5
     assert "flash-attn 2" not in refusals
-    grouped = bench.replace(CASES["window"], heads_kv=2)
+    grouped = replace(CASES["window"], heads_kv=2)
     for _ in range(2):
         assert "flash-attn 2" not in {row["provider"] for row in rows_of(grouped, providers, refusals)}
     assert refusals["flash-attn 2"] == f"{grouped}: as many heads, please"
@@ -127,7 +128,7 @@ def test_peers_are_found_by_import(fake_flash_attn, monkeypatch):
 def test_the_command_names_who_is_not_there(fake_flash_attn, monkeypatch, capsys):
     pytest.importorskip("rich")
     monkeypatch.setattr(bench, "MOST_KEYS_ON_CPU", 32)
-    monkeypatch.setattr(bench, "peak_extra_bytes", lambda call, device: 0)
+    monkeypatch.setattr(measurement, "peak_extra_bytes", lambda call, device: 0)
     assert bench.main(["--preset", "decode", "--device", "cpu", "--rounds", "2"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("Not compared: ") == 1 and said.count("pip install flashinfer-python") == 1
@@ -142,8 +143,8 @@ def test_a_sample_is_a_graph(name, backward):
     """In bfloat16: ours, and PyTorch's where it takes the case."""
     if backward and CASES[name].page:
         pytest.skip("a cache has no gradients")
-    case = bench.replace(CASES[name], n=256, head_dim=64, dtype="bfloat16", backward=backward)
-    rows = {row["provider"]: row for row in bench.measure(case, "cuda", 3, lambda text: None, peers.PYTORCH)}
+    case = replace(CASES[name], n=256, head_dim=64, dtype="bfloat16", backward=backward)
+    rows = {row["provider"]: row for row in measurement.measure(case, "cuda", 3, lambda text: None, peers.PYTORCH)}
     assert {peers.OURS, peers.WRITTEN_OUT} <= set(rows)
     for row in rows.values():
         assert row["graph"] and 0 < row["ms_q25"] <= row["ms"] <= row["ms_q75"] < 100
@@ -171,15 +172,15 @@ def test_rounding_of_few_keys():
     """Where rows see few keys, what dP - delta rounds is no fault; little of it is allowed where they see many, and
     nothing that is one."""
     torch.manual_seed(0)
-    case = bench.Case(1, 2, 33, 64, True, "float32", backward=True)
+    case = measurement.Case(1, 2, 33, 64, True, "float32", backward=True)
     for _ in range(20):
         x = case.inputs("cpu")
-        oracle, results = bench.Oracle(case, x), gradients_in_chains(x)
+        oracle, results = measurement.Oracle(case, x), gradients_in_chains(x)
         assert oracle.accepts(oracle.errors(results))
         assert 0.2 < oracle.of_ds[1].norm / oracle.reference[1].norm < 1
         for i in range(3):
             wrong = [t * (1 + 4e-6 * (i == j)) for j, t in enumerate(results)]
             assert not oracle.accepts(oracle.errors(wrong))
-    long = bench.Case(1, 2, 512, 64, False, "float32", backward=True)
-    oracle = bench.Oracle(long, long.inputs("cpu"))
+    long = measurement.Case(1, 2, 512, 64, False, "float32", backward=True)
+    oracle = measurement.Oracle(long, long.inputs("cpu"))
     assert oracle.of_ds[1].norm < 0.02 * oracle.reference[1].norm

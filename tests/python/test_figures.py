@@ -3,12 +3,12 @@
 import json
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from cutlass_ext import bench
+from cutlass_ext import measurement
 from cutlass_ext.peers import NAMES, OURS
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def made_up():
     rows = {}
     for name, suite in figures.suites().items():
         rows[name] = [
-            bench.asdict(case)
+            asdict(case)
             | {
                 "provider": provider,
                 "ms": 1.0 + i,
@@ -110,7 +110,7 @@ def test_suites_are_of_cases_that_can_be():
 
 def test_it_measures(monkeypatch):
     """The smallest case of each suite, smaller, on a CPU."""
-    monkeypatch.setattr(bench, "peak_extra_bytes", lambda call, device: 0)
+    monkeypatch.setattr(measurement, "peak_extra_bytes", lambda call, device: 0)
     small = {}
     for name, suite in figures.suites().items():
         case = min(suite.cases, key=lambda case: case.flops)

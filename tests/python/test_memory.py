@@ -9,7 +9,7 @@ from conftest import Target
 from oracle import expect
 
 import cutlass_ext
-from cutlass_ext.bench import peak_extra_bytes
+from cutlass_ext.measurement import peak_extra_bytes
 
 N, D = 8192, 64  # the larger of two lengths, of which the other is half
 ALLOCATOR = 1 << 20  # bytes up to which the caching allocator may round

@@ -32,7 +32,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 
 import cutlass_ext
-from cutlass_ext.bench import peak_extra_bytes
+from cutlass_ext.measurement import peak_extra_bytes
 from cutlass_ext.philox import kept
 
 NAN, INF = float("nan"), float("inf")
