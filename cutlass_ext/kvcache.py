@@ -11,7 +11,8 @@ from torch import Tensor
 from ._ops import lse_if_asked, refuse_grad, register, run
 from .flash_attn import engine_arguments, engine_results
 from .interface import UNBOUNDED, Backend, StartPos, check_bool, split_start, window_sides
-from .torch_backend import Results, attention, gathered, lengths_of
+from .torch_backend import gathered, lengths_of
+from .torch_padded import Results, attention
 
 # What arguments of the operators are called here.
 _NAMES = dict.fromkeys(("window", "window_left", "window_right"), "window_size") | {"cache_len": "cache_seqlens"}

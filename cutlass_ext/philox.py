@@ -1,5 +1,5 @@
 """Which weights dropout keeps, drawn by position in PyTorch's operators, bit for bit as the kernels draw it
-(csrc/fmha/params.hpp, `Dropout`). Used by `torch_backend.py` and `dropout.py`.
+(csrc/fmha/params.hpp, `Dropout`). Used by `torch_padded.py` and `dropout.py`.
 """
 
 import torch

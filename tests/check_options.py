@@ -20,6 +20,7 @@ TOGETHER = dict.fromkeys(("params.hpp", "arguments.hpp", "arguments.cpp"), "para
 SIGNATURES = "interface.py", "backward.py", "flash_attn.py", "kvcache.py", "sdpa.py", "dropout.py"
 TOGETHER |= dict.fromkeys(SIGNATURES, "signatures")
 TOGETHER |= dict.fromkeys(("host/plan.hpp", "host/plan.cpp", "host/choice.hpp"), "host/plan")
+TOGETHER |= dict.fromkeys(("torch_backend.py", "torch_padded.py"), "torch_backend.py")
 CALLERS = {"bench.py", "info.py", "measurement.py", "nn.py", "peers.py", "support.py", "switch.py", "torch_rules.py"}
 FOLDERS = {"adapters", "distributed"}  # of callers
 # What was there before this rule, and acts in more places than a new option may: it may not spread.

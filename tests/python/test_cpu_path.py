@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cutlass_ext
-from cutlass_ext import torch_backend
+from cutlass_ext import torch_padded
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "python"))
 import algorithms
@@ -22,13 +22,13 @@ def fused(monkeypatch):
     """How often each pass went to PyTorch's fused attention."""
     counts = {"attention": 0, "backward": 0}
     for name in counts:
-        own = getattr(torch_backend._Fused, name)
+        own = getattr(torch_padded._Fused, name)
 
         def counted(self, *args, name=name, own=own):
             counts[name] += 1
             return own(self, *args)
 
-        monkeypatch.setattr(torch_backend._Fused, name, counted)
+        monkeypatch.setattr(torch_padded._Fused, name, counted)
     return counts
 
 
@@ -194,7 +194,7 @@ def test_what_a_mask_hides_reaches_what_it_reaches_in_blocks(place, value, fused
     got = cutlass_ext.fmha(q, k, v, return_lse=True, **options)
     got += cutlass_ext.fmha_backward(dout, q, k, v, *clean[:2], **options)[:3]
     assert fused["attention"] == fused["backward"] == 2
-    monkeypatch.setattr(torch_backend._Fused, "of", lambda *_: None)
+    monkeypatch.setattr(torch_padded._Fused, "of", lambda *_: None)
     blocks = cutlass_ext.fmha(q, k, v, return_lse=True, **options)
     blocks += cutlass_ext.fmha_backward(dout, q, k, v, *clean[:2], **options)[:3]
     if place == "k":
@@ -208,7 +208,7 @@ def test_what_a_mask_hides_reaches_what_it_reaches_in_blocks(place, value, fused
 
 def test_large_masks_are_not_converted(fused, monkeypatch):
     """But a bias of float32 is added as it stands."""
-    monkeypatch.setattr(torch_backend, "_MOST_ADDED", 70 * 70 - 1)
+    monkeypatch.setattr(torch_padded, "_MOST_ADDED", 70 * 70 - 1)
     q, k, v, _ = tensors()
     mask, bias = torch.rand(1, 1, 70, 70) < 0.7, torch.randn(1, 1, 70, 70)
     for options, is_fused in (({"mask": mask}, 0), ({"bias": bias.bfloat16()}, 0), ({"bias": bias}, 1)):
