@@ -68,7 +68,8 @@ struct Work {
   cutlass::FastDivmod heads_a_tile;  // query heads whose rows share a query tile: G, or 1 (rows.hpp)
   int resident_ctas = 0;             // that the device holds at once: those of a persistent launch
   unsigned* counters = nullptr;      // zero between launches: of a persistent launch two (work items taken, CTAs
-                                     // that found none), of decode kernels [B, row_tiles, H_kv], parts finished
+                                     // that found none; one of gradients'), of decode kernels [B, row_tiles, H_kv],
+                                     // parts finished
   float* o_partial = nullptr;        // parts of O, each normalised by itself where splits are merged by a launch
                                      // of its own: [num_splits, (shape of lse), d_v], one alone where o is; else as
                                      // merge.hpp has them

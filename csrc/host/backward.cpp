@@ -1,6 +1,7 @@
 // The choice of the backward kernels, their grids and their launches. See backward.hpp.
 #include "backward.hpp"
 
+#include <algorithm>
 #include <tuple>
 
 #include "../fmha/pairs.hpp"
@@ -71,8 +72,11 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   if (params.scheduler.size() == 0) return;
   Kernel const& kernel = *gradients.kernel;
   if (wants_hopper(kernel) && params.mask.bits) look_at_mask(kernel, params, stream, allocate);
-  occupancy_of(kernel, current_device());  // raises the kernel's limit of shared memory
-  kernel.launch(params, {dim3(static_cast<unsigned>(params.scheduler.size()))}, stream);
+  Device const& device = current_device();
+  int64_t ctas = params.scheduler.size();
+  int64_t const resident = occupancy_of(kernel, device).ctas_a_multiprocessor * device.multiprocessors;
+  if (kernel.kind == Kind::AllGradients) ctas = std::min(ctas, resident);
+  kernel.launch(params, {dim3(static_cast<unsigned>(ctas))}, stream);
 }
 
 }  // namespace
@@ -110,10 +114,12 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   compute_row_statistics(plan.of_keys.kernel->dtype, params, stream);
   if (params.dbias) compute_dbias(plan.of_keys.kernel->dtype, params, stream, allocate);
   if (plan.adds_to_queries()) {
-    if (size_t const sums = rows * plan.of_keys.kernel->head_dim * sizeof(float); sums > 0) {
-      params.dq_sums = static_cast<float*>(allocate(sums));
-      check_cuda(cudaMemsetAsync(params.dq_sums, 0, sums, stream), "clearing the sums of dQ");
-    }
+    // Cleared together: the sums, and how many tiles have been taken.
+    size_t const sums = rows * plan.of_keys.kernel->head_dim;
+    size_t const bytes = sums * sizeof(float) + sizeof(*params.counters);
+    params.dq_sums = static_cast<float*>(allocate(bytes));
+    params.counters = reinterpret_cast<unsigned*>(params.dq_sums + sums);
+    check_cuda(cudaMemsetAsync(params.dq_sums, 0, bytes, stream), "clearing the sums of dQ");
     launch(plan.of_keys, params, stream, allocate);
     finish_dq(*plan.of_keys.kernel, params, stream);
     return;

@@ -48,7 +48,8 @@ CUTE_DEVICE void add_to_memory(float* to, void const* from, int bytes) {
   tma_store_arrive();
 }
 
-/// What a CTA works on: a tile of one side, and the tiles of the other that it goes through, once for each head.
+/// What a CTA works on at a time: a tile of one side, and the tiles of the other that it goes through, once for each
+/// head.
 template <class Traits>
 struct GradientTile {
   WorkItem work;  // row0: first row in hand
@@ -64,8 +65,8 @@ struct GradientTile {
   int seen_tiles;                // turns, where a mask hides tiles
 
   GradientTile() = default;
-  CUTE_DEVICE explicit GradientTile(BackwardParams const& params)
-      : work(params.scheduler(blockIdx.x)), sequence(sequence_of(params, work.batch)) {
+  CUTE_DEVICE GradientTile(BackwardParams const& params, int index)
+      : work(params.scheduler(index)), sequence(sequence_of(params, work.batch)) {
     Visibility const& visibility = sequence.visibility;
     if constexpr (Traits::OfKeys) {
       view = visibility.transposed();
@@ -118,6 +119,10 @@ struct BackwardTraits {
   static constexpr bool OfKeys = Of == Axis::Keys;
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDimV_, Stages = Stages_;
   static constexpr bool ScoreMods = ScoreMods_, AddsToQueries = AddsToQueries_;
+  // Whether a CTA works on one tile after the other: the next one's first copies land while a tile's gradients are
+  // stored. Else the launch has a CTA for each.
+  static constexpr bool Persistent = AddsToQueries;
+  static constexpr int TilesKnown = Persistent ? 2 : 1;
   // Whether what pairs have is taken beside score modifications: wider heads have no registers left.
   static constexpr bool Pairs = ScoreMods && HeadDim <= 128 && HeadDimV <= 128;
   using Element = Element_;
@@ -191,8 +196,10 @@ struct BackwardTraits {
     alignas(16) uint8_t drawn[Pairs ? 8 * Consumers * Step : 16];  // of the same columns, a bit for what dropout keeps
     StreamedTile at[Pairs ? Stages : 1];                           // what the stages hold
     alignas(16) RowStatistics statistics[Stages][OfKeys ? Step : 1];
-    GradientTile<BackwardTraits> tile;
-    Barrier held_full, held_v_full;
+    GradientTile<BackwardTraits> tiles[TilesKnown];
+    bool is_last[TilesKnown];  // there is no tile
+    Barrier tile_full[TilesKnown], tile_empty[TilesKnown];
+    Barrier held_full, held_v_full, held_empty, held_v_empty;
     Barrier full[Stages], empty[Stages], full_v[Stages], empty_v[Stages];
     Barrier ds_full[BuffersDS];
     Barrier tail, tail_v;  // the copy of a tile whose rows past the last are to be zeroed before anyone sees it
@@ -213,91 +220,162 @@ struct Stored {
   static constexpr int HeadDimV = Columns, PanelsV = Traits::template Padded<Columns> / kPanel, StagedPanels = 1;
 };
 
-/// A warp that copies one tile in hand, and the tiles of one stream: of q and k with the statistics of rows, or of v
-/// and dout.
-template <class Traits, bool OfValues>
-CUTE_DEVICE void copy_stream(BackwardParams const& params, GradientMaps const& maps,
-                             typename Traits::SharedStorage& shared, GradientTile<Traits> const& tile) {
-  using Element = typename Traits::Element;
-  constexpr int Held = Traits::Held, Step = Traits::Step, Columns = OfValues ? Traits::ColumnsV : Traits::ColumnsQK;
-  constexpr bool WithStatistics = Traits::OfKeys && !OfValues;
-  constexpr int StatisticsBytes = WithStatistics ? Step * sizeof(RowStatistics) : 0;
-  CUtensorMap const& map_held = OfValues ? maps.held_v : maps.held;
-  CUtensorMap const& map_streamed = OfValues ? maps.streamed_v : maps.streamed;
-  Element* const held = OfValues ? shared.held_v : shared.held;
-  Element* const streamed = OfValues ? shared.streamed_v : shared.streamed;
-  Barrier& held_full = OfValues ? shared.held_v_full : shared.held_full;
-  auto& full = OfValues ? shared.full_v : shared.full;
-  auto& empty = OfValues ? shared.empty_v : shared.empty;
-  TailCopy tail{OfValues ? shared.tail_v : shared.tail};
-  bool const leader = threadIdx.x % 32 == 0;
-  int const batch = tile.sequence.batch;
-  int const held_stored = Traits::OfKeys ? params.stored_keys() : params.stored_rows(),
-            streamed_stored = Traits::OfKeys ? params.stored_rows() : params.stored_keys();
+/// The CTA's tiles in turn, as all warps but the one that takes them see them.
+template <class Traits>
+struct TileReader {
+  typename Traits::SharedStorage& shared;
+  RingPosition<Traits::TilesKnown> at{};
 
-  // What lies past a tensor's end arrives as zeros; what lies behind a sequence, and rows that see no key, are to be
-  // zeroed: 0 times NaN is NaN.
-  Visibility const& visibility = tile.sequence.visibility;
-  Range const query_rows = visibility.rows_with_keys(), keys{0, visibility.len_kv};
-  auto const counting = [](Range of_sequence, int first, int rows) {  // of a tile's rows, those that count
-    return Range{max(of_sequence.begin - first, 0), min(of_sequence.end - first, rows)};
-  };
-  auto const is_cut = [](Range rows, int all, int64_t at, int stored) {
-    return rows.begin > 0 || (rows.end < all && at + rows.end < stored);
-  };
-  // And the query rows of a tile that see no key by what pairs have, in bits; null where there are none.
-  auto const empty_rows = [&](bool of_rows, int head, int first, int rows) -> uint32_t const* {
-    if (!Traits::Pairs || !of_rows || !params.empty_rows) return nullptr;
-    uint32_t const* const bits =
-        params.empty_rows + (StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) + first) / 32;
-    uint32_t any = 0;
-    for (int word = 0; word < rows / 32; ++word) any |= __ldg(bits + word);
-    return any ? bits : nullptr;
-  };
-  int const row = tile.held_row0 + tile.work.row0;
-  Range const here = counting(Traits::OfKeys ? keys : query_rows, tile.work.row0, Held);
-  auto const* const empty_held = empty_rows(!Traits::OfKeys, tile.head_q, tile.work.row0, Held);
-  tail.template tile<Held, Columns>(
-      held_full, held, empty_held || is_cut(here, Held, row, held_stored), here,
-      [&](Barrier& barrier) {
-        if (leader)
-          copy_panels<Held, Columns>(map_held, barrier, held, row, tile.work.head, batch,
-                                     TMA::CacheHintSm90::EVICT_FIRST);
-      },
-      empty_held);
-  RingPosition<Traits::Stages> ring;
-  for (int g = 0; g < tile.heads; ++g) {
-    int const head_q = tile.head_q + g, head = Traits::OfKeys ? head_q : tile.head_kv;
-    int64_t const statistics =
-        WithStatistics ? StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) : 0;
-    uint32_t const *const seen = tile.map(params, head_q, TileMap::Seen), *const whole =
-                                                                              tile.map(params, head_q, TileMap::Whole);
-    for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {
-      if (seen && !(__ldg(seen + t / 32) >> t % 32 & 1)) continue;
-      int const first = t * Step, at = tile.streamed_row0 + first;
-      Range const here = counting(Traits::OfKeys ? query_rows : keys, first, Step);
-      auto* const to = streamed + ring.stage * Step * Columns;
-      auto const* const empty_streamed = empty_rows(Traits::OfKeys, head, first, Step);
-      empty[ring.stage].wait_for(ring.phase ^ 1);
-      tail.template tile<Step, Columns>(
-          full[ring.stage], to, empty_streamed || is_cut(here, Step, at, streamed_stored), here,
-          [&](Barrier& barrier) {
-            if (!leader) return;
-            if constexpr (Traits::Pairs && !OfValues)
-              shared.at[ring.stage] = {t, head_q, whole && !(__ldg(whole + t / 32) >> t % 32 & 1)};
-            barrier.arrive_and_expect_tx(Step * Columns * sizeof(Element) + StatisticsBytes);
-            copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
-            if constexpr (WithStatistics) {
-              SM90_BULK_COPY_G2S::copy(params.row_statistics + statistics + first,
-                                       reinterpret_cast<uint64_t*>(&barrier), shared.statistics[ring.stage],
-                                       StatisticsBytes);
-            }
-          },
-          empty_streamed);
-      ring.advance();
+  /// The current tile; null: there is none.
+  CUTE_DEVICE GradientTile<Traits> const* here() const {
+    if constexpr (Traits::Persistent) {
+      shared.tile_full[at.stage].wait_for(at.phase);
+      if (shared.is_last[at.stage]) return nullptr;
+    }
+    return &shared.tiles[at.stage];
+  }
+  /// By a whole warp, once it has read the current tile for the last time; whether there may be another.
+  CUTE_DEVICE bool release() {
+    if constexpr (Traits::Persistent) {
+      __syncwarp();
+      if (elect_one_sync()) shared.tile_empty[at.stage].arrive();
+      at.advance();
+    }
+    return Traits::Persistent;
+  }
+};
+
+/// Takes the CTA's tiles, the first by its index, then the next one that nobody has. By a whole warp.
+template <class Traits>
+struct TileTaker {
+  BackwardParams const& params;
+  typename Traits::SharedStorage& shared;
+  RingPosition<Traits::TilesKnown> at{};
+  bool took_first = false;
+
+  /// Tells the others of a tile that has rows, or that there is none, and returns it.
+  CUTE_DEVICE GradientTile<Traits> const* next() {
+    bool const leader = threadIdx.x % 32 == 0;
+    auto& slot = shared.tiles[at.stage];
+    shared.tile_empty[at.stage].wait_for(at.phase ^ 1);
+    bool exists;
+    do {
+      unsigned index = blockIdx.x;
+      if (took_first) index = gridDim.x + __shfl_sync(0xffffffffu, leader ? atomicAdd(params.counters, 1u) : 0, 0);
+      took_first = true;
+      exists = index < static_cast<unsigned>(params.scheduler.size());
+      if (exists && leader) slot = GradientTile<Traits>(params, index);
+      __syncwarp();
+    } while (exists && slot.rows() <= 0);  // packed: the launch counts the tiles of the longest sequence for each
+    if (leader) {
+      shared.is_last[at.stage] = !exists;
+      shared.tile_full[at.stage].arrive();
+    }
+    at.advance();
+    return exists ? &slot : nullptr;
+  }
+};
+
+/// A warp that copies one tile in hand after the other, and the tiles of one stream: of q and k with the statistics of
+/// rows, or of v and dout.
+template <class Traits, bool OfValues>
+struct StreamCopy {
+  using Element = typename Traits::Element;
+  using Shared = typename Traits::SharedStorage;
+  static constexpr int Held = Traits::Held, Step = Traits::Step;
+  static constexpr int Columns = OfValues ? Traits::ColumnsV : Traits::ColumnsQK;
+  static constexpr bool WithStatistics = Traits::OfKeys && !OfValues;
+
+  BackwardParams const& params;
+  GradientMaps const& maps;
+  Shared& shared;
+  TailCopy tail;
+  RingPosition<Traits::Stages> ring{};
+  RingPosition<1> in_hand{};
+
+  CUTE_DEVICE StreamCopy(BackwardParams const& params, GradientMaps const& maps, Shared& shared)
+      : params(params), maps(maps), shared(shared), tail{OfValues ? shared.tail_v : shared.tail} {}
+
+  CUTE_DEVICE void operator()(GradientTile<Traits> const& tile) {
+    if (tile.turns(params) == 0) return;
+    constexpr int StatisticsBytes = WithStatistics ? Step * sizeof(RowStatistics) : 0;
+    CUtensorMap const& map_held = OfValues ? maps.held_v : maps.held;
+    CUtensorMap const& map_streamed = OfValues ? maps.streamed_v : maps.streamed;
+    Element* const held = OfValues ? shared.held_v : shared.held;
+    Element* const streamed = OfValues ? shared.streamed_v : shared.streamed;
+    Barrier& held_full = OfValues ? shared.held_v_full : shared.held_full;
+    auto& full = OfValues ? shared.full_v : shared.full;
+    auto& empty = OfValues ? shared.empty_v : shared.empty;
+    bool const leader = threadIdx.x % 32 == 0;
+    int const batch = tile.sequence.batch;
+    int const held_stored = Traits::OfKeys ? params.stored_keys() : params.stored_rows(),
+              streamed_stored = Traits::OfKeys ? params.stored_rows() : params.stored_keys();
+
+    // What lies past a tensor's end arrives as zeros; what lies behind a sequence, and rows that see no key, are to be
+    // zeroed: 0 times NaN is NaN.
+    Visibility const& visibility = tile.sequence.visibility;
+    Range const query_rows = visibility.rows_with_keys(), keys{0, visibility.len_kv};
+    auto const counting = [](Range of_sequence, int first, int rows) {  // of a tile's rows, those that count
+      return Range{max(of_sequence.begin - first, 0), min(of_sequence.end - first, rows)};
+    };
+    auto const is_cut = [](Range rows, int all, int64_t at, int stored) {
+      return rows.begin > 0 || (rows.end < all && at + rows.end < stored);
+    };
+    // And the query rows of a tile that see no key by what pairs have, in bits; null where there are none.
+    auto const empty_rows = [&](bool of_rows, int head, int first, int rows) -> uint32_t const* {
+      if (!Traits::Pairs || !of_rows || !params.empty_rows) return nullptr;
+      uint32_t const* const bits =
+          params.empty_rows + (StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) + first) / 32;
+      uint32_t any = 0;
+      for (int word = 0; word < rows / 32; ++word) any |= __ldg(bits + word);
+      return any ? bits : nullptr;
+    };
+    int const row = tile.held_row0 + tile.work.row0;
+    Range const here = counting(Traits::OfKeys ? keys : query_rows, tile.work.row0, Held);
+    auto const* const empty_held = empty_rows(!Traits::OfKeys, tile.head_q, tile.work.row0, Held);
+    if constexpr (Traits::Persistent) (OfValues ? shared.held_v_empty : shared.held_empty).wait_for(in_hand.phase ^ 1);
+    in_hand.advance();
+    tail.template tile<Held, Columns>(
+        held_full, held, empty_held || is_cut(here, Held, row, held_stored), here,
+        [&](Barrier& barrier) {
+          if (leader)
+            copy_panels<Held, Columns>(map_held, barrier, held, row, tile.work.head, batch,
+                                       TMA::CacheHintSm90::EVICT_FIRST);
+        },
+        empty_held);
+    for (int g = 0; g < tile.heads; ++g) {
+      int const head_q = tile.head_q + g, head = Traits::OfKeys ? head_q : tile.head_kv;
+      int64_t const statistics =
+          WithStatistics ? StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) : 0;
+      uint32_t const *const seen = tile.map(params, head_q, TileMap::Seen), *const whole = tile.map(params, head_q,
+                                                                                                    TileMap::Whole);
+      for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {
+        if (seen && !(__ldg(seen + t / 32) >> t % 32 & 1)) continue;
+        int const first = t * Step, at = tile.streamed_row0 + first;
+        Range const here = counting(Traits::OfKeys ? query_rows : keys, first, Step);
+        auto* const to = streamed + ring.stage * Step * Columns;
+        auto const* const empty_streamed = empty_rows(Traits::OfKeys, head, first, Step);
+        empty[ring.stage].wait_for(ring.phase ^ 1);
+        tail.template tile<Step, Columns>(
+            full[ring.stage], to, empty_streamed || is_cut(here, Step, at, streamed_stored), here,
+            [&](Barrier& barrier) {
+              if (!leader) return;
+              if constexpr (Traits::Pairs && !OfValues)
+                shared.at[ring.stage] = {t, head_q, whole && !(__ldg(whole + t / 32) >> t % 32 & 1)};
+              barrier.arrive_and_expect_tx(Step * Columns * sizeof(Element) + StatisticsBytes);
+              copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
+              if constexpr (WithStatistics) {
+                SM90_BULK_COPY_G2S::copy(params.row_statistics + statistics + first,
+                                         reinterpret_cast<uint64_t*>(&barrier), shared.statistics[ring.stage],
+                                         StatisticsBytes);
+              }
+            },
+            empty_streamed);
+        ring.advance();
+      }
     }
   }
-}
+};
 
 /// What the keys in hand add to dQ of a tile of rows: dS K, computed by all warpgroups together, of each a part of the
 /// columns. `buffer` is where dS of the tile lies.
@@ -399,10 +477,18 @@ CUTE_DEVICE void load_held(Operand& operand, Element const* held) {
   }
 }
 
+/// Where a consumer warpgroup stands, from tile to tile.
+template <class Traits>
+struct Standing {
+  RingPosition<Traits::Stages> ring{};
+  RingPosition<Traits::BuffersDS> ds{}, last_ds{};
+  RingPosition<1> in_hand{};
+};
+
 /// A consumer warpgroup: goes through the tiles of the stream and sums up its gradients.
 template <class Traits, Sums What>
 CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::SharedStorage& shared,
-                            GradientTile<Traits> const& tile, int row_block) {
+                            GradientTile<Traits> const& tile, int row_block, Standing<Traits>& standing) {
   using Element = typename Traits::Element;
   constexpr int Step = Traits::Step, ColumnsQK = Traits::ColumnsQK, ColumnsV = Traits::ColumnsV;
   constexpr bool SumsP = What == Sums::KeysAndValues || What == Sums::Values || What == Sums::All;  // A2 += P Y2
@@ -490,7 +576,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   }
 
   Range const tiles = tile.tiles, unmasked = tile.unmasked;
-  RingPosition<Traits::Stages> ring;
+  auto& ring = standing.ring;
   auto mods_of = [&](int head) {
     if constexpr (Traits::ScoreMods) return ScoreMod(params, tile.work.batch, head);
     return ScoreMod(cutlass_ext::Scores{}, 0, 0);
@@ -624,24 +710,26 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     query_sums.add(sums, sums_to);
   };
   if (turns > 0) {
-    shared.held_full.wait_for(0);
-    shared.full[0].wait_for(0);
-    if constexpr (SumsS) shared.held_v_full.wait_for(0);
+    shared.held_full.wait_for(standing.in_hand.phase);
+    shared.full[ring.stage].wait_for(ring.phase);
+    if constexpr (SumsS) shared.held_v_full.wait_for(standing.in_hand.phase);
   }
   if constexpr (Traits::HoldsInRegisters) {
     load_held(fX, shared.held);
     load_held(fXv, shared.held_v);
+    __syncwarp();
+    if (turns > 0) release(shared.held_v_empty);
   }
-  issue_s(0);
-  read_statistics(0);
+  issue_s(ring.stage);
+  read_statistics(ring.stage);
   [[maybe_unused]] auto const ask_for = [&](int stage) {
     if (has_pairs(params)) tile_pairs.ask(params, shared, tile, shared.at[stage]);
   };
   if constexpr (Traits::Pairs) {
-    if (turns > 0) ask_for(0);
+    if (turns > 0) ask_for(ring.stage);
   }
   warpgroup_wait<0>();
-  [[maybe_unused]] RingPosition<Traits::BuffersDS> ds, last_ds;
+  [[maybe_unused]] auto &ds = standing.ds, &last_ds = standing.last_ds;
   CUTE_NO_UNROLL
   for (int turn = 0; turn < turns; ++turn) {
     // Accumulators of one turn are made in it: WGMMA's zero is no write to the compiler, which would keep old sums.
@@ -682,8 +770,10 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
         issue_gradient(stage);
       }
       if constexpr (!AddsQ) wait_for_next();
-      issue_s(next.stage);
-      read_statistics(next.stage);
+      // Behind the last tile of all, of what is there still: the next stage is another tile's.
+      int const following = Traits::Persistent && turn + 1 == turns ? stage : next.stage;
+      issue_s(following);
+      read_statistics(following);
       if constexpr (Traits::Pairs) {
         if (turn + 1 < turns) ask_for(next.stage);
       }
@@ -724,10 +814,11 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if (!Traits::Pairs && ++t == tiles.end) t = tiles.begin, ++head;
   }
   if constexpr (AddsQ) {
+    // Waited for by all: what is left next goes where the tile before this turn's dS has been read.
+    if (turns > 0) shared.ds_full[last_ds.stage].wait_for(last_ds.phase);
     if (turns > 0 && !(Traits::TakesTurns && turns % 2 == row_block)) {
       Tensor cQ = QuerySums<Traits>::accumulator();
       if constexpr (Traits::TakesTurns) find_sums();
-      shared.ds_full[last_ds.stage].wait_for(last_ds.phase);
       query_sums.issue(cQ, last_ds.stage);
       warpgroup_wait<0>();
       add_sums(cQ);
@@ -737,6 +828,13 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   warpgroup_fence_operand(cS);
   warpgroup_fence_operand(cA);
   warpgroup_fence_operand(cV);
+  if constexpr (Traits::Persistent) {
+    if (turns > 0) {
+      release(shared.held_empty);
+      if constexpr (!Traits::HoldsInRegisters) release(shared.held_v_empty);
+      standing.in_hand.advance();
+    }
+  }
   if constexpr (Traits::StagesSums) {
     tma_store_wait<0>();  // `staging` is written again, and is to be there until it has been read
     __syncwarp();
@@ -772,25 +870,27 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  {
-    GradientTile<Traits> const here(params);
+  if constexpr (!Traits::Persistent) {
+    GradientTile<Traits> const here(params, blockIdx.x);
     if (here.rows() <= 0) return;  // packed: the launch counts the tiles of the longest sequence for each
-    if (threadIdx.x == 0) shared.tile = here;
+    if (threadIdx.x == 0) shared.tiles[0] = here;
     if constexpr (Traits::Pairs) {
       if (warp == 0 && params.tile_map) {
         int const seen = here.count_seen(params);
-        if (threadIdx.x == 0) shared.tile.seen_tiles = seen;
+        if (threadIdx.x == 0) shared.tiles[0].seen_tiles = seen;
       }
     }
   }
-  GradientTile<Traits> const& tile = shared.tile;  // registers are the accumulators'
   if (warp == 0) {
     for (CUtensorMap const* map : {&maps.held, &maps.held_v, &maps.streamed, &maps.streamed_v})
       cute::prefetch_tma_descriptor(map);
     if (threadIdx.x == 0) {
       constexpr int kReaders = 4 * Traits::Consumers;  // every consumer warp says when it is done with a tile
       for (auto* barrier : {&shared.held_full, &shared.held_v_full, &shared.tail, &shared.tail_v}) barrier->init(1);
+      for (auto* barrier : {&shared.held_empty, &shared.held_v_empty}) barrier->init(kReaders);
       for (auto& barrier : shared.ds_full) barrier.init(kReaders);
+      for (auto& barrier : shared.tile_full) barrier.init(1);
+      for (auto& barrier : shared.tile_empty) barrier.init(kReaders + 1);  // and the other warp that copies
       CUTE_UNROLL
       for (int i = 0; i < Traits::Stages; ++i) {
         shared.full[i].init(1), shared.full_v[i].init(1);
@@ -802,25 +902,47 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   __syncthreads();
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::ProducerRegisters>();
-    if (tile.turns(params) == 0) return;
-    if (warp == 0) copy_stream<Traits, false>(params, maps, shared, tile);
-    if (warp == 1) copy_stream<Traits, true>(params, maps, shared, tile);
+    if (warp == 0) {
+      StreamCopy<Traits, false> copy(params, maps, shared);
+      if constexpr (Traits::Persistent) {
+        TileTaker<Traits> tiles{params, shared};
+        while (auto const* tile = tiles.next()) copy(*tile);
+      } else {
+        copy(shared.tiles[0]);
+      }
+    }
+    if (warp == 1) {
+      StreamCopy<Traits, true> copy(params, maps, shared);
+      TileReader<Traits> tiles{shared};
+      do {
+        auto const* const tile = tiles.here();
+        if (!tile) break;
+        copy(*tile);
+      } while (tiles.release());
+    }
     return;
   }
   cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
-  if constexpr (Traits::Apart) {
-    if (warpgroup == 1) {
-      accumulate<Traits, Sums::Values>(params, shared, tile, 0);
+  TileReader<Traits> tiles{shared};
+  Standing<Traits> standing;
+  do {
+    auto const* const tile = tiles.here();
+    if (!tile) break;
+    if constexpr (Traits::Apart) {
+      if (warpgroup == 1) {
+        accumulate<Traits, Sums::Values>(params, shared, *tile, 0, standing);
+      } else {
+        accumulate<Traits, Sums::Keys>(params, shared, *tile, 0, standing);
+      }
     } else {
-      accumulate<Traits, Sums::Keys>(params, shared, tile, 0);
+      constexpr Sums kSums = Traits::AddsToQueries ? Sums::All : Traits::OfKeys ? Sums::KeysAndValues : Sums::Queries;
+      accumulate<Traits, kSums>(params, shared, *tile, warpgroup - 1, standing);
     }
-  } else {
-    constexpr Sums kSums = Traits::AddsToQueries ? Sums::All : Traits::OfKeys ? Sums::KeysAndValues : Sums::Queries;
-    accumulate<Traits, kSums>(params, shared, tile, warpgroup - 1);
-  }
+  } while (tiles.release());
 }
 
-/// One side's kernel at one tile shape, a CTA for each tile of that side.
+/// One side's kernel at one tile shape, a CTA for each tile of that side, or, adding to queries, as many as there is
+/// room for.
 template <Axis Of, int B_r, int B_c, int HeadDim, int HeadDimV, class Element, int Stages, bool ScoreMods,
           bool AddsToQueries = false>
 struct Backward {
