@@ -63,6 +63,7 @@ struct GradientTile {
   bool bias_in_chunks;           // whether eight keys of a row are a vector of 16 bytes
   float bias_unit;               // of the bias in scores
   int seen_tiles;                // turns, where a mask hides tiles
+  uint32_t held_phase = 0;       // of the barriers of the tile in hand
 
   GradientTile() = default;
   CUTE_DEVICE GradientTile(BackwardParams const& params, int index)
@@ -252,6 +253,7 @@ struct TileTaker {
   typename Traits::SharedStorage& shared;
   RingPosition<Traits::TilesKnown> at{};
   bool took_first = false;
+  uint32_t held_phase = 0;
 
   /// Tells the others of a tile that has rows, or that there is none, and returns it.
   CUTE_DEVICE GradientTile<Traits> const* next() {
@@ -264,13 +266,17 @@ struct TileTaker {
       if (took_first) index = gridDim.x + __shfl_sync(0xffffffffu, leader ? atomicAdd(params.counters, 1u) : 0, 0);
       took_first = true;
       exists = index < static_cast<unsigned>(params.scheduler.size());
-      if (exists && leader) slot = GradientTile<Traits>(params, index);
+      if (exists && leader) {
+        slot = GradientTile<Traits>(params, index);
+        slot.held_phase = held_phase;
+      }
       __syncwarp();
     } while (exists && slot.rows() <= 0);  // packed: the launch counts the tiles of the longest sequence for each
     if (leader) {
       shared.is_last[at.stage] = !exists;
       shared.tile_full[at.stage].arrive();
     }
+    if (exists && slot.turns(params) > 0) held_phase ^= 1;
     at.advance();
     return exists ? &slot : nullptr;
   }
@@ -291,7 +297,6 @@ struct StreamCopy {
   Shared& shared;
   TailCopy tail;
   RingPosition<Traits::Stages> ring{};
-  RingPosition<1> in_hand{};
 
   CUTE_DEVICE StreamCopy(BackwardParams const& params, GradientMaps const& maps, Shared& shared)
       : params(params), maps(maps), shared(shared), tail{OfValues ? shared.tail_v : shared.tail} {}
@@ -333,8 +338,8 @@ struct StreamCopy {
     int const row = tile.held_row0 + tile.work.row0;
     Range const here = counting(Traits::OfKeys ? keys : query_rows, tile.work.row0, Held);
     auto const* const empty_held = empty_rows(!Traits::OfKeys, tile.head_q, tile.work.row0, Held);
-    if constexpr (Traits::Persistent) (OfValues ? shared.held_v_empty : shared.held_empty).wait_for(in_hand.phase ^ 1);
-    in_hand.advance();
+    if constexpr (Traits::Persistent)
+      (OfValues ? shared.held_v_empty : shared.held_empty).wait_for(tile.held_phase ^ 1);
     tail.template tile<Held, Columns>(
         held_full, held, empty_held || is_cut(here, Held, row, held_stored), here,
         [&](Barrier& barrier) {
@@ -482,7 +487,6 @@ template <class Traits>
 struct Standing {
   RingPosition<Traits::Stages> ring{};
   RingPosition<Traits::BuffersDS> ds{}, last_ds{};
-  RingPosition<1> in_hand{};
 };
 
 /// A consumer warpgroup: goes through the tiles of the stream and sums up its gradients.
@@ -710,9 +714,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     query_sums.add(sums, sums_to);
   };
   if (turns > 0) {
-    shared.held_full.wait_for(standing.in_hand.phase);
+    shared.held_full.wait_for(tile.held_phase);
     shared.full[ring.stage].wait_for(ring.phase);
-    if constexpr (SumsS) shared.held_v_full.wait_for(standing.in_hand.phase);
+    if constexpr (SumsS) shared.held_v_full.wait_for(tile.held_phase);
   }
   if constexpr (Traits::HoldsInRegisters) {
     load_held(fX, shared.held);
@@ -832,7 +836,6 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if (turns > 0) {
       release(shared.held_empty);
       if constexpr (!Traits::HoldsInRegisters) release(shared.held_v_empty);
-      standing.in_hand.advance();
     }
   }
   if constexpr (Traits::StagesSums) {
