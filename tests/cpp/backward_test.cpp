@@ -2,6 +2,7 @@
 // workspace, what is cleared; and what it refuses, by name.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <sstream>
 #include <stdexcept>
@@ -147,13 +148,19 @@ TEST(BackwardPlan, RefusesByName) {
 }
 
 // ------------------------------------------------------------------------------------------------ the launches
+/// CTAs of the fake kernel that adds to queries of which kH200 has room for at once.
+constexpr int64_t kResident = 2 * 132;
+
 /// What is launched and cleared for a call, in order, and the bytes of workspace.
 std::string run_of(Call const& call, size_t* workspace) {
   BackwardParams p;
   BackwardPlan plan = plan_of(call, &p);
   Kernel of_keys = *plan.of_keys.kernel, of_queries = plan.adds_to_queries() ? of_keys : *plan.of_queries.kernel;
   of_keys.launch = [](Params const& params, Grid const& grid, cudaStream_t) {
-    EXPECT_EQ(static_cast<int64_t>(grid.ctas.x), params.scheduler.size());
+    bool const persistent = static_cast<BackwardParams const&>(params).dq_sums;
+    EXPECT_EQ(static_cast<int64_t>(grid.ctas.x),
+              persistent ? std::min<int64_t>(params.scheduler.size(), kResident) : params.scheduler.size());
+    EXPECT_EQ(params.counters != nullptr, persistent);
     done.emplace_back("keys");
   };
   of_queries.launch = [](Params const& params, Grid const& grid, cudaStream_t) {
@@ -182,8 +189,13 @@ TEST(BackwardRun, ComputesTheStatisticsOfRowsFirst) {
 TEST(BackwardRun, ClearsTheSumsOfQueriesAndFinishesThem) {
   size_t workspace;
   EXPECT_EQ(run_of(Call(2, 1000, 1000, 8, 4, 128).in_any_order(), &workspace), "statistics, keys, dQ");
-  EXPECT_EQ(fake::cleared_bytes, 2u * 8 * 1024 * 128 * sizeof(float));
+  EXPECT_EQ(fake::cleared_bytes, 2u * 8 * 1024 * 128 * sizeof(float) + sizeof(unsigned)) << "and the count of tiles";
   EXPECT_EQ(workspace, fake::cleared_bytes + 2u * 8 * 1024 * sizeof(RowStatistics));
+}
+
+TEST(BackwardRun, TakesTilesOfKeysOneAfterTheOther) {
+  size_t workspace;
+  EXPECT_EQ(run_of(Call(8, 2048, 2048, 16, 16, 64).in_any_order(), &workspace), "statistics, keys, dQ");
 }
 
 TEST(BackwardRun, ClearsWhatMayLieOutsideEverySequence) {
