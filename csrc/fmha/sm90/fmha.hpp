@@ -221,10 +221,12 @@ struct MaskOfTile {
   static_assert(!Traits::Pairs || Traits::B_c == 128, "a word for each lane of a quad");
   Params const& params;
   typename Traits::Job const& job;
-  int tile;
+  int tile, warpgroup;
   ConsumerThread thread{};
 
-  CUTE_DEVICE bool hides() const { return params.mask.bits && !job.shows_all(thread.warp_row / kAtomRows, tile); }
+  /// The same for all threads of a warp, and the compiler has to see that: behind a branch that may part them it holds
+  /// the rings' places in registers of each thread and copies them to those of the warp for every WGMMA.
+  CUTE_DEVICE bool hides() const { return params.mask.bits && !job.shows_all(warpgroup, tile); }
 
   /// Has what will be read brought near.
   CUTE_DEVICE void prefetch() const {
@@ -281,7 +283,8 @@ CUTE_DEVICE void add_copied(ScoreTensor& S, typename Traits::Element const* bias
 /// From products with the keys of `tile` to scores: score modifications, and masks where `masked`.
 template <class Traits, class ScoreTensor>
 CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Traits::Job const& job, int tile,
-                               bool masked, typename Traits::Element const* copied, float query_scale, int lane) {
+                               int warpgroup, bool masked, typename Traits::Element const* copied, float query_scale,
+                               int lane) {
   constexpr int B_c = Traits::B_c;
   if constexpr (Traits::ScoreMods) {
     if (ScoreMod::changes(params)) {
@@ -303,7 +306,7 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Tr
       add_copied<Traits>(S, copied, dtype_of_bias(params), ScoreMod::changes(params) ? kLog2e : kLog2e / query_scale);
   }
   if constexpr (Traits::Pairs) {
-    if (MaskOfTile<Traits> const of_mask{params, job, tile}; of_mask.hides()) {
+    if (MaskOfTile<Traits> const of_mask{params, job, tile, warpgroup}; of_mask.hides()) {
       TileMask<B_c / 4> mask;
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
@@ -456,13 +459,12 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         if (tile == begin) rings.release_q();
         bool masked = !unmasked.contains(tile);
         // Read again, pairs leaving few registers.
-        if constexpr (Traits::Pairs)
-          masked = !job.of_warpgroup[ConsumerThread().warp_row / kAtomRows].unmasked.contains(tile);
+        if constexpr (Traits::Pairs) masked = !job.of_warpgroup[warpgroup].unmasked.contains(tile);
         typename Traits::Element const* copied = nullptr;
         if constexpr (Traits::Pairs) {
           if (copies_bias) copied = rings.wait_bias();
         }
-        finish_scores<Traits>(params, S, job, tile, masked, copied, query_scale, lane);
+        finish_scores<Traits>(params, S, job, tile, warpgroup, masked, copied, query_scale, lane);
         if constexpr (Traits::Pairs) {
           if (copies_bias && !(Traits::BiasInO && tile == begin)) rings.release_bias();
         }
@@ -480,7 +482,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       for (int i = 0; i < mine.skipped; ++i) rings.skip_v();
       for (int tile = job.below(end - 1); tile >= begin; tile = job.below(tile)) {
         if constexpr (Traits::Pairs) {
-          if (MaskOfTile<Traits> const of_mask{params, job, tile}; of_mask.hides()) of_mask.prefetch();
+          if (MaskOfTile<Traits> const of_mask{params, job, tile, warpgroup}; of_mask.hides()) of_mask.prefetch();
         }
         begin_scores(job, tile);
         rings.wait_k();
