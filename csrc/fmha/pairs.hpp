@@ -94,6 +94,7 @@ struct Philox {
 CUTE_HOST_DEVICE Bias const& bias_of(Pairs const& pairs) { return pairs.bias; }
 CUTE_HOST_DEVICE bool has_bias(Pairs const& pairs) { return pairs.bias.data; }
 CUTE_HOST_DEVICE BiasType dtype_of_bias(Pairs const& pairs) { return pairs.bias.type; }
+CUTE_HOST_DEVICE bool has_mask(Pairs const& pairs) { return pairs.mask.bits; }
 CUTE_HOST_DEVICE bool changes_scores(Pairs const& pairs) { return pairs.bias.data || pairs.mask.bits; }
 CUTE_HOST_DEVICE bool has_dropout(Pairs const& pairs) { return pairs.dropout.seed; }
 CUTE_HOST_DEVICE bool has_pairs(Pairs const& pairs) { return changes_scores(pairs) || has_dropout(pairs); }
@@ -109,6 +110,19 @@ CUTE_DEVICE float float_of(T x) {
 /// lane's first. The quad's lanes begin at keys 0, 2, 4, 6.
 constexpr int kQuadColumns = 8;
 CUTE_HOST_DEVICE constexpr int key_of_quad(int j) { return j / 2 * 8 + j % 2; }
+
+#if defined(__CUDACC__)
+/// Of the bits of 128 keys those of a lane's columns in accumulators: of each byte two, which a product brings together
+/// in the top byte of each word.
+CUTE_DEVICE uint32_t columns_of_words(uint4 words, int lane) {
+  int const shift = lane % 4 * 2;
+  uint32_t const of_lane = 0x03030303u << shift, gather = 0x01041040u >> shift;
+  uint32_t const low = __byte_perm((words.x & of_lane) * gather, (words.y & of_lane) * gather, 0x0073);
+  uint32_t const high = __byte_perm((words.z & of_lane) * gather, (words.w & of_lane) * gather, 0x0073);
+  return __byte_perm(low, high, 0x5410);
+}
+
+#endif
 
 /// What a mask says of all pairs of some rows and keys; of none that nothing is seen and nothing hidden.
 struct Seen {
@@ -178,11 +192,6 @@ struct PairMod {
            steps % 8 == 0;
   }
 
-  /// Where the first of those words of the mask lies that hold the bits of the keys from `key` on.
-  CUTE_DEVICE uint32_t const* word_at(Params const& params, Visibility const& visibility, int row, int key) const {
-    return mask + min(row, visibility.n_q - 1) * params.mask.row + min((key + leftpad) / 32, words - 1);
-  }
-
   /// Which of the 32 keys from `key` on a row sees by the mask. A row that does not exist sees what the last one does.
   CUTE_DEVICE uint32_t seen(Params const& params, Visibility const& visibility, int row, int key) const {
     int const at = (key + leftpad) / 32, shift = (key + leftpad) % 32;
@@ -190,6 +199,19 @@ struct PairMod {
     uint32_t const low = at < words ? __ldg(of_row + at) : 0;
     if (shift == 0) return low;
     return __funnelshift_r(low, at + 1 < words ? __ldg(of_row + at + 1) : 0, shift);
+  }
+
+  /// Which of 128 keys a row sees by the mask, of those from `key` on, a multiple of 128: of a lane's columns in
+  /// accumulators, a bit each. By the four lanes of a quad, which share the row.
+  CUTE_DEVICE uint32_t columns_seen(Params const& params, Visibility const& visibility, int row, int key,
+                                    int lane) const {
+    if (leftpad % 128 == 0) {
+      uint32_t const* const of_row = mask + min(row, visibility.n_q - 1) * params.mask.row;
+      return columns_of_words(__ldg(reinterpret_cast<uint4 const*>(of_row + (key + leftpad) / 32)), lane);
+    }
+    uint32_t const word = seen(params, visibility, row, key + lane % 4 * 32);
+    auto const of_lane = [&](int i) { return __shfl_sync(0xffffffffu, word, i, 4); };
+    return columns_of_words(make_uint4(of_lane(0), of_lane(1), of_lane(2), of_lane(3)), lane);
   }
 
   /// What the map says of the blocks in which rows and keys lie. So `some` may be true because of a neighbour, and
@@ -424,12 +446,6 @@ CUTE_DEVICE void load_bias(ScoreTensor& S, float factor, PairMod const& pairs, P
     convert([](uint32_t x) { return __uint_as_float(x << 16); },
             [](uint32_t x) { return __uint_as_float(x & 0xffff0000u); });
   }
-}
-
-/// Of the mask's word of 32 keys those of a lane's columns in accumulators, a bit each.
-CUTE_DEVICE uint32_t columns_of_word(uint32_t word, int lane) {
-  uint32_t const of_lane = word >> lane % 4 * 2 & 0x03030303u;  // two in each byte, which a product brings together
-  return of_lane * 0x01041040u >> 24;
 }
 
 /// The two halves of a word of a bias.

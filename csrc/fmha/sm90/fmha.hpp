@@ -214,41 +214,37 @@ struct Rings {
   }
 };
 
-/// The mask of a tile that hides some of its keys from some of the warpgroup's rows: 128 keys, 32 for each lane of a
-/// quad.
+/// Which of the thread's columns of a tile its rows see by windows and the last key.
 template <class Traits>
-struct MaskOfTile {
-  static_assert(!Traits::Pairs || Traits::B_c == 128, "a word for each lane of a quad");
-  Params const& params;
-  typename Traits::Job const& job;
-  int tile, warpgroup;
-  ConsumerThread thread{};
+CUTE_DEVICE TileMask<Traits::B_c / 4> within_ends(Params const& params, typename Traits::Job const& job, int tile,
+                                                  int lane) {
+  int tokens[2];  // of the thread's rows
+  int const row = ConsumerThread().warp_row + lane / 4;
+  CUTE_UNROLL
+  for (int i = 0; i < 2; ++i)
+    tokens[i] = job.token0 + (Traits::PacksHeads ? params.heads_a_tile.div(row + row_of(i)) : row + row_of(i));
+  return TileMask<Traits::B_c / 4>(job.visibility.counted_from(tile * Traits::B_c), tokens, lane);
+}
 
-  /// The same for all threads of a warp, and the compiler has to see that: behind a branch that may part them it holds
-  /// the rings' places in registers of each thread and copies them to those of the warp for every WGMMA.
-  CUTE_DEVICE bool hides() const { return params.mask.bits && !job.shows_all(warpgroup, tile); }
-
-  /// Has what will be read brought near.
-  CUTE_DEVICE void prefetch() const {
+/// The same, and by the mask.
+template <class Traits>
+CUTE_DEVICE TileMask<Traits::B_c / 4> seen_of(Params const& params, typename Traits::Job const& job, int tile,
+                                              Hiding const& hiding, int lane) {
+  static_assert(Traits::B_c == 128, "the keys that are asked for");
+  TileMask<Traits::B_c / 4> seen;
+  if (hiding.ends) {
+    seen = within_ends<Traits>(params, job, tile, lane);
+  } else {
+    seen.visible[0][0] = seen.visible[1][0] = ~0u;
+  }
+  if (hiding.mask) {
+    int const row = job.token0 + ConsumerThread().warp_row + lane / 4;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i)
-      asm volatile("prefetch.global.L1 [%0];" ::"l"(job.pairs.word_at(params, job.visibility, row(i), key())));
+      seen.visible[i][0] &= job.pairs.columns_seen(params, job.visibility, row + row_of(i), tile * Traits::B_c, lane);
   }
-
-  /// Which of the thread's columns row `i` sees.
-  CUTE_DEVICE uint32_t columns(int i) const {
-    uint32_t const word = job.pairs.seen(params, job.visibility, row(i), key());
-    uint32_t seen = 0;
-    CUTE_UNROLL
-    for (int part = 0; part < 4; ++part)
-      seen |= columns_of_word(__shfl_sync(0xffffffffu, word, part, 4), thread.lane) << part * kQuadColumns;
-    return seen;
-  }
-
- private:
-  CUTE_DEVICE int row(int i) const { return job.token0 + thread.warp_row + thread.lane / 4 + row_of(i); }
-  CUTE_DEVICE int key() const { return tile * Traits::B_c + thread.lane % 4 * 32; }
-};
+  return seen;
+}
 
 /// Adds a copied tile of the bias, times `factor`, to scores.
 template <class Traits, class ScoreTensor>
@@ -280,11 +276,12 @@ CUTE_DEVICE void add_copied(ScoreTensor& S, typename Traits::Element const* bias
   }
 }
 
-/// From products with the keys of `tile` to scores: score modifications, and masks where `masked`.
+/// From products with the keys of `tile` to scores: score modifications, and masks where `masked`, which `seen` has
+/// where there are pairs.
 template <class Traits, class ScoreTensor>
 CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Traits::Job const& job, int tile,
-                               int warpgroup, bool masked, typename Traits::Element const* copied, float query_scale,
-                               int lane) {
+                               bool masked, TileMask<Traits::B_c / 4> const& seen,
+                               typename Traits::Element const* copied, float query_scale, int lane) {
   constexpr int B_c = Traits::B_c;
   if constexpr (Traits::ScoreMods) {
     if (ScoreMod::changes(params)) {
@@ -305,26 +302,7 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Tr
     if (copied)
       add_copied<Traits>(S, copied, dtype_of_bias(params), ScoreMod::changes(params) ? kLog2e : kLog2e / query_scale);
   }
-  if constexpr (Traits::Pairs) {
-    if (MaskOfTile<Traits> const of_mask{params, job, tile, warpgroup}; of_mask.hides()) {
-      TileMask<B_c / 4> mask;
-      CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        mask.visible[i][0] = of_mask.columns(i);
-        compute_here(mask.visible[i][0]);  // else each of its parts is kept for bits of its own
-      }
-      mask.apply(S);
-    }
-  }
-  if (masked) {
-    int tokens[2];  // of the thread's rows
-    int const row = ConsumerThread().warp_row + lane / 4;
-    CUTE_UNROLL
-    for (int i = 0; i < 2; ++i)
-      tokens[i] = job.token0 + (Traits::PacksHeads ? params.heads_a_tile.div(row + row_of(i)) : row + row_of(i));
-    TileMask<B_c / 4> const mask(job.visibility.counted_from(tile * B_c), tokens, lane);
-    mask.apply(S);
-  }
+  if (masked) (Traits::Pairs ? seen : within_ends<Traits>(params, job, tile, lane)).apply(S);
 }
 
 /// What dropout keeps of P, in shared memory of the warp's own from before the products have arrived until P is there.
@@ -386,6 +364,9 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
   bool const copies_bias = Traits::copies_bias(params), drops = Traits::Pairs && has_dropout(params);
   bool const starts_loaded = Traits::Pairs && has_bias(params) && !copies_bias && !ScoreMod::caps(params);
   [[maybe_unused]] Dropping<Traits> const dropping{shared};
+  bool const masks = Traits::Pairs && has_mask(params);
+  // Whether nothing but the mask comes between the products.
+  bool const mask_alone = !has_bias(params) && !drops && !ScoreMod::changes(params);
   auto begin_scores = [&](typename Traits::Job const& job, int tile) {
     if (!starts_loaded) return;
     auto const [lane, warp_row] = ConsumerThread();
@@ -452,27 +433,37 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       // That scores still want.
       float const scale = Traits::ScoreMods && ScoreMod::changes(params) ? 1.f : query_scale;
       typename Traits::Softmax softmax;
+      // What is known of a tile's pairs before their products have arrived.
+      [[maybe_unused]] TileMask<B_c / 4> seen;
+      auto look_at = [&](int tile, Hiding const& hiding) {
+        if constexpr (Traits::Pairs) {
+          if (drops) dropping.draw(params, job, tile);
+          if (hiding.any()) seen = seen_of<Traits>(params, job, tile, hiding, lane);
+        }
+      };
       // The products of Q and the keys of `tile` have arrived: lets K go, and Q after the last.
-      auto take_scores = [&](int tile) {
+      auto take_products = [&](int tile) {
         warpgroup_fence_operand(cS);
         rings.release_k();
         if (tile == begin) rings.release_q();
-        bool masked = !unmasked.contains(tile);
-        // Read again, pairs leaving few registers.
-        if constexpr (Traits::Pairs) masked = !job.of_warpgroup[warpgroup].unmasked.contains(tile);
+      };
+      // They become scores.
+      auto to_scores = [&](int tile, Hiding const& hiding) {
+        bool const masked = Traits::Pairs ? hiding.any() : !unmasked.contains(tile);
         typename Traits::Element const* copied = nullptr;
         if constexpr (Traits::Pairs) {
           if (copies_bias) copied = rings.wait_bias();
         }
-        finish_scores<Traits>(params, S, job, tile, warpgroup, masked, copied, query_scale, lane);
+        finish_scores<Traits>(params, S, job, tile, masked, seen, copied, query_scale, lane);
         if constexpr (Traits::Pairs) {
           if (copies_bias && !(Traits::BiasInO && tile == begin)) rings.release_bias();
         }
       };
-      if constexpr (Traits::Pairs) {
-        if (drops) dropping.draw(params, job, end - 1);
-      }
-      take_scores(end - 1);
+      Walk<Traits::Consumers, Traits::Pairs> walk(job, warpgroup, end, masks);
+      Hiding hiding = walk.hiding();
+      look_at(end - 1, hiding);
+      take_products(end - 1);
+      to_scores(end - 1, hiding);
       softmax.template start<Element>(S, words, scale);
       if constexpr (Traits::Pairs) {
         if (drops) dropping.drop(words);
@@ -480,10 +471,11 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       clear(cO);
       CUTE_NO_UNROLL
       for (int i = 0; i < mine.skipped; ++i) rings.skip_v();
-      for (int tile = job.below(end - 1); tile >= begin; tile = job.below(tile)) {
-        if constexpr (Traits::Pairs) {
-          if (MaskOfTile<Traits> const of_mask{params, job, tile, warpgroup}; of_mask.hides()) of_mask.prefetch();
-        }
+      walk.look_below();
+      for (int tile = walk.below(end - 1); tile >= begin; tile = walk.below(tile)) {
+        hiding = walk.hiding();
+        // Of a call with pairs, whether they say nothing of the tile, which is then taken as without them.
+        bool const plain = Traits::Pairs && mask_alone && !hiding.any();
         begin_scores(job, tile);
         rings.wait_k();
         turns.wait();
@@ -491,11 +483,11 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         rings.wait_v();
         issue_pv();
         turns.pass();
-        if constexpr (Traits::Pairs) {
-          if (drops) dropping.draw(params, job, tile);
-        }
+        walk.look_below();
+        if (!plain) look_at(tile, hiding);
         warpgroup_wait<1>();
-        take_scores(tile);
+        take_products(tile);
+        if (!plain) to_scores(tile, hiding);
         // The branch keeps the compiler from moving all exponentials past the wait for P V, beside which they are free.
         if (!softmax.begin_update(S, scale)) warpgroup_wait<0>();
         warpgroup_wait<0>();

@@ -34,7 +34,7 @@ struct Visited<Consumers, true> {
   static constexpr int kWords = 32;  // of a bit for each tile; a range of more is visited whole
 
   bool is_mapped;
-  int first, visited, asks_at;      // the tile of the first bit; how many are visited
+  int first, visited, asks_at;      // the tile of the first bit, also where there is no map; how many are visited
   uint32_t some[kWords];            // of which some pair is seen
   uint32_t all[Consumers][kWords];  // of which no pair of a warpgroup's rows is hidden
 
@@ -49,10 +49,6 @@ struct Visited<Consumers, true> {
   }
   CUTE_DEVICE int ask_at(Range const& tiles) const {
     return is_mapped ? asks_at : Visited<Consumers, false>{}.ask_at(tiles);
-  }
-  /// Whether the mask hides nothing of a tile from the rows of a warpgroup.
-  CUTE_DEVICE bool shows_all(int warpgroup, int tile) const {
-    return is_mapped && all[warpgroup][(tile - first) / 32] >> (tile - first) % 32 & 1;
   }
 };
 
@@ -77,12 +73,76 @@ struct Job : Visited<Consumers, Pairs> {
   } of_warpgroup[Consumers];
 };
 
+/// What hides keys of a tile from a consumer warpgroup's rows, from some at least.
+struct Hiding {
+  bool mask, ends;  // the mask; windows and the last key
+  CUTE_DEVICE bool any() const { return mask || ends; }
+};
+
+/// The tiles of a job as a consumer warpgroup takes them, from the one before `end` down.
+template <int Consumers, bool Pairs>
+struct Walk {
+  CUTE_DEVICE Walk(Job<Consumers, Pairs> const&, int, int, bool) {}
+  CUTE_DEVICE int below(int tile) const { return tile - 1; }
+  CUTE_DEVICE void look_below() {}
+  CUTE_DEVICE Hiding hiding() const { return {false, false}; }
+};
+
+/// The same under a mask. Of the job's bits it has 32 tiles at a time in registers: looked up in shared memory for
+/// every tile, they cost several loads one after the other where nothing runs beside them.
+template <int Consumers>
+class Walk<Consumers, true> {
+ public:
+  CUTE_DEVICE Walk(Job<Consumers, true> const& job, int warpgroup, int end, bool has_mask)
+      : job_(job), warpgroup_(warpgroup), has_mask_(has_mask) {
+    int const last = end - 1 - job.first;
+    first_ = job.first + last / 32 * 32;
+    read();
+    seen_ &= ~0u >> (31 - last % 32);
+    look_below();
+  }
+
+  /// What hides keys of the tile that was found last.
+  CUTE_DEVICE Hiding hiding() const { return {!(whole_ & bit_), !(inner_ & bit_)}; }
+  /// It; below the job's range after the last.
+  CUTE_DEVICE int below(int) const { return tile_; }
+  /// Finds the next one.
+  CUTE_DEVICE void look_below() {
+    while (seen_ == 0 && first_ > job_.first) {
+      first_ -= 32;
+      read();
+    }
+    int const at = 31 - __clz(seen_);  // -1: none
+    tile_ = first_ + at;
+    bit_ = seen_ == 0 ? 0 : 1u << at;
+    seen_ ^= bit_;
+  }
+
+ private:
+  CUTE_DEVICE void read() {
+    int const word = (first_ - job_.first) / 32;
+    Range const inner = job_.of_warpgroup[warpgroup_].unmasked;
+    auto const low_bits = [](int n) { return n <= 0 ? 0u : n < 32 ? (1u << n) - 1 : ~0u; };
+    bool const is_mapped = job_.is_mapped;
+    seen_ = is_mapped ? job_.some[word] : ~0u;
+    whole_ = is_mapped ? job_.all[warpgroup_][word] : has_mask_ ? 0 : ~0u;
+    inner_ = low_bits(inner.end - first_) & ~low_bits(inner.begin - first_);
+  }
+
+  Job<Consumers, true> const& job_;
+  int warpgroup_;
+  bool has_mask_;
+  int tile_, first_;  // of bit 0
+  uint32_t bit_;      // of `tile_`
+  uint32_t seen_, whole_, inner_;
+};
+
 /// Looks at the mask's map for a job that is complete but for what comes of it, by a whole warp.
 template <int B_c, int Consumers>
 CUTE_DEVICE void look(Params const& params, Job<Consumers, true>& job) {
   constexpr int kTiles = 32 * Visited<Consumers, true>::kWords;
   int const lane = threadIdx.x % 32, first = job.tiles.begin, tiles = job.tiles.size();
-  if (lane == 0) job.is_mapped = tiles <= kTiles, job.first = first;
+  if (lane == 0) job.is_mapped = tiles <= kTiles;
   if (tiles > kTiles) return;
   int begin = first, end = first, asks = first, found = 0;
   CUTE_NO_UNROLL

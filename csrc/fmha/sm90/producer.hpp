@@ -54,7 +54,7 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
       job.head = work.head;
       job.head_kv = params.heads_per_kv.div(head0);
       job.pages = params.pages_of(work.batch);
-      if constexpr (Traits::Pairs) job.is_mapped = false;
+      if constexpr (Traits::Pairs) job.is_mapped = false, job.first = tiles.begin;
       if (!looks) shared.job_placed[slot.stage].arrive();
     }
     if (lane < Traits::Consumers) {
