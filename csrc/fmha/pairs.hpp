@@ -454,15 +454,21 @@ CUTE_DEVICE float2 floats_of(uint32_t word, BiasType type) {
   return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
 }
 
-/// Masks for the two 16-bit halves of a word: all ones where that of `x` is that of `least` or more.
-CUTE_DEVICE uint32_t halves_from(uint32_t x, uint32_t least) {
-  constexpr uint32_t kTop = 0x80008000u;
-  uint32_t const difference = (x | kTop) - (least & ~kTop);  // of the lower 15 bits: the top one says which is more
-  uint32_t const from = (x & ~least) | (~(x ^ least) & difference);
-  uint32_t halves;
-  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(halves) : "r"(from));
-  return halves;
-}
+/// Compares the 16-bit halves of words with a least one: masks for them, all ones where that of the word is as much or
+/// more. With 2^15 - `least` added the top bit says so of halves on the same side of 2^15 as `least`; of the others the
+/// half's own does, and they are the larger of the two where `least` is below (the sum may have passed 2^16), the
+/// smaller where it is not. `Below`: whether it is at most 2^15.
+template <bool Below>
+struct HalvesFrom {
+  uint32_t to_top;
+  CUTE_DEVICE explicit HalvesFrom(uint32_t least) : to_top(((0x8000u - least) & 0xffffu) * 0x10001u) {}
+  CUTE_DEVICE uint32_t operator()(uint32_t x) const {
+    uint32_t halves;
+    uint32_t const tops = Below ? __viaddmax_u16x2(x, to_top, x) : __viaddmin_u16x2(x, to_top, x);
+    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(halves) : "r"(tops));
+    return halves;
+  }
+};
 
 #endif
 

@@ -25,41 +25,49 @@ struct DrawnMatrices {
 };
 
 /// Draws for the rows `row` and `row` + 8 and the `Keys` keys from `key` on, which all lanes of a quad share, and
-/// leaves what is kept in `to`: of every 32 keys DrawnMatrices for either row. `Lean`: in fewer registers, with the
-/// keys of Philox's rounds worked out each time.
-template <int Keys, bool Lean>
+/// leaves what is kept in `to`: of every 32 keys DrawnMatrices for either row.
+template <int Keys>
 CUTE_DEVICE void draw(PairMod const& pairs, uint32_t threshold, int row, int key, int lane, uint32_t* to) {
-  Philox philox(pairs.seed, pairs.head, pairs.sequence);
-  Philox::OfRow const rows[] = {philox.of_row(pairs.position + row), philox.of_row(pairs.position + row + 8)};
   bool const aligned = ((key + pairs.origin) & 7) == 0;  // as positions, which may be negative
-  threshold *= 0x10001u;
   key += lane % 4 * 8;
   to += DrawnMatrices::written_at(lane);
   __syncwarp();  // nobody reads the last tile's any more
-  CUTE_NO_UNROLL
-  for (int end = key + Keys; key < end; key += 32, to += 2 * DrawnMatrices::kWords) {
-    uint32_t x[2][4];
-    if (aligned) {
-      if constexpr (Lean) compute_here(philox.key0), compute_here(philox.key1);
-      Philox::OfEight const keys = philox.of_eight((key + pairs.origin) >> 3);
+  auto const put = [&](int part, int r, uint32_t const(&x)[4]) {
+    *reinterpret_cast<uint4*>(to + (2 * part + r) * DrawnMatrices::kWords) = make_uint4(x[0], x[1], x[2], x[3]);
+  };
+  auto const draw_eights = [&](auto const& halves_from) {
+    // Of the whole grid, and so in registers of the warp's: in those of its threads they and what rounds add to them
+    // leave head_dim 128 too few.
+    uint32_t const seed[] = {__shfl_sync(0xffffffffu, pairs.seed[0], 0), __shfl_sync(0xffffffffu, pairs.seed[1], 0)};
+    Philox const philox(seed, pairs.head, pairs.sequence);
+    Philox::OfRow const rows[] = {philox.of_row(pairs.position + row), philox.of_row(pairs.position + row + 8)};
+    int const first = (key + pairs.origin) >> 3;
+    CUTE_NO_UNROLL
+    for (int part = 0; part < Keys / 32; ++part) {
+      Philox::OfEight const keys = philox.of_eight(first + part * 4);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        philox.draw(rows[r], keys, x[r]);
+        uint32_t x[4];
+        philox.draw(rows[r], keys, x);
         CUTE_UNROLL
-        for (uint32_t& word : x[r]) word = halves_from(word, threshold);
-      }
-    } else {
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        uint32_t const kept = pairs.kept(row + 8 * r, key, 8);
-        CUTE_UNROLL
-        for (int w = 0; w < 4; ++w)
-          x[r][w] = (kept & 1u << 2 * w ? 0xffffu : 0) | (kept & 2u << 2 * w ? 0xffff0000u : 0);
+        for (uint32_t& word : x) word = halves_from(word);
+        put(part, r, x);
       }
     }
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r)
-      *reinterpret_cast<uint4*>(to + r * DrawnMatrices::kWords) = make_uint4(x[r][0], x[r][1], x[r][2], x[r][3]);
+  };
+  if (!aligned) {
+    CUTE_NO_UNROLL
+    for (int i = 0; i < Keys / 16; ++i) {
+      uint32_t const kept = pairs.kept(row + i % 2 * 8, key + i / 2 * 32, 8);
+      uint32_t x[4];
+      CUTE_UNROLL
+      for (int w = 0; w < 4; ++w) x[w] = (kept & 1u << 2 * w ? 0xffffu : 0) | (kept & 2u << 2 * w ? 0xffff0000u : 0);
+      put(i / 2, i % 2, x);
+    }
+  } else if (threshold <= 0x8000u) {
+    draw_eights(HalvesFrom<true>(threshold));
+  } else {
+    draw_eights(HalvesFrom<false>(threshold));
   }
   __syncwarp();
 }

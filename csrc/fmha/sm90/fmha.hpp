@@ -314,9 +314,8 @@ struct Dropping {
 
   CUTE_DEVICE void draw(Params const& params, typename Traits::Job const& job, int tile) const {
     ConsumerThread const thread;
-    sm90::draw<B_c, (Traits::HeadDimV > 64)>(job.pairs, params.dropout.threshold,
-                                             job.token0 + thread.warp_row + thread.lane / 4, tile * B_c, thread.lane,
-                                             words_of(thread.warp_row));
+    sm90::draw<B_c>(job.pairs, params.dropout.threshold, job.token0 + thread.warp_row + thread.lane / 4, tile * B_c,
+                    thread.lane, words_of(thread.warp_row));
   }
 
   /// Makes 0 of what is not kept of P, an operand.
