@@ -246,42 +246,65 @@ CUTE_DEVICE TileMask<Traits::B_c / 4> seen_of(Params const& params, typename Tra
   return seen;
 }
 
-/// Adds a copied tile of the bias, times `factor`, to scores.
-template <class Traits, class ScoreTensor>
-CUTE_DEVICE void add_copied(ScoreTensor& S, typename Traits::Element const* biases, BiasType type, float factor) {
+/// A warp's rows of a copied tile of the bias.
+template <class Traits>
+struct CopiedBias {
   using Element = typename Traits::Element;
-  ConsumerThread const thread;
-  // A load of four matrices brings 16 rows of 16 keys: rows, then keys.
-  int const row = thread.warp_row % kAtomRows + thread.lane % 16, half = thread.lane / 16;
-  auto const add = [&](auto const& floats_of_word) {
-    CUTE_UNROLL
-    for (int n = 0; n < Traits::B_c / 16; ++n) {
-      auto const* const from =
-          biases + (n * 16 / kPanel * kAtomRows + row) * kPanel + swizzled_chunk<Element>(n * 2 % 8 + half, row);
-      uint32_t words[4];
-      SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t const*>(from), words[0], words[1], words[2], words[3]);
+  static constexpr int kLoads = Traits::B_c / 16;  // of four matrices each: 16 rows of 16 keys
+  // Whether they are loaded while the products run, which takes registers that wider heads do not have.
+  static constexpr bool kAhead = !Traits::BiasInO;
+
+  Element const* from;
+  int row, half;  // of a load that are the lane's: rows, then keys
+  uint32_t words[kAhead ? kLoads : 1][4];
+
+  CUTE_DEVICE void take(Element const* biases) {
+    ConsumerThread const thread;
+    from = biases, row = thread.warp_row % kAtomRows + thread.lane % 16, half = thread.lane / 16;
+    if constexpr (kAhead) {
       CUTE_UNROLL
-      for (int w = 0; w < 4; ++w) {
-        float2 const x = floats_of_word(words[w]);
-        int const i = w % 2, j = n * 4 + w / 2 * 2;
-        S(i, j) = fmaf(x.x, factor, S(i, j));
-        S(i, j + 1) = fmaf(x.y, factor, S(i, j + 1));
-      }
+      for (int n = 0; n < kLoads; ++n) load(n, words[n]);
     }
-  };
-  if (type == BiasType::Float16) {
-    add([](uint32_t word) { return floats_of(word, BiasType::Float16); });
-  } else {
-    add([](uint32_t word) { return floats_of(word, BiasType::BFloat16); });
   }
-}
+
+  /// Adds `factor` times as much to scores.
+  template <class ScoreTensor>
+  CUTE_DEVICE void add(ScoreTensor& S, BiasType type, float factor) {
+    auto const add = [&](auto const& floats_of_word) {
+      CUTE_UNROLL
+      for (int n = 0; n < kLoads; ++n) {
+        auto& here = words[kAhead ? n : 0];
+        if constexpr (!kAhead) load(n, here);
+        CUTE_UNROLL
+        for (int w = 0; w < 4; ++w) {
+          float2 const x = floats_of_word(here[w]);
+          int const i = w % 2, j = n * 4 + w / 2 * 2;
+          S(i, j) = fmaf(x.x, factor, S(i, j));
+          S(i, j + 1) = fmaf(x.y, factor, S(i, j + 1));
+        }
+      }
+    };
+    if (type == BiasType::Float16) {
+      add([](uint32_t word) { return floats_of(word, BiasType::Float16); });
+    } else {
+      add([](uint32_t word) { return floats_of(word, BiasType::BFloat16); });
+    }
+  }
+
+ private:
+  CUTE_DEVICE void load(int n, uint32_t (&to)[4]) const {
+    auto const* const at =
+        from + (n * 16 / kPanel * kAtomRows + row) * kPanel + swizzled_chunk<Element>(n * 2 % 8 + half, row);
+    SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t const*>(at), to[0], to[1], to[2], to[3]);
+  }
+};
 
 /// From products with the keys of `tile` to scores: score modifications, and masks where `masked`, which `seen` has
 /// where there are pairs.
 template <class Traits, class ScoreTensor>
 CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Traits::Job const& job, int tile,
-                               bool masked, TileMask<Traits::B_c / 4> const& seen,
-                               typename Traits::Element const* copied, float query_scale, int lane) {
+                               bool masked, TileMask<Traits::B_c / 4> const& seen, bool copies_bias,
+                               CopiedBias<Traits>& copied, float query_scale, int lane) {
   constexpr int B_c = Traits::B_c;
   if constexpr (Traits::ScoreMods) {
     if (ScoreMod::changes(params)) {
@@ -291,7 +314,7 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Tr
       for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
       job.score_mod.template apply<true>(S, job.visibility.start_pos + token - first_key,
                                          [&](int i, int j) { return row_of(i) - key_of(j); });
-      if (Traits::Pairs && has_bias(params) && ScoreMod::caps(params) && !copied) {
+      if (Traits::Pairs && has_bias(params) && ScoreMod::caps(params) && !copies_bias) {
         change_in_memory(S, [&](float (&x)[kQuadColumns], int i, int j) {
           job.pairs.add_bias(x, params, job.visibility, token + row_of(i), first_key + key_of(j), key_of_quad);
         });
@@ -299,8 +322,7 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Tr
     }
   }
   if constexpr (Traits::Pairs) {
-    if (copied)
-      add_copied<Traits>(S, copied, dtype_of_bias(params), ScoreMod::changes(params) ? kLog2e : kLog2e / query_scale);
+    if (copies_bias) copied.add(S, dtype_of_bias(params), ScoreMod::changes(params) ? kLog2e : kLog2e / query_scale);
   }
   if (masked) (Traits::Pairs ? seen : within_ends<Traits>(params, job, tile, lane)).apply(S);
 }
@@ -434,9 +456,14 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       typename Traits::Softmax softmax;
       // What is known of a tile's pairs before their products have arrived.
       [[maybe_unused]] TileMask<B_c / 4> seen;
+      [[maybe_unused]] CopiedBias<Traits> copied;
       auto look_at = [&](int tile, Hiding const& hiding) {
         if constexpr (Traits::Pairs) {
           if (drops) dropping.draw(params, job, tile);
+          if (CopiedBias<Traits>::kAhead && copies_bias) {
+            copied.take(rings.wait_bias());
+            rings.release_bias();
+          }
           if (hiding.any()) seen = seen_of<Traits>(params, job, tile, hiding, lane);
         }
       };
@@ -449,13 +476,12 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       // They become scores.
       auto to_scores = [&](int tile, Hiding const& hiding) {
         bool const masked = Traits::Pairs ? hiding.any() : !unmasked.contains(tile);
-        typename Traits::Element const* copied = nullptr;
-        if constexpr (Traits::Pairs) {
-          if (copies_bias) copied = rings.wait_bias();
+        if constexpr (Traits::Pairs && Traits::BiasInO) {
+          if (copies_bias) copied.take(rings.wait_bias());
         }
-        finish_scores<Traits>(params, S, job, tile, masked, seen, copied, query_scale, lane);
-        if constexpr (Traits::Pairs) {
-          if (copies_bias && !(Traits::BiasInO && tile == begin)) rings.release_bias();
+        finish_scores<Traits>(params, S, job, tile, masked, seen, copies_bias, copied, query_scale, lane);
+        if constexpr (Traits::Pairs && Traits::BiasInO) {
+          if (copies_bias && tile != begin) rings.release_bias();
         }
       };
       Walk<Traits::Consumers, Traits::Pairs> walk(job, warpgroup, end, masks);
