@@ -63,6 +63,11 @@ CUTE_DEVICE Results finish(Params const& params, typename Traits::Job const& job
     }
     Finish const finished = softmax.template finish<typename Traits::Element>(i, logit);
     results.factor[i] = Traits::Pairs ? finished.factor * params.dropout.scale : finished.factor;
+    if constexpr (Traits::Parts > 1) {
+      // Of sums of fewer keys less is cut off, down to nothing.
+      Range const keys = job.visibility.keys_of_row(job.token0 + tile_rows.token(warp_row + row));
+      if (keys.size() >= Traits::KeysOfSum) results.factor[i] = fmaf(results.factor[i], kCutOffSum, results.factor[i]);
+    }
     if (exists && lane % 4 == 0) store_lse(params, job.result_row0 + at, finished);
   }
   return results;
@@ -358,7 +363,7 @@ template <class Traits>
 CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& shared, int warpgroup) {
   using Element = typename Traits::Element;
   constexpr int B_c = Traits::B_c;
-  constexpr bool in_parts = Traits::Parts > 1;
+  constexpr bool in_parts = Traits::Parts > 1, in_halves = Traits::KeysOfSum < B_c;
   int const lane = threadIdx.x % 32;
 
   Tensor fQ = operand_q<Traits>(shared.q, warpgroup);
@@ -370,7 +375,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
   Tensor fP = operand_p<Traits>();
   Tensor cS = accumulator_s<Traits>();
   Tensor cO = accumulator_o<Traits>();
-  Tensor cPV = accumulator_o<Traits>();  // of one tile, of operands in parts: in a long sum WGMMA would lose their bits
+  Tensor cPV = accumulator_o<Traits>();  // of operands in parts, some of the keys: a long sum would lose their bits
   // The thread's rows, 8 apart, and columns, counted from its first.
   Tensor S = rows_and_columns(cS);
   Tensor O = rows_and_columns(cO);
@@ -399,26 +404,36 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       int const stage = rings.k.stage;
       // Worked out here, or all addresses of Q's parts are kept in registers.
       Tensor fQ_here = operand_q<Traits>(shared.q, ConsumerThread().warp_row / kAtomRows);
-      return gemm_async<Traits::HeadDim / 16>(typename Traits::MmaQK{}, fQ_here(_, _, _, rings.q.stage),
-                                              fK(_, _, _, stage), fK_low(_, _, _, stage), cS, true);
+      constexpr int kSteps = Traits::HeadDim / 16;
+      return gemm_async<0, kSteps, kSteps>(typename Traits::MmaQK{}, fQ_here(_, _, _, rings.q.stage),
+                                           fK(_, _, _, stage), fK_low(_, _, _, stage), cS, true);
     }
     gemm_async<Traits::HeadDim / 16>(typename Traits::MmaQK{}, fQ(_, _, _, rings.q.stage), fK(_, _, _, rings.k.stage),
                                      cS, !starts_loaded);
   };
-  auto issue_pv = [&] {
+  auto issue_pv = [&](auto half) {
+    int const stage = rings.v.stage;
     if constexpr (in_parts) {
-      int const stage = rings.v.stage;
-      return gemm_async<B_c / 16>(typename Traits::MmaPV{}, fP, fV(_, _, _, stage), fV_low(_, _, _, stage), cPV, true);
+      constexpr int kSteps = Traits::KeysOfSum / 16;
+      return gemm_async<half * kSteps, kSteps, B_c / 16>(typename Traits::MmaPV{}, fP, fV(_, _, _, stage),
+                                                         fV_low(_, _, _, stage), cPV, true);
     }
-    gemm_async<B_c / 16>(typename Traits::MmaPV{}, fP, fV(_, _, _, rings.v.stage), cO, false);
+    gemm_async<B_c / 16>(typename Traits::MmaPV{}, fP, fV(_, _, _, stage), cO, false);
+  };
+  auto add_pv = [&] {
+    CUTE_UNROLL
+    for (int e = 0; e < size(cO); ++e) cO(e) += cPV(e);
+  };
+  // The first half of P V has arrived: adds it and issues the second.
+  auto issue_second_half = [&] {
+    warpgroup_fence_operand(cPV);
+    add_pv();
+    issue_pv(_1{});
   };
   auto release_v = [&] {
     warpgroup_fence_operand(in_parts ? cPV : cO);
     rings.release_v();
-    if constexpr (in_parts) {
-      CUTE_UNROLL
-      for (int e = 0; e < size(cO); ++e) cO(e) += cPV(e);
-    }
+    if constexpr (in_parts) add_pv();
   };
   // Issues the first Q K^T of a job, past the tiles that are hidden from this warpgroup alone. Where the job sees no
   // key or there is none, of whatever the buffers hold: WGMMAs in flight forbid a branch here.
@@ -450,7 +465,10 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       auto const& job = *next;
       int const begin = mine.tiles.begin, end = mine.tiles.end;
       Range const unmasked = mine.unmasked;
-      if constexpr (in_parts) query_scale = ScoreMod::query_scale(params) * shared.scales[&job - shared.jobs].scores;
+      if constexpr (in_parts) {
+        float const of_call = ScoreMod::query_scale(params);
+        query_scale = fmaf(of_call, kCutOffScores, of_call) * shared.scales[&job - shared.jobs].scores;
+      }
       // That scores still want.
       float const scale = Traits::ScoreMods && ScoreMod::changes(params) ? 1.f : query_scale;
       typename Traits::Softmax softmax;
@@ -503,10 +521,20 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         bool const plain = Traits::Pairs && mask_alone && !hiding.any();
         begin_scores(job, tile);
         rings.wait_k();
-        turns.wait();
-        issue_qk();
-        rings.wait_v();
-        issue_pv();
+        if constexpr (in_halves) {
+          // Q K^T between the halves: the first is added while it runs.
+          rings.wait_v();
+          turns.wait();
+          issue_pv(_0{});
+          issue_qk();
+          warpgroup_wait<1>();
+          issue_second_half();
+        } else {
+          turns.wait();
+          issue_qk();
+          rings.wait_v();
+          issue_pv(_0{});
+        }
         turns.pass();
         walk.look_below();
         if (!plain) look_at(tile, hiding);
@@ -524,7 +552,11 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       }
       rings.wait_v();
       turns.wait();
-      issue_pv();
+      issue_pv(_0{});
+      if constexpr (in_halves) {
+        warpgroup_wait<0>();
+        issue_second_half();
+      }
       turns.pass();
       // While the last P V runs: the sums, and then the next job's first product, which runs while O is stored.
       Results results = finish<Traits>(params, job, softmax);
