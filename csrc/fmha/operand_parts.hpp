@@ -65,10 +65,10 @@ struct Chunk {
   int64_t stride;     // from row to row, in elements
   int64_t to;         // of row 0, element of the tensor of parts
 
-  CUTE_DEVICE Chunk(Params const& p, int padded_cols) {
+  CUTE_DEVICE Chunk(Params const& p, int padded_cols, int index) {
     Chunks const chunks(p);
-    int const of_sequence = static_cast<int>(chunks.of_sequence()), b = blockIdx.x / of_sequence;
-    int rest = blockIdx.x - b * of_sequence;
+    int const of_sequence = static_cast<int>(chunks.of_sequence()), b = index / of_sequence;
+    int rest = index - b * of_sequence;
     batch = b;
     int const of_all_q = chunks.heads_q * chunks.of_q, of_all_k = chunks.heads_kv * chunks.of_k;
     which = rest < of_all_q ? Q : rest < of_all_q + of_all_k ? K : V;
@@ -117,7 +117,7 @@ CUTE_DEVICE uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffff
 /// The largest magnitude of each column, and of the rows' largest that are not 0 the least, inverted: all grow.
 template <int Cols>
 __global__ void __launch_bounds__(kThreads) measure(__grid_constant__ Params const params, Parts const parts) {
-  Chunk const chunk(params, Cols);
+  Chunk const chunk(params, Cols, blockIdx.x);
   if (chunk.first >= chunk.end) return;
   __shared__ uint32_t largest[Cols + 1];
   for (int i = threadIdx.x; i <= Cols; i += kThreads) largest[i] = 0;
@@ -182,11 +182,15 @@ struct Measured {
 };
 
 /// The parts of what exists. The first chunk of a head says whether they hold it, and that of k what its products are
-/// to be multiplied by.
+/// to be multiplied by. The last comes first: `measure` has just read it, and what the next launch wants first is then
+/// written last.
 template <int Cols>
 __global__ void __launch_bounds__(kThreads) split(__grid_constant__ Params const params, Parts const parts) {
-  Chunk const chunk(params, Cols);
+  Chunk const chunk(params, Cols, gridDim.x - 1 - blockIdx.x);
   if (chunk.first >= chunk.end) return;
+  using Mine = Part<Cols>;
+  Mine mine;
+  mine.load(chunk, chunk.first);  // on its way while what was measured is read
   int64_t const pair = int64_t(chunk.batch) * params.heads_kv + chunk.head_kv;
   uint32_t const* const maxima = parts.maxima + pair * 3 * (Cols + 1);
   Measured<Cols> const measured(maxima + chunk.which * (Cols + 1));
@@ -202,11 +206,9 @@ __global__ void __launch_bounds__(kThreads) split(__grid_constant__ Params const
   }
   float const scale = ldexpf(1.f, kTop - measured.exponent());
 
-  using Mine = Part<Cols>;
-  Mine mine;
   __half* const to = (chunk.which == Q ? parts.q : chunk.which == K ? parts.k : parts.v) + chunk.to + mine.col;
   for (int row0 = chunk.first; row0 < chunk.end; row0 += chunk.step) {
-    mine.load(chunk, row0);
+    if (row0 > chunk.first) mine.load(chunk, row0);
     CUTE_UNROLL
     for (int i = 0; i < Mine::Turns; ++i) {
       int64_t const row = row0 + Mine::row(i);
