@@ -41,6 +41,29 @@ inline bool is_tiny(Params const& p, Device const& device) {
          int64_t(p.batch) * p.heads_q * ceil_div(p.n_q, 64) * ceil_div(p.n_kv, 64) <= 4 * device.multiprocessors;
 }
 
+/// Keys of the longest sequence, as far as the host knows.
+inline int64_t longest_keys(Params const& p) { return p.longest_kv > 0 ? p.longest_kv : p.n_kv; }
+
+/// Whether float32 is computed faster in two fp16 parts than on CUDA cores, where both can: products at 220 TFLOP/s for
+/// 35, against reading q, k and v twice and writing them once at 2.5 TB/s, and 12 us of launches. Milliseconds of an
+/// H200: (2, 8192, 16, 64) 2.28 for 12.9, (8, 512, 16, 64) causal 0.12 for 0.22, (1, 1024, 8, 64) causal 0.064 for
+/// 0.087. Only where rows see more keys than two tiles have, through a window too: sums of fewer are more exact on CUDA
+/// cores.
+inline bool parts_pay(Params const& p) {
+  constexpr double kOnTensorCores = 220e6, kOnCudaCores = 35e6, kBytes = 2.5e6, kLaunches = 12;  // a microsecond
+  constexpr int kLeastKeys = 192;
+  double seen = static_cast<double>(longest_keys(p));
+  if (p.window_left >= 0 && p.window_right >= 0)
+    seen = std::min<double>(seen, double(p.window_left) + p.window_right + 1);
+  if (seen < kLeastKeys) return false;
+  if (p.window_left < 0 && p.window_right >= 0) seen = std::max(seen / 2, seen - p.n_q / 2.);
+  double const rows = double(p.stored_batch()) * p.stored_rows(),
+               stored_keys = double(p.stored_batch()) * p.stored_keys();
+  double const columns = p.head_dim + p.head_dim_v, flops = 2 * columns * p.heads_q * rows * seen,
+               bytes = 3 * 4 * columns * (p.heads_q * rows / 2 + p.heads_kv * stored_keys);
+  return flops / kOnTensorCores + bytes / kBytes + kLaunches < flops / kOnCudaCores;
+}
+
 /// How many warpgroups a query tile gets in the short kernels of Hopper; 0 where the persistent ones are faster. For
 /// calls whose sequences are alike. Blocks are of 64 rows and keys, figures (batch, N) in us there and in the
 /// persistent kernels, 32 heads on 8 where no others are named.
@@ -140,9 +163,6 @@ inline bool fills(Params const& p, int block_r, int64_t tiles, int64_t resident_
 }
 
 // ------------------------------------------------------------------------------------------ how many splits
-/// Keys of the longest sequence, as far as the host knows.
-inline int64_t longest_keys(Params const& p) { return p.longest_kv > 0 ? p.longest_kv : p.n_kv; }
-
 /// Key tiles that the busiest query tile visits, as far as the host knows.
 inline int64_t key_tiles(Params const& p, Kernel const& kernel) {
   int64_t keys = longest_keys(p);

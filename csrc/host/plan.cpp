@@ -150,9 +150,8 @@ void plan_prefill(Call const& call, Plan* plan) {
   // With the number of splits fixed nothing may depend on the batch.
   bool const tiny = call.request.backend == "auto" && !p.fixed_splits && is_tiny(p, call.device);
   DType const dtype = call.request.dtype;
-  // Where it is asked for alone: of values that are not centred, errors are up to four times those of CUDA cores.
-  bool const in_parts =
-      !call.request.is_cache && (call.request.precision == Precision::High || call.request.backend == "sm90");
+  bool const in_parts = !call.request.is_cache &&
+                        (call.request.precision == Precision::High || call.request.backend == "sm90" || parts_pay(p));
   auto const accepts = [&](Kernel const& k) {
     if (multiplies_parts(k)) return in_parts && ScoreMod::query_scale(p) <= operand_parts::kMostScale && call.runs(k);
     if (k.kind == Kind::Short) return k.threads / 128 == warpgroups && call.runs(k);

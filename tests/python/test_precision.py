@@ -96,11 +96,13 @@ def test_what_it_does_not_take(options):
 
 @pytest.mark.gpu
 @NOT_HOPPER
-def test_nobody_gets_it_unasked():
+def test_who_gets_it_unasked():
     def kernel(*shape, **options):
         return cutlass_ext.explain(*qkv(*shape), **options).kernel
 
-    assert kernel(2, 4096, 8, 64) == kernel(1, 4096, 8, 128, causal=True) == "tiles"
+    assert kernel(2, 4096, 8, 64) == kernel(1, 4096, 8, 128, causal=True) == "persistent_fp16x2"
+    assert kernel(1, 100, 2, 64) == kernel(2, 4096, 8, 64, softcap=9.0) == kernel(2, 4096, 8, 256) == "tiles"
+    assert kernel(2, 4096, 8, 64, window=(100, 0)) == "tiles", "sums of a few keys"
     assert kernel(1, 8, 1, 16, precision="high") == kernel(1, 8, 1, 16, backend="sm90") == "persistent_fp16x2"
 
 
