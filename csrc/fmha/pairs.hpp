@@ -99,6 +99,11 @@ CUTE_HOST_DEVICE bool changes_scores(Pairs const& pairs) { return pairs.bias.dat
 CUTE_HOST_DEVICE bool has_dropout(Pairs const& pairs) { return pairs.dropout.seed; }
 CUTE_HOST_DEVICE bool has_pairs(Pairs const& pairs) { return changes_scores(pairs) || has_dropout(pairs); }
 
+/// Whether a call changes scores, or what becomes of them, of every pair: a mask alone does not.
+CUTE_HOST_DEVICE bool changes_every_tile(Params const& params) {
+  return ScoreMod::changes(params) || has_bias(params) || has_dropout(params);
+}
+
 template <class T>
 CUTE_DEVICE float float_of(T x) {
   if constexpr (std::is_same_v<T, __half>) return __half2float(x);

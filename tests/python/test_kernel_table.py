@@ -45,8 +45,8 @@ def test_who_takes_what(bits):
     of_both = {"key_gradients", "query_gradients"}
     gradients = of_both | {"all_gradients"}
     expected = {
-        "Softcap": tiles | {"decode"} | of_both,
-        "Alibi": tiles | {"decode"} | of_both,
+        "Softcap": tiles | {"decode"} | gradients,
+        "Alibi": tiles | {"decode"} | gradients,
         "Sink": tiles | {"short", "decode"} | gradients,
         "Packed": tiles | {"decode", "narrow"} | gradients,
         "KeyLengths": tiles | cache | gradients,
@@ -58,9 +58,9 @@ def test_who_takes_what(bits):
         "NewKeys": {"decode", "cluster"},
         "RotaryEmbedding": {"decode", "cluster"},
         "FixedSplits": tiles | {"decode"},
-        "Bias": tiles | of_both,
-        "Mask": tiles | of_both,
-        "Dropout": tiles | of_both,
+        "Bias": tiles | gradients,
+        "Mask": tiles | gradients,
+        "Dropout": tiles | gradients,
         "Float32Results": tiles | {"decode"},
         "UnalignedRows": {"tiles", "decode"} | of_both,
     }

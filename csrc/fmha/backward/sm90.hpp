@@ -148,9 +148,12 @@ struct BackwardTraits {
   using LayoutAcross = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
                                               Shape<Int<Columns>, Int<Step>, Int<Stages>>{}, cute::Step<_2, _1, _3>{}));
 
+  // Whether tiles that a mask leaves whole have a body of the loop of their own, where nothing else changes scores.
+  static constexpr bool TwoBodies = Pairs && AddsToQueries;
+
   // Whether a warpgroup keeps its rows in hand in registers: there are 52 left, and shared memory, which the products
   // would read them from each turn, is what the kernel waits for.
-  static constexpr bool HoldsInRegisters = AddsToQueries && !ScoreMods && HeadDim <= 64 && HeadDimV <= 64;
+  static constexpr bool HoldsInRegisters = AddsToQueries && HeadDim <= 64 && HeadDimV <= 64;
   template <int Columns>
   using ShapeOfScores = Shape<Int<kAtomRows>, Int<Step>, Int<Columns>>;
   template <int Columns>
@@ -272,6 +275,11 @@ struct TileTaker {
       }
       __syncwarp();
     } while (exists && slot.rows() <= 0);  // packed: the launch counts the tiles of the longest sequence for each
+    if (Traits::Pairs && exists && params.tile_map) {
+      int const seen = slot.count_seen(params);
+      if (leader) slot.seen_tiles = seen;
+      __syncwarp();
+    }
     if (leader) {
       shared.is_last[at.stage] = !exists;
       shared.tile_full[at.stage].arrive();
@@ -365,8 +373,11 @@ struct StreamCopy {
             full[ring.stage], to, empty_streamed || is_cut(here, Step, at, streamed_stored), here,
             [&](Barrier& barrier) {
               if (!leader) return;
-              if constexpr (Traits::Pairs && !OfValues)
+              if constexpr (Traits::Pairs && !OfValues) {
                 shared.at[ring.stage] = {t, head_q, whole && !(__ldg(whole + t / 32) >> t % 32 & 1)};
+                if constexpr (Traits::AddsToQueries)
+                  shared.at[ring.stage].sums = params.dq_sums + (statistics + first) * Traits::HeadDim;
+              }
               barrier.arrive_and_expect_tx(Step * Columns * sizeof(Element) + StatisticsBytes);
               copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
               if constexpr (WithStatistics) {
@@ -544,14 +555,13 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   auto const first_row_of = [&](ConsumerThread const& thread) {
     return tile.work.row0 + thread.warp_row % Traits::Held + thread.lane / 4;
   };
-  float const query_scale = ScoreMod::query_scale(params),
-              scale = Traits::ScoreMods && ScoreMod::changes(params) ? 1.f : query_scale;
+  float const query_scale = ScoreMod::query_scale(params);
   // Statistics of the thread's columns, two neighbours at a time, where those are query rows. A tile's are read in the
   // turn before, in front of what this adds to dQ: behind it they would wait until memory has taken that. As far as
   // registers allow it: `lses` of heads of up to 128, where pairs have nothing, `deltas` of up to 64.
-  constexpr bool kReadsAhead = Traits::OfKeys && Traits::HeadDim <= (Traits::Pairs ? 64 : 128);
+  constexpr bool kReadsAhead = Traits::OfKeys && Traits::HeadDim <= (Traits::Pairs && !Traits::TwoBodies ? 64 : 128);
   constexpr bool kKeepsDeltas = Traits::OfKeys && Traits::HeadDim <= 64;
-  constexpr int kPairs = kReadsAhead ? Step / 8 : 1;
+  constexpr int kPairs = kReadsAhead ? Step / 8 : 1, kPairsAhead = Traits::TwoBodies && !kKeepsDeltas ? 4 : kPairs;
   float2 lses[kPairs] = {};
   [[maybe_unused]] float2 deltas[kPairs] = {};
   int quad_lane = threadIdx.x % 4;
@@ -562,10 +572,19 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   auto const read_statistics = [&](int stage) {
     if constexpr (kReadsAhead) {
       CUTE_UNROLL
-      for (int pair = 0; pair < kPairs; ++pair) {
+      for (int pair = 0; pair < kPairsAhead; ++pair) {
         float4 const x = statistics_of(stage, pair);
-        lses[pair] = make_float2(x.x, x.z), deltas[pair] = make_float2(x.y, x.w);
+        lses[pair] = make_float2(x.x, x.z);
+        if constexpr (!Traits::TwoBodies) deltas[pair] = make_float2(x.y, x.w);
       }
+    }
+  };
+  // Where pairs have something there are fewer registers, and they wait until the weights need theirs no more.
+  [[maybe_unused]] auto const read_deltas = [&](int stage) {
+    CUTE_UNROLL
+    for (int pair = 0; pair < kPairs; ++pair) {
+      float4 const x = statistics_of(stage, pair);
+      deltas[pair] = make_float2(x.y, x.w);
     }
   };
   RowStatistics mine[2] = {};  // of the rows in hand, where those are query rows
@@ -581,8 +600,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
 
   Range const tiles = tile.tiles, unmasked = tile.unmasked;
   auto& ring = standing.ring;
-  auto mods_of = [&](int head) {
-    if constexpr (Traits::ScoreMods) return ScoreMod(params, tile.work.batch, head);
+  auto mods_of = [&](auto changed, int head) {
+    if constexpr (decltype(changed)::value) return ScoreMod(params, tile.work.batch, head);
     return ScoreMod(cutlass_ext::Scores{}, 0, 0);
   };
   auto release = [&](Barrier& barrier) {
@@ -592,9 +611,10 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   [[maybe_unused]] TilePairs<Traits> tile_pairs;
 
   // Of the rows of elements (i, j) and (i, j + 1) of scores.
-  auto const lses_of = [&](int stage, int i, int j) {
+  auto const lses_of = [&](auto changed, int stage, int i, int j) {
+    constexpr bool kReadsAgain = decltype(changed)::value && Traits::TwoBodies && Traits::HeadDim > 64;
     if constexpr (!Traits::OfKeys) return make_float2(mine[i].lse_log2, mine[i].lse_log2);
-    if constexpr (kReadsAhead) return lses[j / 2 % kPairs];
+    if (kReadsAhead && !kReadsAgain && j / 2 < kPairsAhead) return lses[j / 2 % kPairs];
     float4 const x = statistics_of(stage, j / 2);
     return make_float2(x.x, x.z);
   };
@@ -605,13 +625,15 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     return make_float2(x.y, x.w);
   };
   // From the products in S to P, an operand, and in S to P times the derivative of the score.
-  auto weigh = [&](int stage, int t, int head) {
+  auto weigh = [&](auto changed, int stage, int t, int head) __attribute__((always_inline)) {
+    constexpr bool kChanged = decltype(changed)::value;
     warpgroup_fence_operand(cS);
     // p - j of an element of scores that are changed: rows in hand are query rows, or keys.
     auto const offset_of = [](int i, int j) { return Traits::OfKeys ? key_of(j) - row_of(i) : row_of(i) - key_of(j); };
-    [[maybe_unused]] ScoreMod const score_mod = mods_of(head);
+    [[maybe_unused]] ScoreMod const score_mod = mods_of(changed, head);
     [[maybe_unused]] int offset = 0;
-    if constexpr (Traits::ScoreMods) {
+    float const scale = kChanged && ScoreMod::changes(params) ? 1.f : query_scale;
+    if constexpr (kChanged) {
       ConsumerThread const thread;
       int const first_row = first_row_of(thread), first_column = t * Step + thread.lane % 4 * 2;
       Visibility const& visibility = tile.sequence.visibility;
@@ -638,7 +660,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       for (int j = 0; j < Step / 4; j += 2) {
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
-          float2 const of_rows = lses_of(stage, i, j);
+          float2 const of_rows = lses_of(changed, stage, i, j);
           auto const weight = [&](int j, float lse) {
             float const score = S(i, j), p = exp2_approx(fmaf(score, scale, -lse));
             S(i, j) = p;
@@ -651,18 +673,18 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
         }
       }
     };
-    using Capped = std::bool_constant<Traits::ScoreMods && SumsS>;
+    using Capped = std::bool_constant<kChanged && SumsS>;
     if (Capped::value && ScoreMod::caps(params)) {
       exponentiate(Capped{});
     } else {
       exponentiate(std::false_type{});
     }
-    if constexpr (SumsP && Traits::Pairs) {
+    if constexpr (SumsP && kChanged && Traits::Pairs) {
       if (has_dropout(params)) tile_pairs.drop(words_p);
     }
   };
   // From weights and dP to dS, an operand.
-  auto take_gradients = [&](auto& cdP, int stage) {
+  auto take_gradients = [&](auto changed, auto& cdP, int stage) __attribute__((always_inline)) {
     warpgroup_fence_operand(cdP);
     Tensor dP = rows_and_columns(cdP);
     auto const multiply = [&](auto const& dp_of) {
@@ -676,7 +698,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
         }
       }
     };
-    if (Traits::Pairs && has_dropout(params)) {
+    if (Traits::Pairs && decltype(changed)::value && has_dropout(params)) {
       float const scale = params.dropout.scale;
       multiply([&](int i, int j, float delta) { return fmaf(dP(i, j), tile_pairs.factor(i, j, scale), -delta); });
     } else {
@@ -700,6 +722,10 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   [[maybe_unused]] float* sums_to = nullptr;
   [[maybe_unused]] int due_t = tiles.begin, due_head = tile.head_q;
   [[maybe_unused]] auto const find_sums = [&] {
+    if constexpr (Traits::Pairs) {
+      sums_to += query_sums.first();
+      return;
+    }
     if (due_t == tiles.begin) {
       int64_t const row = StatisticsRows(params).first(params, tile.sequence, tile.work.batch, due_head) + due_t * Step;
       sums_to = params.dq_sums + row * Traits::HeadDim + query_sums.first();
@@ -726,16 +752,21 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   }
   issue_s(ring.stage);
   read_statistics(ring.stage);
-  [[maybe_unused]] auto const ask_for = [&](int stage) {
-    if (has_pairs(params)) tile_pairs.ask(params, shared, tile, shared.at[stage]);
+  // What the tile of a stage, the next one, wants, by the body of a turn that comes before.
+  [[maybe_unused]] int changed_next = 0;
+  [[maybe_unused]] auto const ask_for = [&](auto changed, int stage) {
+    StreamedTile const& next = shared.at[stage];
+    if constexpr (Traits::TwoBodies)
+      changed_next = decltype(changed)::value && changes_every_tile(params) ? 1 : next.mixed;
+    tile_pairs.template ask<decltype(changed)::value>(params, shared, tile, next);
   };
   if constexpr (Traits::Pairs) {
-    if (turns > 0) ask_for(ring.stage);
+    if (turns > 0) ask_for(std::true_type{}, ring.stage);
   }
   warpgroup_wait<0>();
   [[maybe_unused]] auto &ds = standing.ds, &last_ds = standing.last_ds;
-  CUTE_NO_UNROLL
-  for (int turn = 0; turn < turns; ++turn) {
+  // `changed`: whether anything but visibility changes scores, or what becomes of them.
+  auto const take_turn = [&](auto changed, int turn) __attribute__((always_inline)) {
     // Accumulators of one turn are made in it: WGMMA's zero is no write to the compiler, which would keep old sums.
     Tensor cdP = scores_of_a_tile();
     [[maybe_unused]] auto cQ = QuerySums<Traits>::accumulator();
@@ -748,16 +779,17 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if constexpr (Traits::Pairs) t = shared.at[stage].tile, head = shared.at[stage].head;
     shared.full_v[stage].wait_for(ring.phase);
     if constexpr (SumsS) issue_dp(cdP, stage);
-    weigh(stage, t, head);
+    weigh(changed, stage, t, head);
     // The weights are worked out beside dP: the branches of a wait keep the assembler from moving the one for dP in
     // front of them.
     if constexpr (AddsQ) {
       warpgroup_fence_operand(cS);
+      if constexpr (Traits::TwoBodies && kKeepsDeltas) read_deltas(stage);
       wait_for_next();
     }
     if constexpr (SumsS) warpgroup_wait<0>();
     if constexpr (SumsP) issue_dv(stage);
-    if constexpr (SumsS) take_gradients(cdP, stage);
+    if constexpr (SumsS) take_gradients(changed, cdP, stage);
     if constexpr (AddsQ) {
       if (turn > 0) shared.ds_full[last_ds.stage].wait_for(last_ds.phase);
       query_sums.share(words_ds, ds.stage);
@@ -767,7 +799,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
         release(shared.empty_v[stage]);
       }
     }
-    auto const go_on = [&] {
+    auto const go_on = [&]() __attribute__((always_inline)) {
       if constexpr (kReadsDS) {
         gemm_async<Step / 16>(typename Traits::MmaKeys{}, query_sums.own_ds(ds.stage), fYt(_, _, _, stage), cA, false);
       } else if constexpr (SumsS) {
@@ -779,7 +811,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       issue_s(following);
       read_statistics(following);
       if constexpr (Traits::Pairs) {
-        if (turn + 1 < turns) ask_for(next.stage);
+        if (turn + 1 < turns) ask_for(changed, next.stage);
       }
     };
     if constexpr (Traits::TakesTurns) {
@@ -809,6 +841,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       ds.advance();
     }
     warpgroup_wait<0>();
+    if constexpr (AddsQ && Traits::Pairs) sums_to = shared.at[stage].sums;
     if constexpr (Traits::OfKeys) {
       shared.empty[stage].arrive();  // every lane for itself: each has read statistics
     } else {
@@ -816,6 +849,19 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
     ring = next;
     if (!Traits::Pairs && ++t == tiles.end) t = tiles.begin, ++head;
+  };
+  CUTE_NO_UNROLL
+  for (int turn = 0; turn < turns; ++turn) {
+    if constexpr (Traits::TwoBodies) {
+      // No WGMMA is in flight here, and the assembler is to see that a warp does not part.
+      if (__any_sync(0xffffffffu, changed_next)) {
+        take_turn(std::true_type{}, turn);
+      } else {
+        take_turn(std::false_type{}, turn);
+      }
+    } else {
+      take_turn(std::bool_constant<Traits::ScoreMods>{}, turn);
+    }
   }
   if constexpr (AddsQ) {
     // Waited for by all: what is left next goes where the tile before this turn's dS has been read.

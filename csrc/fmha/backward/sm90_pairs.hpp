@@ -16,7 +16,8 @@ namespace cutlass_ext::sm90 {
 /// What the copying warp says of a streamed tile.
 struct StreamedTile {
   int tile, head;
-  bool mixed;  // whether the mask hides some of its pairs
+  bool mixed;   // whether the mask hides some of its pairs
+  float* sums;  // of dQ of its rows, where that is added to
 };
 
 /// What pairs have in a warp's scores of a tile: its 16 rows or keys in hand, `Step` of the other side.
@@ -45,14 +46,14 @@ class TilePairs {
     }
   };
 
-  /// Asks for what `next` wants.
-  template <class Shared, class Tile>
+  /// Asks for what `next` wants; unless `Changed`, of the mask alone, since calls have no bias or dropout then.
+  template <bool Changed, class Shared, class Tile>
   CUTE_DEVICE void ask(BackwardParams const& params, Shared& shared, Tile const& tile, StreamedTile const& next) {
     Place<Tile> const place(tile, next.tile);
-    PairMod const pairs = place.pairs(params, next.head);
-    if (has_bias(params) && tile.bias_in_chunks) copy_bias(params, shared, place, pairs);
-    if (next.mixed) read_mask(params, place, pairs, next);
-    if (has_dropout(params)) draw(shared, place, pairs);
+    auto const pairs = [&] { return place.pairs(params, next.head); };
+    if (Changed && has_bias(params) && tile.bias_in_chunks) copy_bias(params, shared, place, pairs());
+    if (next.mixed) read_mask(params, place, pairs(), next);
+    if (Changed && has_dropout(params)) draw(shared, place, pairs());
   }
 
   /// Adds the bias times `factor` to scores.
