@@ -97,6 +97,7 @@ CUTE_HOST_DEVICE BiasType dtype_of_bias(Pairs const& pairs) { return pairs.bias.
 CUTE_HOST_DEVICE bool has_mask(Pairs const& pairs) { return pairs.mask.bits; }
 CUTE_HOST_DEVICE bool changes_scores(Pairs const& pairs) { return pairs.bias.data || pairs.mask.bits; }
 CUTE_HOST_DEVICE bool has_dropout(Pairs const& pairs) { return pairs.dropout.seed; }
+CUTE_HOST_DEVICE uint32_t threshold_of(Pairs const& pairs) { return pairs.dropout.threshold; }
 CUTE_HOST_DEVICE bool has_pairs(Pairs const& pairs) { return changes_scores(pairs) || has_dropout(pairs); }
 
 /// Whether a call changes scores, or what becomes of them, of every pair: a mask alone does not.
@@ -474,6 +475,14 @@ struct HalvesFrom {
     return halves;
   }
 };
+
+/// Of the two 16-bit halves of a word the top bits are set where that of `x` is that of `least` or more; the others say
+/// nothing.
+CUTE_DEVICE uint32_t tops_from(uint32_t x, uint32_t least) {
+  constexpr uint32_t kTop = 0x80008000u;
+  uint32_t const difference = (x | kTop) - (least & ~kTop);  // of the lower 15 bits: the top one says which is more
+  return (x & ~least) | (~(x ^ least) & difference);
+}
 
 #endif
 

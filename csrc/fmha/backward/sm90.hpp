@@ -197,8 +197,8 @@ struct BackwardTraits {
     alignas(1024) Element ds[AddsToQueries ? BuffersDS * B_r * B_c : 8];
     alignas(256) Element staging[4 * Consumers * Staged];  // 16 rows of a panel for each consumer warp
     alignas(256) Element pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
-    alignas(16) uint8_t drawn[Pairs ? 8 * Consumers * Step : 16];  // of the same columns, a bit for what dropout keeps
-    StreamedTile at[Pairs ? Stages : 1];                           // what the stages hold
+    alignas(16) uint8_t drawn[Pairs && !OfKeys ? 8 * Consumers * Step : 16];  // a bit for what dropout keeps
+    StreamedTile at[Pairs ? Stages : 1];                                      // what the stages hold
     alignas(16) RowStatistics statistics[Stages][OfKeys ? Step : 1];
     GradientTile<BackwardTraits> tiles[TilesKnown];
     bool is_last[TilesKnown];  // there is no tile

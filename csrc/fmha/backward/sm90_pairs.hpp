@@ -53,7 +53,13 @@ class TilePairs {
     auto const pairs = [&] { return place.pairs(params, next.head); };
     if (Changed && has_bias(params) && tile.bias_in_chunks) copy_bias(params, shared, place, pairs());
     if (next.mixed) read_mask(params, place, pairs(), next);
-    if (Changed && has_dropout(params)) draw(shared, place, pairs());
+    if (Changed && has_dropout(params)) {
+      if constexpr (OfKeys) {
+        draw_across(params, place, pairs());
+      } else {
+        draw(shared, place, pairs());
+      }
+    }
   }
 
   /// Adds the bias times `factor` to scores.
@@ -88,7 +94,7 @@ class TilePairs {
   /// What dropout multiplies dP of element (i, j) by.
   CUTE_DEVICE float factor(int i, int j, float scale) const {
     int const m = j / 2, odd = j % 2;
-    return kept_[m / 8] & 1u << (OfKeys ? 8 * (2 * odd + i) + m : m % 4 * 8 + m / 4 % 2 * 4 + 2 * i + odd) ? scale
+    return kept_[m / 8] & 1u << (OfKeys ? bit_across(m, odd, i) : m % 4 * 8 + m / 4 % 2 * 4 + 2 * i + odd) ? scale
                                                                                                            : 0.f;
   }
 
@@ -98,26 +104,27 @@ class TilePairs {
     static_assert(OfKeys, "P is an operand there");
     CUTE_UNROLL
     for (int m = 0; m < Eights; ++m) {
-      uint32_t const bits = kept_[0] << (7 - m);  // the highest of each byte
-      words(2 * m) &= halves<0xAA88>(bits);
-      words(2 * m + 1) &= halves<0xBB99>(bits);
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        auto const highest = [&](int odd) { return kept_[0] << (7 - bit_across(m, odd, i) % 8); };  // of the byte
+        words(2 * m + i) &= signs(highest(0), highest(1), 0xCC88 + m % 4 * 0x1111);
+      }
     }
   }
 
  private:
-  /// Of each byte of the result all bits are the highest of the byte of `bits` that the selector names.
-  template <int Selector>
-  CUTE_DEVICE static uint32_t halves(uint32_t bits) {
+  /// Of each byte of the result all bits are the highest of the byte of a and b that the selector names, plus 8.
+  CUTE_DEVICE static uint32_t signs(uint32_t a, uint32_t b, uint32_t selector) {
     uint32_t x;
-    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(x) : "r"(bits), "n"(Selector));
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(selector));
     return x;
   }
 
   /// Vector `index` of a warp's, of eight keys of a row; and where it lies, so that neither its copy nor ldmatrix finds
   /// a bank in use.
-  CUTE_DEVICE static int row_of_chunk(int index) { return OfKeys ? index / 2 : index / Eights; }
-  CUTE_DEVICE static int eight_of_chunk(int index) { return OfKeys ? index % 2 : index % Eights; }
-  CUTE_DEVICE static int at(int row, int eight) {
+  CUTE_DEVICE static uint32_t row_of_chunk(uint32_t index) { return OfKeys ? index / 2 : index / Eights; }
+  CUTE_DEVICE static uint32_t eight_of_chunk(uint32_t index) { return OfKeys ? index % 2 : index % Eights; }
+  CUTE_DEVICE static uint32_t at(uint32_t row, uint32_t eight) {
     return OfKeys ? row * 32 + (eight ^ (row / 4 % 2)) * 16 : row * (Step * 2) + (eight ^ (row % 8)) * 16;
   }
   template <class Shared, class Place>
@@ -129,11 +136,11 @@ class TilePairs {
   template <class Shared, class Place>
   CUTE_DEVICE static void copy_bias(BackwardParams const& params, Shared& shared, Place const& place,
                                     PairMod const& pairs) {
-    uint32_t const to = cast_smem_ptr_to_uint(staged(shared, place));
+    uint32_t const to = cast_smem_ptr_to_uint(staged(shared, place)), lane = place.thread.lane;
     __syncwarp();  // what is there has been read
     CUTE_UNROLL
     for (int k = 0; k < ChunksOfLane; ++k) {
-      int const index = place.thread.lane + 32 * k, row = row_of_chunk(index), eight = eight_of_chunk(index);
+      int const row = row_of_chunk(lane) + row_of_chunk(32 * k), eight = eight_of_chunk(lane);
       int bytes;
       auto const* const from =
           pairs.bias_chunk(params, place.tile.sequence.visibility, place.row + row, place.key + eight * 8, bytes);
@@ -256,6 +263,52 @@ class TilePairs {
         kept_[quarter / 2] |= (of_four(0) | of_four(1) << 2) << quarter % 2 * 4;
       }
     }
+  }
+
+  /// From the side of keys, where the bit of a thread's key `i` and row `odd` of the eight `m` lies in `kept_`.
+  CUTE_DEVICE static constexpr int bit_across(int m, int odd, int i) { return m % 4 * 8 + (2 * odd + i) * 2 + m / 4; }
+
+  /// The same from the side of keys, where a row is many lanes': each draws for the warp's 16 keys of two rows of its
+  /// own eight. Bits of a key then change places with those lanes that want it, in three steps.
+  template <class Place>
+  CUTE_DEVICE void draw_across(BackwardParams const& params, Place const& place, PairMod const& pairs) {
+    static_assert(!OfKeys || Step == 64, "an eight of rows for each lane of a quad");
+    int const lane = place.thread.lane, first = place.key + pairs.origin, shift = first & 7, eight = first >> 3,
+              row = place.row + lane / 4 * 8 + lane % 4 * 2;
+    uint32_t drawn = 0;  // of key k byte k % 4, of the draws of `bit_across` bit k / 4
+    if (shift == 0) {
+      Philox const philox(pairs.seed, pairs.head, pairs.sequence);
+      Philox::OfEight const eights[] = {philox.of_eight(eight), philox.of_eight(eight + 1)};
+      CUTE_UNROLL
+      for (int odd = 0; odd < 2; ++odd) {
+        Philox::OfRow const of_row = philox.of_row(pairs.position + row + odd);
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          uint32_t x[4];
+          philox.draw(of_row, eights[i], x);
+          CUTE_UNROLL
+          for (uint32_t& word : x) word = tops_from(word, threshold_of(params) * 0x10001u);
+          CUTE_UNROLL
+          for (int half = 0; half < 2; ++half)
+            drawn |= signs(x[2 * half], x[2 * half + 1], 0xFDB9) & 0x01010101u << bit_across(4 * half, odd, i);
+        }
+      }
+    } else {
+      CUTE_NO_UNROLL
+      for (int draw = 0; draw < 4; ++draw) {
+        int const at = eight + draw % 2;
+        uint32_t const of_row = pairs.kept_of_eight(row + draw / 2, at) | pairs.kept_of_eight(row + draw / 2, at + 1)
+                                                                              << 8;
+        auto const of_four = [&](int key) { return (of_row >> (shift + key) & 15) * 0x204081u & 0x01010101u; };
+        drawn |= (of_four(0) | of_four(4) << 1) << 2 * draw;
+      }
+    }
+    auto const from = [&](int distance) { return __shfl_xor_sync(0xffffffffu, drawn, distance); };
+    bool const odd_key = lane & 4, odd_pair = lane & 8, upper = lane & 16;  // of the key that is this lane's
+    drawn = __byte_perm(drawn, from(4), odd_key ? 0x3715 : 0x6240);
+    drawn = __byte_perm(drawn, from(8), odd_pair ? 0x3276 : 0x5410);
+    uint32_t const others = from(16), own = upper ? 0xaaaaaaaau : 0x55555555u;
+    kept_[0] = (drawn & own) | (__funnelshift_l(others, others, upper ? 31 : 1) & ~own);
   }
 
   uint32_t seen_[2][Words];   // of a mixed tile, from the thread's first column on
