@@ -233,6 +233,7 @@ def compare_gradients(dtype, n_q, n_kv, d, d_v, features) -> None:
 def pair_cases():
     """(dtype, N_q, N_kv, d, d_v, features) of calls with bias, mask and dropout."""
     sizes = (1, 33), (33, 130), (130, 65)
+    dropout = {"dropout_p": 0.3, "dropout_seed": torch.tensor([3, -5]), "key_start": 5, "causal": True}
     for dtype, (n_q, n_kv), d in [
         *single_and_half(itertools.product(sizes, (64,))),
         *itertools.product(TOLERANCES, sizes[1:2], (128,)),
@@ -243,8 +244,16 @@ def pair_cases():
         yield dtype, n_q, n_kv, d, d, {"bias": torch.randn(2, 4, n_q, n_kv).to(dtype), "softcap": 20.0}
         yield dtype, n_q, n_kv, d, d, {"bias": row, "mask": row > -1, "window": (17, 5)}
         yield dtype, n_q, n_kv, d, d, {"mask": torch.rand(2, 1, n_q, n_kv) < 0.6}
-        dropout = {"dropout_p": 0.3, "dropout_seed": torch.tensor([3, -5]), "key_start": 5, "causal": True}
         yield dtype, n_q, n_kv, d, d, dropout | {"sink": torch.randn(4)}
+    # Biases that Hopper's dBias keeps in shared memory: with every other feature, in parts; with tiles enough that the
+    # buffers of its persistent CTAs come round; one for all rows, whose columns warps add up.
+    for dtype, d in zip(HALVES, (64, 128), strict=True):
+        lengths = {"seqused_k": torch.tensor([200, 264], dtype=torch.int32)}
+        lengths["leftpad_k"] = torch.tensor([0, 20], dtype=torch.int32)
+        bias = torch.randn(1, 4, 130, 264).to(dtype)
+        yield dtype, 130, 264, d, d, dropout | lengths | {"bias": bias, "mask": torch.rand(2, 1, 130, 264) < 0.6}
+        yield dtype, 900, 904, d, d, {"bias": torch.randn(2, 4, 900, 904).to(dtype), "window": (300, 100)}
+        yield dtype, 130, 72, d, d, {"bias": torch.randn(1, 1, 1, 72).to(dtype)}
 
 
 # ------------------------------------------------------------------------------------------------ caches

@@ -21,8 +21,9 @@ enum class Kind {
   KeyGradients,    ///< of the backward pass: dK and dV, a CTA for each tile of keys
   QueryGradients,  ///< and dQ, a CTA for each tile of query rows
   AllGradients,    ///< dK and dV, and sums for dQ, which CTAs add to in any order
+  BiasGradients,   ///< dBias, by CTAs that go through its tiles
 };
-constexpr int kKinds = static_cast<int>(Kind::AllGradients) + 1;
+constexpr int kKinds = static_cast<int>(Kind::BiasGradients) + 1;
 
 // A bit, the argument that asks for it, when a call `p` does, and what makes it a call that does not. A new line here
 // is taken by no kernel until one says so.

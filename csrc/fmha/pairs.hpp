@@ -18,13 +18,15 @@
 
 namespace cutlass_ext {
 
-/// Whether the copy engine (TMA) can bring tiles of the bias: 16 bits, rows of neighbouring keys that begin at
-/// multiples of 16 bytes, and more than one.
-CUTE_HOST_DEVICE bool is_copyable(Bias const& bias) {
+/// Whether the bias has 16 bits, and rows of neighbouring keys that begin at multiples of 16 bytes.
+CUTE_HOST_DEVICE bool is_in_vectors(Bias const& bias) {
   int64_t const places = bias.batch | bias.head | bias.row;
-  return bias.data && bias.type != BiasType::Float32 && bias.key == 1 && bias.row != 0 && places % 8 == 0 &&
+  return bias.data && bias.type != BiasType::Float32 && bias.key == 1 && places % 8 == 0 &&
          reinterpret_cast<uintptr_t>(bias.data) % 16 == 0;
 }
+
+/// Whether the copy engine (TMA) can bring tiles of the bias: it wants more than one row, too.
+CUTE_HOST_DEVICE bool is_copyable(Bias const& bias) { return is_in_vectors(bias) && bias.row != 0; }
 
 /// Philox4x32-7 under one key, of the counters (eight keys, row, head, sequence) of one head and sequence.
 struct Philox {
@@ -156,7 +158,8 @@ struct PairMod {
       int const bytes = x.type == BiasType::Float32 ? 4 : 2;
       int64_t const at = b * x.batch + h * x.head + leftpad * x.key;
       bias = static_cast<char const*>(x.data) + at * bytes;
-      bias_in_pairs = x.key == 1 && (reinterpret_cast<int64_t>(bias) / bytes | x.row | params.n_kv | leftpad) % 2 == 0;
+      bias_in_pairs = x.key == 1 && reinterpret_cast<uintptr_t>(bias) % (2 * unsigned(bytes)) == 0 &&
+                      (x.row | params.n_kv | leftpad) % 2 == 0;
     }
     words = Mask::words_of(anew(params.n_kv));
     if (params.mask.bits) mask = params.mask.bits + b * params.mask.batch + h * params.mask.head;

@@ -91,6 +91,10 @@ BackwardPlan plan_backward(BackwardParams* params, Request const& request) {
     plan.of_keys = launch_of(call, Kind::KeyGradients);
     plan.of_queries = launch_of(call, Kind::QueryGradients);
   }
+  if (has_bias(*params)) {
+    plan.of_bias =
+        cheapest({Kind::BiasGradients}, request.dtype, [&](Kernel const& k) { return call.runs(k); }, cost_of);
+  }
   if (!plan.of_keys.kernel || !plan)
     plan.refusal = refusal_of(call, {plan.of_keys.kernel ? Kind::QueryGradients : Kind::KeyGradients});
   return plan;
@@ -112,7 +116,7 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   if (rows > 0) params.row_statistics = static_cast<RowStatistics*>(allocate(rows * sizeof(RowStatistics)));
   if (rows > 0 && changes_scores(params)) params.empty_rows = static_cast<uint32_t*>(allocate(rows / 8));
   compute_row_statistics(plan.of_keys.kernel->dtype, params, stream);
-  if (params.dbias) compute_dbias(plan.of_keys.kernel->dtype, params, stream, allocate);
+  if (params.dbias) compute_dbias(plan.of_keys.kernel->dtype, plan.of_bias, params, stream, allocate);
   if (plan.adds_to_queries()) {
     // Cleared together: the sums, and how many tiles have been taken.
     size_t const sums = rows * plan.of_keys.kernel->head_dim;

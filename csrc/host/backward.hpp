@@ -17,10 +17,12 @@ struct GradientLaunch {
   Scheduler scheduler;
 };
 
-/// Two launches: dK and dV, then dQ; or one that has them all, with sums for dQ that a small launch finishes.
+/// Two launches: dK and dV, then dQ; or one that has them all, with sums for dQ that a small launch finishes. And one
+/// for dBias, where that is asked for.
 struct BackwardPlan {
   GradientLaunch of_keys, of_queries;
-  std::string refusal;  // where a kernel is missing, the argument that none takes, and what would do
+  Kernel const* of_bias = nullptr;  // for dBias, where a kernel of the table has it; else there is one for every GPU
+  std::string refusal;              // where a kernel is missing, the argument that none takes, and what would do
 
   bool adds_to_queries() const { return of_keys.kernel && of_keys.kernel->kind == Kind::AllGradients; }
   explicit operator bool() const { return of_keys.kernel && (adds_to_queries() || of_queries.kernel); }

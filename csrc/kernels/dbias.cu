@@ -1,4 +1,4 @@
-// dBias, for each dtype.
+// dBias, for each dtype, and the choice of its parts.
 #include "../fmha/backward/dbias.hpp"
 #include "../host/gradient_steps.hpp"
 
@@ -11,25 +11,38 @@
 
 namespace cutlass_ext {
 
-void compute_dbias(DType dtype, BackwardParams const& params, cudaStream_t stream,
+void compute_dbias(DType dtype, Kernel const* hopper, BackwardParams params, cudaStream_t stream,
                    std::function<void*(size_t)> const& allocate) {
-  BiasTiles tiles(params);
-  int64_t const all = tiles.all();
+  int const multiprocessors = current_device().multiprocessors;
+  if (params.batch == 0 || params.n_q == 0) hopper = nullptr;  // tensors that lie nowhere cannot be copied
+  BiasTiles const tiles = hopper ? BiasTiles(params, hopper->block_r, hopper->block_c, kBiasCluster)
+                                 : BiasTiles(params, kBiasTile, kBiasTile);
+  int64_t const clusters = tiles.clusters();
   if (tiles.elements == 0) return;
-  if (all > INT32_MAX)
-    fail("ValueError", "dbias: has ", all, " tiles of 64 rows and keys; a launch has room for fewer than 2^31");
-  // Four CTAs a multiprocessor fill it.
-  int64_t const wanted = 4 * current_device().multiprocessors / all;
-  tiles.parts = static_cast<int>(std::clamp<int64_t>(wanted, 1, std::max<int64_t>(tiles.turns(), 1)));
-  if (tiles.parts > 1) tiles.partial = static_cast<float*>(allocate(tiles.parts * tiles.elements * sizeof(float)));
-  auto const kernel = dtype == DType::Float32   ? bias_gradient_kernel<float>
-                      : dtype == DType::Float16 ? bias_gradient_kernel<cutlass::half_t>
-                                                : bias_gradient_kernel<cutlass::bfloat16_t>;
-  kernel<<<dim3(static_cast<unsigned>(all), tiles.parts), kBiasThreads, 0, stream>>>(params, tiles);
-  check_cuda(cudaGetLastError(), "launching dBias");
-  if (tiles.parts == 1) return;
+  if (clusters > 1 << 30 || tiles.turns() > INT32_MAX)
+    fail("ValueError", "dbias: has ", clusters, " tiles, each of ", tiles.turns(),
+         " others; a launch has room for at most 2^30 and 2^31");
+  // The Hopper kernel has one CTA a multiprocessor; of the other four fill it.
+  int const resident = hopper ? std::max(multiprocessors / tiles.cluster, 1) : 4 * multiprocessors;
+  params.dbias_parts =
+      static_cast<int>(std::clamp<int64_t>(resident / clusters, 1, std::max<int64_t>(tiles.turns(), 1)));
+  if (params.dbias_parts > 1)
+    params.dbias_sums = static_cast<float*>(allocate(params.dbias_parts * tiles.elements * sizeof(float)));
+  if (hopper) {
+    occupancy_of(*hopper, current_device());  // raises the kernel's limit of shared memory
+    int64_t const launched = std::min<int64_t>(clusters * params.dbias_parts, resident);
+    unsigned const size = tiles.cluster;
+    hopper->launch(params, {dim3(static_cast<unsigned>(launched) * size), size}, stream);
+  } else {
+    auto const kernel = dtype == DType::Float32   ? bias_gradient_kernel<float>
+                        : dtype == DType::Float16 ? bias_gradient_kernel<cutlass::half_t>
+                                                  : bias_gradient_kernel<cutlass::bfloat16_t>;
+    kernel<<<dim3(static_cast<unsigned>(clusters), params.dbias_parts), kBiasThreads, 0, stream>>>(params, tiles);
+    check_cuda(cudaGetLastError(), "launching dBias");
+  }
+  if (params.dbias_parts == 1) return;
   bias_parts_kernel<<<static_cast<unsigned>((tiles.elements + kBiasThreads - 1) / kBiasThreads), kBiasThreads, 0,
-                      stream>>>(params, tiles);
+                      stream>>>(params, tiles.elements);
   check_cuda(cudaGetLastError(), "adding up dBias");
 }
 

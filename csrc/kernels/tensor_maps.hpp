@@ -107,24 +107,30 @@ struct Argument<sm90::TensorMapsOfPairs, Traits> {
   }
 };
 
+/// Those of a backward pass: of q and dout in boxes of so many rows, of k and v of so many keys.
+template <class Element>
+sm90::BiasMaps maps_of_sides(BackwardParams const& p, int box_rows, int box_keys) {
+  auto const map = [&](void const* data, Strides const& stride, int cols, int rows, int heads, int box) {
+    return tensor_map(map_dtype<Element>, data, cols,
+                      {{rows, stride.row, box}, {heads, stride.head}, {p.stored_batch(), stride.batch}});
+  };
+  auto const of_rows = [&](void const* data, Strides const& stride, int cols) {
+    return map(data, stride, cols, p.stored_rows(), p.heads_q, box_rows);
+  };
+  auto const of_keys = [&](void const* data, Strides const& stride, int cols) {
+    return map(data, stride, cols, p.stored_keys(), p.heads_kv, box_keys);
+  };
+  return {of_rows(p.q, p.q_stride, p.head_dim), of_rows(p.dout, p.dout_stride, p.head_dim_v),
+          of_keys(p.k, p.k_stride, p.head_dim), of_keys(p.v, p.v_stride, p.head_dim_v)};
+}
+
 /// The maps of one side's launch of the backward pass: tiles of B_c keys in hand and of B_r rows streamed, or the other
 /// way round.
 template <class Traits>
 struct Argument<sm90::GradientMaps, Traits> {
   static sm90::GradientMaps of(Params const& params) {
-    auto const& p = static_cast<BackwardParams const&>(params);
-    auto const map = [&](void const* data, Strides const& stride, int cols, int rows, int heads, int box) {
-      return tensor_map(map_dtype<typename Traits::Element>, data, cols,
-                        {{rows, stride.row, box}, {heads, stride.head}, {p.stored_batch(), stride.batch}});
-    };
-    auto const of_rows = [&](void const* data, Strides const& stride, int cols) {
-      return map(data, stride, cols, p.stored_rows(), p.heads_q, Traits::B_r);
-    };
-    auto const of_keys = [&](void const* data, Strides const& stride, int cols) {
-      return map(data, stride, cols, p.stored_keys(), p.heads_kv, Traits::B_c);
-    };
-    CUtensorMap const q = of_rows(p.q, p.q_stride, p.head_dim), dout = of_rows(p.dout, p.dout_stride, p.head_dim_v);
-    CUtensorMap const k = of_keys(p.k, p.k_stride, p.head_dim), v = of_keys(p.v, p.v_stride, p.head_dim_v);
+    auto const [q, dout, k, v] =
+        maps_of_sides<typename Traits::Element>(static_cast<BackwardParams const&>(params), Traits::B_r, Traits::B_c);
     return Traits::OfKeys ? sm90::GradientMaps{k, v, q, dout} : sm90::GradientMaps{q, dout, k, v};
   }
 };

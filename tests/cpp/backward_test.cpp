@@ -3,13 +3,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <map>
 #include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "fake_cuda.hpp"
+#include "fmha/backward/bias_tiles.hpp"
 #include "host/backward.hpp"
 #include "host/gradient_steps.hpp"
 
@@ -24,8 +27,8 @@ void compute_row_statistics(DType, BackwardParams const& params, cudaStream_t) {
 }
 void turn_mask(BackwardParams const&, cudaStream_t) {}
 void map_tiles(BackwardParams const&, bool, int, int, cudaStream_t) {}
-void compute_dbias(DType, BackwardParams const&, cudaStream_t, std::function<void*(size_t)> const&) {
-  done.emplace_back("dBias");
+void compute_dbias(DType, Kernel const* hopper, BackwardParams, cudaStream_t, std::function<void*(size_t)> const&) {
+  done.emplace_back(hopper ? "dBias by " + std::string(hopper->family) : "dBias");
 }
 void finish_dq(Kernel const&, BackwardParams const& params, cudaStream_t) {
   EXPECT_NE(params.dq_sums, nullptr);
@@ -63,6 +66,12 @@ struct Call {
   Call& softcap() { return p.softcap = 30.f, *this; }
   Call& sink() { return p.sink = p.dsink = somewhere<float>(), *this; }
   Call& lengths() { return p.seqused_k = somewhere<int>(), *this; }
+  Call& bias() {
+    p.bias.data = p.dbias = somewhere<void>();
+    p.bias.type = BiasType::BFloat16;
+    p.bias.key = 1;
+    return *this;
+  }
   Call& pages() { return p.block_table = somewhere<int>(), *this; }
   Call& unaligned_dout() { return p.dout = somewhere<char>() + 4, *this; }
   Call& packed(int total_q, int total_k) {
@@ -133,6 +142,22 @@ TEST(BackwardPlan, CountsTilesOfPackedSequencesByTheLongest) {
             "keys sm90 64x128 d64, 15 tiles, rows sm90 128x64 d64, 10 tiles");
 }
 
+TEST(BackwardPlan, ComputesTheGradientOfTheBiasOnHopperWhereItsKernelTakesTheCall) {
+  auto const head_dim = [](Call const& call) {
+    BackwardParams p;
+    Kernel const* const kernel = plan_of(call, &p).of_bias;
+    return kernel ? kernel->head_dim : 0;
+  };
+  EXPECT_EQ(head_dim(Call(2, 1000, 1000, 8, 4, 40).bias()), 64);
+  EXPECT_EQ(head_dim(Call(2, 1000, 1000, 8, 4, 64).head_dim_v(72).causal().sink().lengths().bias()), 128);
+  for (Call const& call :
+       {Call(2, 1000, 1000, 8, 4, 64), Call(2, 1000, 1000, 8, 4, 256).bias(),
+        Call(2, 1000, 1000, 8, 4, 64).bias().unaligned_dout(), Call(2, 1000, 1000, 8, 4, 64).bias().on(fake::kA100),
+        Call(2, 1000, 1000, 8, 4, 64).bias().backend("sm80")}) {
+    EXPECT_EQ(head_dim(call), 0);
+  }
+}
+
 TEST(BackwardPlan, RefusesByName) {
   auto const begins = [](Call const& call, std::string const& text) {
     EXPECT_EQ(line_of(call).substr(0, text.size()), text) << line_of(call);
@@ -145,6 +170,49 @@ TEST(BackwardPlan, RefusesByName) {
   Call half(2, 100, 100, 4, 4, 128);
   half.request.dtype = DType::Float16;
   begins(half, "q: no kernel for this GPU takes float16");
+}
+
+TEST(BiasTiles, GoThroughEverySequenceHeadAndTileOnce) {
+  int const batch = 3, heads = 4, n_q = 300;
+  for (int const n_kv : {1, 128, 129, 300, 513}) {
+    for (int shape = 0; shape < 8; ++shape) {
+      for (int const most : {1, 2, 4}) {
+        BackwardParams p;
+        p.batch = batch, p.heads_q = heads, p.n_q = n_q, p.n_kv = n_kv;
+        p.dbias_batch = shape & 1, p.dbias_head = shape & 2, p.dbias_row = shape & 4;
+        BiasTiles const tiles(p, 128, 128, most);
+        EXPECT_LE(tiles.cluster, most);
+        EXPECT_LT(tiles.clusters_a_row() * tiles.cluster - tiles.key_tiles, tiles.cluster);
+        std::map<std::array<int, 4>, int> visits;  // batch, head, row tile, key tile; and of how many tiles of dBias
+        for (int parts : {1, 5}) {
+          for (int cluster = 0; cluster < tiles.clusters(); ++cluster) {
+            for (int rank = 0; rank < tiles.cluster; ++rank) {
+              BiasTile const tile = tiles.tile(cluster, rank);
+              int next = 0;
+              for (int part = 0; part < parts; ++part) {
+                Range const turns = tiles.turns_of(part, parts);
+                EXPECT_EQ(turns.begin, next);
+                next = turns.end;
+                for (int t = turns.begin; t < turns.end; ++t) {
+                  BiasTurn const turn = tiles.turn(tile, t);
+                  EXPECT_EQ(tile.batch, p.dbias_batch ? turn.batch : 0);
+                  EXPECT_EQ(tile.head, p.dbias_head ? turn.head : 0);
+                  EXPECT_EQ(tile.row0, p.dbias_row ? turn.row0 : 0);
+                  if (tile.key0 < n_kv) ++visits[{turn.batch, turn.head, turn.row0, tile.key0}];
+                }
+              }
+              EXPECT_EQ(next, tiles.turns());
+            }
+          }
+        }
+        EXPECT_EQ(visits.size(), size_t(batch) * heads * 3 * tiles.key_tiles);
+        for (auto const& [at, count] : visits) {
+          EXPECT_TRUE(at[0] < batch && at[1] < heads && at[2] < n_q && at[3] < n_kv);
+          EXPECT_EQ(count, 2) << "once for each number of parts";
+        }
+      }
+    }
+  }
 }
 
 // ------------------------------------------------------------------------------------------------ the launches
@@ -205,6 +273,12 @@ TEST(BackwardRun, ClearsWhatMayLieOutsideEverySequence) {
   EXPECT_EQ(run_of(Call(3, 100, 200, 8, 4, 64).packed(250, 333), &workspace), "statistics, rows, keys");
   EXPECT_EQ(fake::cleared_bytes, 333u * 4 * (64 + 64) * 2 + 250u * 8 * 64 * 2);
   EXPECT_EQ(workspace, 8u * 640 * sizeof(RowStatistics));  // of 250 rows and a tile a sequence, in whole tiles
+}
+
+TEST(BackwardRun, ComputesTheGradientOfTheBiasBehindTheStatistics) {
+  size_t workspace;
+  EXPECT_EQ(run_of(Call(2, 1000, 1000, 8, 4, 128).bias(), &workspace), "statistics, dBias by sm90, rows, keys");
+  EXPECT_EQ(run_of(Call(2, 1000, 1000, 8, 4, 128).bias().backend("sm80"), &workspace), "statistics, dBias, rows, keys");
 }
 
 TEST(BackwardRun, LaunchesWhatThereIs) {

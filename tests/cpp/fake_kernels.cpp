@@ -78,7 +78,7 @@ Kernel gradients(Kind kind, char const* family, DType dtype, int d, int b_r, int
   return {family, kind, dtype, d, d, b_r, b_c, takes, 256, 98304, new_entry(), nullptr, nullptr};
 }
 Entered of_gradients(DType t) {
-  constexpr Features kPlain = Sink | Packed | kUnlike, kAll = kPlain | kScoreMods | UnalignedRows;
+  constexpr Features kPlain = Sink | Packed | kUnlike, kAll = kPlain | kScoreMods | kPairs | UnalignedRows;
   constexpr Kind kKeys = Kind::KeyGradients, kRows = Kind::QueryGradients;
   return {
       gradients(kKeys, "sm90", t, 64, 64, 128, kPlain),
@@ -90,6 +90,8 @@ Entered of_gradients(DType t) {
       gradients(kKeys, "sm80", t, 128, 64, 32, kAll),
       gradients(kRows, "sm80", t, 128, 64, 64, kAll),
       gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain),
+      gradients(Kind::BiasGradients, "sm90", t, 64, 128, 128, Sink | kUnlike | kScoreMods | kPairs),
+      gradients(Kind::BiasGradients, "sm90", t, 128, 128, 128, Sink | kUnlike | kScoreMods | kPairs),
       gradients(kKeys, "sm80", t, 256, 32, 32, kAll),  // and there is no dQ of so large a head_dim
   };
 }

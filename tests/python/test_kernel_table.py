@@ -26,7 +26,7 @@ def kinds(features):
 
 def test_every_kind_is_there():
     gradients = {"key_gradients", "query_gradients", "all_gradients"}
-    assert kinds(0) == {"persistent", "tiles", "short", "decode", "narrow", "cluster"} | gradients
+    assert kinds(0) == {"persistent", "tiles", "short", "decode", "narrow", "cluster", "bias_gradients"} | gradients
     rows = kernels_taking(0).splitlines()
     assert len(rows) > 80
     families = {row.split()[0] for row in rows}
@@ -43,24 +43,24 @@ def test_who_takes_what(bits):
     """What a kernel must not be given in silence; a kernel that learns a feature is entered here."""
     tiles, cache = {"persistent", "tiles"}, {"decode", "narrow", "cluster"}
     of_both = {"key_gradients", "query_gradients"}
-    gradients = of_both | {"all_gradients"}
+    gradients, of_bias = of_both | {"all_gradients"}, {"bias_gradients"}
     expected = {
-        "Softcap": tiles | {"decode"} | gradients,
-        "Alibi": tiles | {"decode"} | gradients,
-        "Sink": tiles | {"short", "decode"} | gradients,
+        "Softcap": tiles | {"decode"} | gradients | of_bias,
+        "Alibi": tiles | {"decode"} | gradients | of_bias,
+        "Sink": tiles | {"short", "decode"} | gradients | of_bias,
         "Packed": tiles | {"decode", "narrow"} | gradients,
-        "KeyLengths": tiles | cache | gradients,
-        "LeftPadding": tiles | {"decode"} | gradients,
-        "StartPositions": tiles | cache | gradients,
+        "KeyLengths": tiles | cache | gradients | of_bias,
+        "LeftPadding": tiles | {"decode"} | gradients | of_bias,
+        "StartPositions": tiles | cache | gradients | of_bias,
         "FewerKeys": tiles | cache,
         "Pages": tiles | cache,
         "BatchIndex": {"decode"},
         "NewKeys": {"decode", "cluster"},
         "RotaryEmbedding": {"decode", "cluster"},
         "FixedSplits": tiles | {"decode"},
-        "Bias": tiles | gradients,
-        "Mask": tiles | gradients,
-        "Dropout": tiles | gradients,
+        "Bias": tiles | gradients | of_bias,
+        "Mask": tiles | gradients | of_bias,
+        "Dropout": tiles | gradients | of_bias,
         "Float32Results": tiles | {"decode"},
         "UnalignedRows": {"tiles", "decode"} | of_both,
     }

@@ -144,6 +144,37 @@ def test_strides(target, dims, of):
     check(target, q, k, v, mask=STRIDES[of](functools.partial(mask_of, target), shape))
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("dims", BROADCAST)
+def test_gradients_of_a_bias_over_several_tiles(target, dims, d):
+    """Of 16 bits and in vectors where q is, which Hopper's kernel keeps at hand, and in float32, which it does not;
+    keys that end in a tile, or before whole ones, rows that see none, and all that hides keys or draws."""
+    q, k, v = target.qkv(3, 300, 4, d, n_kv=400, heads_kv=2)
+    shape, mask = shape_of(dims, q, k), mask_of(target, (3, 1, 300, 400))
+    mask[0, :, :140, 100:300] = False
+    dropout = {"dropout_p": 0.2, "dropout_seed": seed_of(target)}
+    lengths = {"seqused_k": target.int32([390, 60, 0]), "leftpad_k": target.int32([131, 3, 0])}
+    for dtype in dict.fromkeys((target.dtype, torch.float32)):
+        bias = {"bias": bias_of(target, shape, dtype, 0.1)}
+        for options in (
+            {},
+            {"causal": True, "start_pos": "end"},
+            {"window": (90, 20)} | lengths,
+            {"causal": True, "start_pos": -50, "mask": mask} | dropout,
+            {"mask": mask, "key_start": 3} | lengths | dropout,
+        ):
+            check(target, q, k, v, **bias, **options, skips=False)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_gradients_of_a_bias_with_many_tiles(target, d):
+    """More than there are multiprocessors, each the sum of several sequences, some of whose tiles nobody sees."""
+    q, k, v = target.qkv(4, 900, 6, d, n_kv=904, heads_kv=2)
+    bias = bias_of(target, (1, 6, 900, 904), target.dtype)
+    for options in ({}, {"causal": True}, {"window": (200, 0), "softcap": 20.0}):
+        check(target, q, k, v, bias=bias, **options, skips=False)
+
+
 @pytest.mark.parametrize("n_kv", [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257])
 @pytest.mark.parametrize("n_q", [1, 2, 17, 64, 130])
 def test_lengths_around_words_and_tiles(target, n_q, n_kv):

@@ -10,33 +10,11 @@
 #include "../rows.hpp"
 #include "../sm80/warp.hpp"
 #include "../softmax.hpp"
-#include "params.hpp"
+#include "bias_tiles.hpp"
 
 namespace cutlass_ext {
 
 constexpr int kBiasTile = 64, kBiasThreads = 128;  // rows and keys of a tile
-
-/// The tiles of dBias, and what is summed up for each.
-struct BiasTiles {
-  int batches, heads, row_tiles, key_tiles;  // of dBias
-  int of_batches, of_heads, of_row_tiles;    // that share one
-  int parts = 1;                             // of them, each a CTA's
-  float* partial = nullptr;                  // [parts, elements], where there are several
-  int64_t elements;
-
-  explicit BiasTiles(BackwardParams const& p)
-      : batches(p.dbias_batch ? p.batch : 1),
-        heads(p.dbias_head ? p.heads_q : 1),
-        row_tiles(p.dbias_row ? Scheduler::tiles_of(p.n_q, kBiasTile) : 1),
-        key_tiles(Scheduler::tiles_of(p.n_kv, kBiasTile)),
-        of_batches(p.dbias_batch ? 1 : p.batch),
-        of_heads(p.dbias_head ? 1 : p.heads_q),
-        of_row_tiles(p.dbias_row ? 1 : Scheduler::tiles_of(p.n_q, kBiasTile)),
-        elements(int64_t(batches) * heads * (p.dbias_row ? p.n_q : 1) * p.n_kv) {}
-
-  CUTE_HOST_DEVICE int64_t all() const { return int64_t(batches) * heads * row_tiles * key_tiles; }
-  CUTE_HOST_DEVICE int64_t turns() const { return int64_t(of_batches) * of_heads * of_row_tiles; }
-};
 
 /// S += A B^T of 64 rows and keys over one panel of columns in shared memory, in the order of tensor-core accumulators.
 template <class Element>
@@ -95,14 +73,6 @@ struct PanelProduct<float> {
   }
 };
 
-/// Writes element `at` of dbias in its dtype.
-CUTE_DEVICE void store_bias(BackwardParams const& params, int64_t at, float value) {
-  if (dtype_of_bias(params) == BiasType::Float32) static_cast<float*>(params.dbias)[at] = value;
-  if (dtype_of_bias(params) == BiasType::Float16) static_cast<__half*>(params.dbias)[at] = __float2half(value);
-  if (dtype_of_bias(params) == BiasType::BFloat16)
-    static_cast<__nv_bfloat16*>(params.dbias)[at] = __float2bfloat16(value);
-}
-
 template <class Element>
 __global__ void __launch_bounds__(kBiasThreads)
     bias_gradient_kernel(__grid_constant__ BackwardParams const params, __grid_constant__ BiasTiles const tiles) {
@@ -110,28 +80,23 @@ __global__ void __launch_bounds__(kBiasThreads)
   using Scores = typename Product::Scores;
   __shared__ __align__(128) Element panels[4][kBiasTile * Product::kColumns];  // of Q, K, dO, V
   __shared__ float sums[kBiasThreads / 32][kBiasTile];
-  int rest = blockIdx.x / tiles.key_tiles;
-  int const key0 = (blockIdx.x - rest * tiles.key_tiles) * kBiasTile, row_tile = rest % tiles.row_tiles;
-  rest /= tiles.row_tiles;
-  int const bias_head = rest % tiles.heads, bias_batch = rest / tiles.heads;
+  BiasTile const tile = tiles.tile(blockIdx.x, 0);
+  int const key0 = tile.key0;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_in_tile = warp * 16 + lane / 4, column = lane % 4 * 2;
 
-  struct Turn {
-    int row0, head, batch;
+  struct Turn : BiasTurn {
     Sequence sequence;
     int first_key;
   };
-  auto const turn_of = [&](int64_t turn) {
-    int64_t const pair = turn / tiles.of_row_tiles;
-    int const batch = bias_batch + static_cast<int>(pair / tiles.of_heads);
-    Sequence const sequence = sequence_of(params, batch);
-    return Turn{(row_tile + static_cast<int>(turn - pair * tiles.of_row_tiles)) * kBiasTile,
-                bias_head + static_cast<int>(pair % tiles.of_heads), batch, sequence, key0 - sequence.leftpad};
+  auto const turn_of = [&](int turn) {
+    BiasTurn const of = tiles.turn(tile, turn);
+    Sequence const sequence = sequence_of(params, of.batch);
+    return Turn{of, sequence, key0 - sequence.leftpad};
   };
-  int64_t const turns = tiles.turns(), end = turns * (blockIdx.y + 1) / tiles.parts;
+  Range const turns = tiles.turns_of(blockIdx.y, params.dbias_parts);
   // The first turn from `turn` on of which some row sees some key.
-  auto const next_from = [&](int64_t turn) {
-    for (; turn < end; ++turn) {
+  auto const next_from = [&](int turn) {
+    for (; turn < turns.end; ++turn) {
       Turn const here = turn_of(turn);
       Visibility const& visibility = here.sequence.visibility;
       if (visibility.keys_of_row(here.row0).begin < here.first_key + kBiasTile &&
@@ -141,7 +106,7 @@ __global__ void __launch_bounds__(kBiasThreads)
     return turn;
   };
   // Starts the copies of a turn's columns from `col` on.
-  auto const load = [&](int64_t turn, int col) {
+  auto const load = [&](int turn, int col) {
     Turn const here = turn_of(turn);
     Visibility const& visibility = here.sequence.visibility;
     auto const copy = [&](void const* data, Strides const& stride, int head, int row, int rows, int cols, int to) {
@@ -162,10 +127,10 @@ __global__ void __launch_bounds__(kBiasThreads)
   Scores gradient = {};
   auto dB = sm80::rows_and_columns(gradient);
   int const cols = max(params.head_dim, params.head_dim_v);
-  int64_t turn = next_from(turns * blockIdx.y / tiles.parts);
-  if (turn < end) load(turn, 0);
+  int turn = next_from(turns.begin);
+  if (turn < turns.end) load(turn, 0);
   CUTE_NO_UNROLL
-  for (int64_t next = turn; turn < end; turn = next) {
+  for (int next = turn; turn < turns.end; turn = next) {
     Turn const here = turn_of(turn);
     Sequence const& sequence = here.sequence;
     Visibility const& visibility = sequence.visibility;
@@ -192,7 +157,7 @@ __global__ void __launch_bounds__(kBiasThreads)
         load(turn, col + Product::kColumns);
       } else {
         next = next_from(turn + 1);
-        if (next < end) load(next, 0);
+        if (next < turns.end) load(next, 0);
       }
     }
 
@@ -229,18 +194,12 @@ __global__ void __launch_bounds__(kBiasThreads)
   }
 
   auto const store = [&](int row, int key, float value) {
-    if (key >= params.n_kv) return;
-    int64_t const at = bias_batch * params.dbias_batch + bias_head * params.dbias_head + row * params.dbias_row + key;
-    if (tiles.parts > 1) {
-      tiles.partial[blockIdx.y * tiles.elements + at] = value;
-    } else {
-      store_bias(params, at, value);
-    }
+    store_bias(params, tiles, tile, blockIdx.y, row, key, value);
   };
   if (params.dbias_row) {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      int const row = row_tile * kBiasTile + row_in_tile + sm80::row_of(i);
+      int const row = tile.row0 + row_in_tile + sm80::row_of(i);
       if (row >= params.n_q) continue;
       CUTE_UNROLL
       for (int j = 0; j < cute::size<1>(dB); ++j) store(row, key0 + column + sm80::key_of(j), dB(i, j));
@@ -262,12 +221,12 @@ __global__ void __launch_bounds__(kBiasThreads)
 
 /// The sum of the parts, an element a thread.
 inline __global__ void __launch_bounds__(kBiasThreads)
-    bias_parts_kernel(__grid_constant__ BackwardParams const params, __grid_constant__ BiasTiles const tiles) {
+    bias_parts_kernel(__grid_constant__ BackwardParams const params, int64_t elements) {
   int64_t const at = int64_t(blockIdx.x) * kBiasThreads + threadIdx.x;
-  if (at >= tiles.elements) return;
+  if (at >= elements) return;
   float sum = 0.f;
-  for (int part = 0; part < tiles.parts; ++part) sum += tiles.partial[part * tiles.elements + at];
-  store_bias(params, at, sum);
+  for (int part = 0; part < params.dbias_parts; ++part) sum += params.dbias_sums[part * elements + at];
+  write_bias(params, at, sum);
 }
 
 }  // namespace cutlass_ext

@@ -32,6 +32,8 @@ struct Gradients {
   float* dq_sums = nullptr;  // workspace of kernels that add to dQ: as many rows, of the tile's head_dim (SumsOfTile)
   uint32_t* mask_of_keys = nullptr;  // workspace, the mask as MaskOfKeys has it; null: all rows share it
   uint32_t* tile_map = nullptr;      // workspace of a launch, laid out by TileMap; null: every tile is seen
+  int dbias_parts = 1;               // of the turns that an element of dbias adds up
+  float* dbias_sums = nullptr;       // workspace: [dbias_parts, (shape of dbias)], where there are several
 };
 
 /// Of Results, `o` and `lse` are read: what the forward gave.

@@ -26,6 +26,18 @@ CUTE_DEVICE void copy_box(CUtensorMap const& map, Barrier& barrier, Element* sme
   }
 }
 
+/// The same, to the same place of those CTAs of the cluster whose bits are set in `ctas`, of each of which its own
+/// barrier counts the bytes.
+template <int Rows, int Cols, class Element>
+CUTE_DEVICE void copy_box_to_all(CUtensorMap const& map, Barrier& barrier, Element* smem, int row, int head, int batch,
+                                 uint16_t ctas, TMA::CacheHintSm90 hint) {
+  CUTE_UNROLL
+  for (int panel = 0; panel < Cols / kPanel; ++panel) {
+    SM90_TMA_LOAD_MULTICAST_4D::copy(&map, reinterpret_cast<uint64_t*>(&barrier), ctas, static_cast<uint64_t>(hint),
+                                     smem + panel * Rows * kPanel, panel * kPanel, row, head, batch);
+  }
+}
+
 /// A box that is the whole tile, by one thread, which tells `barrier` of the bytes.
 template <int Rows, int Cols, class Element>
 CUTE_DEVICE void copy_panels(CUtensorMap const& map, Barrier& barrier, Element* smem, int row, int head, int batch,

@@ -16,6 +16,11 @@ struct Barrier : cutlass::arch::ClusterTransactionBarrier {
     asm volatile("" ::: "memory");
     cutlass::arch::ClusterTransactionBarrier::arrive();
   }
+  /// The same at the barrier that lies there in CTA `rank` of the cluster.
+  CUTE_DEVICE void arrive_at(uint32_t rank) const {
+    asm volatile("" ::: "memory");
+    cutlass::arch::ClusterTransactionBarrier::arrive(rank);
+  }
   CUTE_DEVICE void wait_for(uint32_t phase) const {
 #ifdef CUTLASS_EXT_TRAP_ON_HANG
     for (int tries = 0; !try_wait(phase); ++tries) {

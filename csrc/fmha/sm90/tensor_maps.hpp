@@ -22,4 +22,10 @@ struct GradientMaps {
   CUtensorMap streamed, streamed_v;
 };
 
+/// What the gradient of the bias reads: of rows, and of keys.
+struct BiasMaps {
+  CUtensorMap q, dout;
+  CUtensorMap k, v;
+};
+
 }  // namespace cutlass_ext::sm90
