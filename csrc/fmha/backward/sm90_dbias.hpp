@@ -50,7 +50,7 @@ struct BiasTraits {
   struct SharedStorage {
     alignas(1024) Element rows[Slots * TileElements];  // Q, dO, Q, ...
     alignas(1024) Element keys[Slots * TileElements];  // K, V, K, ...
-    alignas(1024) unsigned char bias[Warps * BiasBytes];
+    alignas(1024) unsigned char biases[Warps * BiasBytes];
     alignas(16) RowStatistics statistics[Turns][B_r];
     BiasTurnInRing turns[Turns];
     Barrier full[Slots], empty[Slots];
@@ -179,16 +179,16 @@ struct WarpBias {
 
   /// Asks for the tile's, of the rows from `row` on. Rows behind the last have what that has, keys 0.
   CUTE_DEVICE void ask(BackwardParams const& params, BiasTile const& tile, int row, int lane) const {
-    Bias const& bias = bias_of(params);
+    Bias const& of = bias_of(params);
     auto const* const from =
-        static_cast<uint16_t const*>(bias.data) + tile.batch * bias.batch + tile.head * bias.head + tile.key0;
+        static_cast<uint16_t const*>(of.data) + tile.batch * of.batch + tile.head * of.head + tile.key0;
     uint32_t const to = cast_smem_ptr_to_uint(data);
     CUTE_UNROLL
     for (int i = lane; i < 16 * kChunks; i += 32) {
       int const of_row = i / kChunks, chunk = i % kChunks;
       int const bytes = 2 * min(max(params.n_kv - tile.key0 - chunk * 8, 0), 8);
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + at(of_row, chunk)),
-                   "l"(from + min(row + of_row, params.n_q - 1) * bias.row + chunk * 8), "r"(bytes)
+                   "l"(from + min(row + of_row, params.n_q - 1) * of.row + chunk * 8), "r"(bytes)
                    : "memory");
     }
   }
@@ -254,14 +254,14 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
   Tensor dB = rows_and_columns(cB);
   clear(cB);
 
-  WarpBias<Traits> const bias{shared.bias + thread.warp_row / 16 * Traits::BiasBytes};
+  WarpBias<Traits> const kept_bias{shared.biases + thread.warp_row / 16 * Traits::BiasBytes};
   bool const stays = is_in_vectors(bias_of(params)), changes = ScoreMod::changes(params);
   float const query_scale = ScoreMod::query_scale(params), scale = changes ? 1.f : query_scale,
               bias_unit = changes ? kLog2e : reciprocal(ScoreMod::gradient_scale(params));
   auto const ask = [&](int cluster) {
     if (!stays || cluster >= its.end) return;
     BiasTile const tile = its.tile(cluster, its.rank);
-    bias.ask(params, tile, tile.row0 + thread.warp_row, lane);
+    kept_bias.ask(params, tile, tile.row0 + thread.warp_row, lane);
   };
 
   auto const store = [&](int cluster) {
@@ -272,7 +272,7 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
     };
     WarpBias<Traits>::wait();  // what is written to its place
     if (!params.dbias_row) {
-      auto const sums_of = [&](int warp) { return reinterpret_cast<float*>(shared.bias + warp * Traits::BiasBytes); };
+      auto const sums_of = [&](int warp) { return reinterpret_cast<float*>(shared.biases + warp * Traits::BiasBytes); };
       CUTE_UNROLL
       for (int j = 0; j < size<1>(dB); ++j) {
         float const sum = warp_sum<8, 4>(dB(0, j) + dB(1, j));
@@ -295,7 +295,7 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
         using T = decltype(element);
         store_rows<StoredBias<T>>(
             static_cast<T*>(params.dbias) + at, [&](int pass) { return pass * 4 * params.dbias_row; }, params.n_q - row,
-            params.n_kv - tile.key0, dB, reinterpret_cast<T*>(bias.data), lane);
+            params.n_kv - tile.key0, dB, reinterpret_cast<T*>(kept_bias.data), lane);
       };
       if (type == BiasType::Float16) {
         store_as(half_t{});
@@ -402,7 +402,7 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
     }
     if (stays) {
       WarpBias<Traits>::wait();
-      bias.add(S, dtype_of_bias(params), bias_unit, lane);
+      kept_bias.add(S, dtype_of_bias(params), bias_unit, lane);
     }
     if (turn.mixed) mask.apply(S);
     RowStatistics of_rows[2];
