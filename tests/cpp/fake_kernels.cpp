@@ -90,8 +90,8 @@ Entered of_gradients(DType t) {
       gradients(kKeys, "sm80", t, 128, 64, 32, kAll),
       gradients(kRows, "sm80", t, 128, 64, 64, kAll),
       gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain),
-      gradients(Kind::BiasGradients, "sm90", t, 64, 128, 128, Sink | kUnlike | kScoreMods | kPairs),
-      gradients(Kind::BiasGradients, "sm90", t, 128, 128, 128, Sink | kUnlike | kScoreMods | kPairs),
+      gradients(Kind::BiasGradients, "sm90", t, 64, 128, 128, Sink | kUnlike | Alibi | kPairs),
+      gradients(Kind::BiasGradients, "sm90", t, 128, 128, 128, Sink | kUnlike | Alibi | kPairs),
       gradients(kKeys, "sm80", t, 256, 32, 32, kAll),  // and there is no dQ of so large a head_dim
   };
 }

@@ -45,7 +45,7 @@ def test_who_takes_what(bits):
     of_both = {"key_gradients", "query_gradients"}
     gradients, of_bias = of_both | {"all_gradients"}, {"bias_gradients"}
     expected = {
-        "Softcap": tiles | {"decode"} | gradients | of_bias,
+        "Softcap": tiles | {"decode"} | gradients,
         "Alibi": tiles | {"decode"} | gradients | of_bias,
         "Sink": tiles | {"short", "decode"} | gradients | of_bias,
         "Packed": tiles | {"decode", "narrow"} | gradients,

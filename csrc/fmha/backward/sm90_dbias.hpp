@@ -37,6 +37,8 @@ struct BiasTraits {
   static constexpr int Consumers = B_r / kAtomRows, Warps = 4 * Consumers;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
   static constexpr int ProducerRegisters = 40, ConsumerRegisters = 232;  // 504 are there, as in traits.hpp
+  // Softcap would spill 76 bytes a thread.
+  static constexpr Features kTakes = feature::Alibi | feature::kPairs | feature::Sink | feature::kUnlike;
   // What is said of a turn, until both of its slots are free again.
   static constexpr int Turns = (Slots + 1) / 2;
 
@@ -255,8 +257,9 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
   clear(cB);
 
   WarpBias<Traits> const kept_bias{shared.biases + thread.warp_row / 16 * Traits::BiasBytes};
-  bool const stays = is_in_vectors(bias_of(params)), changes = ScoreMod::changes(params);
-  float const query_scale = ScoreMod::query_scale(params), scale = changes ? 1.f : query_scale,
+  cutlass_ext::Scores const scores = specialised<Traits::kTakes>(params);
+  bool const stays = is_in_vectors(bias_of(params)), changes = ScoreMod::changes(scores);
+  float const query_scale = ScoreMod::query_scale(scores), scale = changes ? 1.f : query_scale,
               bias_unit = changes ? kLog2e : reciprocal(ScoreMod::gradient_scale(params));
   auto const ask = [&](int cluster) {
     if (!stays || cluster >= its.end) return;
@@ -396,9 +399,9 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
     if (changes) {
       CUTE_UNROLL
       for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
-      ScoreMod(params, turn.of.batch, turn.of.head)
-          .template apply<true>(S, visibility.offset(first_row, first_key + column),
-                                [](int i, int j) { return row_of(i) - key_of(j); });
+      ScoreMod(scores, turn.of.batch, turn.of.head)
+          .apply(S, visibility.offset(first_row, first_key + column),
+                 [](int i, int j) { return row_of(i) - key_of(j); });
     }
     if (stays) {
       WarpBias<Traits>::wait();
@@ -474,7 +477,7 @@ struct BiasGradients {
   static constexpr Kind kKind = Kind::BiasGradients;
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &bias_gradients_kernel<Traits>;
-  static constexpr Features kTakes = feature::kScoreMods | feature::kPairs | feature::Sink | feature::kUnlike;
+  static constexpr Features kTakes = Traits::kTakes;
   /// Scores that are changed cannot begin with the bias, as those of one that is not kept in shared memory do.
   static bool takes_shape(Params const& params) { return is_in_vectors(bias_of(params)) || !ScoreMod::changes(params); }
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
