@@ -259,13 +259,13 @@ struct CopiedBias {
   // Whether they are loaded while the products run, which takes registers that wider heads do not have.
   static constexpr bool kAhead = !Traits::BiasInO;
 
-  Element const* from;
-  int row, half;  // of a load that are the lane's: rows, then keys
+  uint32_t from;  // where the lane's address of the first load lies in shared memory
   uint32_t words[kAhead ? kLoads : 1][4];
 
   CUTE_DEVICE void take(Element const* biases) {
     ConsumerThread const thread;
-    from = biases, row = thread.warp_row % kAtomRows + thread.lane % 16, half = thread.lane / 16;
+    int const row = thread.warp_row % kAtomRows + thread.lane % 16, half = thread.lane / 16;
+    from = cast_smem_ptr_to_uint(biases + row * kPanel + swizzled_chunk<Element>(half, row));
     if constexpr (kAhead) {
       CUTE_UNROLL
       for (int n = 0; n < kLoads; ++n) load(n, words[n]);
@@ -298,9 +298,11 @@ struct CopiedBias {
 
  private:
   CUTE_DEVICE void load(int n, uint32_t (&to)[4]) const {
-    auto const* const at =
-        from + (n * 16 / kPanel * kAtomRows + row) * kPanel + swizzled_chunk<Element>(n * 2 % 8 + half, row);
-    SM75_U32x4_LDSM_N::copy(*reinterpret_cast<uint128_t const*>(at), to[0], to[1], to[2], to[3]);
+    // Chunks of 16 bytes are swizzled by exclusive or within 128, so that those of load n are off by its bits.
+    uint32_t const at = (from ^ n * 16 % kPanel * 2) + n * 16 / kPanel * kAtomRows * kPanel * 2;
+    asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(at));
   }
 };
 
