@@ -68,9 +68,7 @@ struct Traits {
 
   // Of the B_c / 4 columns of S that a thread has in a row, those exponentiated while P V still runs: as many as there
   // are registers for (of 32 at head_dim 128, 24 are 4 to 12% faster than 4; at 64 and 256, 8 are 1 to 6% slower).
-  // What pairs have takes those of 4.
-  static constexpr int EarlyColumns =
-      Parts == 1 && HeadDimV > 64 && HeadDimV <= 128 ? B_c / 32 * 6 - (Pairs ? 4 : 0) : 4;
+  static constexpr int EarlyColumns = Parts == 1 && HeadDimV > 64 && HeadDimV <= 128 ? B_c / 32 * 6 : 4;
   // Of parts 8 powers of two below the maximum: most exponents of usual scores then lie near 0, where fp32 rounds them
   // least. With 10 errors of O are 10% larger, with 5 they are 5% smaller, and what is far below the maximum loses
   // bits.
