@@ -42,7 +42,7 @@ CUTE_DEVICE void draw(PairMod const& pairs, uint32_t threshold, int row, int key
     Philox const philox(seed, pairs.head, pairs.sequence);
     Philox::OfRow const rows[] = {philox.of_row(pairs.position + row), philox.of_row(pairs.position + row + 8)};
     int const first = (key + pairs.origin) >> 3;
-    CUTE_NO_UNROLL
+    CUTE_UNROLL
     for (int part = 0; part < Keys / 32; ++part) {
       Philox::OfEight const keys = philox.of_eight(first + part * 4);
       CUTE_UNROLL
