@@ -456,6 +456,19 @@ def test_masks_of_whole_tiles(target, around, size):
 
 
 @pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("around", AROUND_TILES)
+def test_masks_of_more_tiles_than_a_word_has_bits(target, around, d):
+    """Hidden, whole and mixed tiles far apart among 71; the halves of a tile's rows see others."""
+    q, k, v = target.qkv(2, 150, 2, d, n_kv=9000, heads_kv=1)
+    options = {n: target.int32(x) if isinstance(x, list) else x for n, x in AROUND_TILES[around].items()}
+    for visible in (0.05, 0.5):
+        kind = torch.rand(2, 1, 3, 141, device=target.device).repeat_interleave(64, 2).repeat_interleave(64, 3)
+        kind = kind[:, :, :150, :9000]
+        mask = (kind < visible) | (kind > 0.95) & mask_of(target, kind.shape, 0.9)
+        check(target, q, k, v, mask=mask, backward=False, skips=False, **options)
+
+
+@pytest.mark.parametrize("d", [64, 128])
 def test_tiles_that_nobody_sees_are_not_read(hopper, d):
     """What their keys and values hold does not matter."""
     target = dataclasses.replace(hopper, backend="sm90")
