@@ -120,6 +120,12 @@ constexpr int kQuadColumns = 8;
 CUTE_HOST_DEVICE constexpr int key_of_quad(int j) { return j / 2 * 8 + j % 2; }
 
 #if defined(__CUDACC__)
+/// Of the mask's word of 32 keys those of a lane's columns in accumulators, a bit each.
+CUTE_DEVICE uint32_t columns_of_word(uint32_t word, int lane) {
+  uint32_t const of_lane = word >> lane % 4 * 2 & 0x03030303u;  // two in each byte, which a product brings together
+  return of_lane * 0x01041040u >> 24;
+}
+
 /// Of the bits of 128 keys those of a lane's columns in accumulators: of each byte two, which a product brings together
 /// in the top byte of each word.
 CUTE_DEVICE uint32_t columns_of_words(uint4 words, int lane) {

@@ -75,7 +75,8 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   Device const& device = current_device();
   int64_t ctas = params.scheduler.size();
   int64_t const resident = occupancy_of(kernel, device).ctas_a_multiprocessor * device.multiprocessors;
-  if (kernel.kind == Kind::AllGradients) ctas = std::min(ctas, resident);
+  bool const is_persistent = kernel.kind == Kind::AllGradients && !(kernel.takes & feature::kScoreMods);
+  if (is_persistent) ctas = std::min(ctas, resident);
   kernel.launch(params, {dim3(static_cast<unsigned>(ctas))}, stream);
 }
 

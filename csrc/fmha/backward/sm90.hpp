@@ -121,8 +121,9 @@ struct BackwardTraits {
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDimV_, Stages = Stages_;
   static constexpr bool ScoreMods = ScoreMods_, AddsToQueries = AddsToQueries_;
   // Whether a CTA works on one tile after the other: the next one's first copies land while a tile's gradients are
-  // stored. Else the launch has a CTA for each.
-  static constexpr bool Persistent = AddsToQueries;
+  // stored. Else the launch has a CTA for each (backward.cpp asks the same): with score changes 64 and 104 bytes
+  // spilled.
+  static constexpr bool Persistent = AddsToQueries && !ScoreMods;
   static constexpr int TilesKnown = Persistent ? 2 : 1;
   // Whether what pairs have is taken beside score modifications: wider heads have no registers left.
   static constexpr bool Pairs = ScoreMods && HeadDim <= 128 && HeadDimV <= 128;
@@ -275,11 +276,6 @@ struct TileTaker {
       }
       __syncwarp();
     } while (exists && slot.rows() <= 0);  // packed: the launch counts the tiles of the longest sequence for each
-    if (Traits::Pairs && exists && params.tile_map) {
-      int const seen = slot.count_seen(params);
-      if (leader) slot.seen_tiles = seen;
-      __syncwarp();
-    }
     if (leader) {
       shared.is_last[at.stage] = !exists;
       shared.tile_full[at.stage].arrive();
