@@ -254,7 +254,8 @@ class _Blocks:
         if self.slopes is not None:
             S.addcmul_(self.slopes[b, h], (keys - positions).abs().to(self.dtype), value=-1.0)
         if self.bias is not None:
-            S.add_(self.of_block(self.bias, block))
+            bias = self.of_block(self.bias, block)
+            S.add_(bias).masked_fill_(bias == -torch.inf, -torch.inf)  # a NaN of q or k too
         if self.mask is not None:
             S.masked_fill_(~self.of_block(self.mask, block), -torch.inf)
         if block.by_position and self.right >= 0:

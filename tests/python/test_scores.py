@@ -373,8 +373,6 @@ def test_rows_without_a_visible_key(target, kind, sink):
     assert torch.equal(
         lse[empty], (options["sink"][None, :, None] if sink else lse.new_tensor(-INF)).expand_as(lse)[empty]
     )
-    if kind != "mask" and target.family == "torch":  # there -inf and NaN are NaN
-        return
     dout, dlse = of_out(target, q, v)
     call = functools.partial(
         cutlass_ext.fmha_backward, backend=target.backend, dlse=dlse, deterministic=True, **options
