@@ -139,7 +139,7 @@ class _Fused(NamedTuple):
         lse, empty = o.lse, o.lse == -torch.inf
         if empty.any():
             lse = lse.masked_fill(empty, torch.inf)  # P of a row without keys, exp(-inf - lse), is 0 and not NaN
-            q, dout = (x.masked_fill(empty.unsqueeze(-1), 0.0) for x in (q, dout))
+            q, dout, out = (x.masked_fill(empty.unsqueeze(-1), 0.0) for x in (q, dout, out))
         with _float32_products("cpu"):
             dq, *of_keys = _FUSED_BACKWARD.call_boxed(
                 _CPU, dout, q, k, v, out, lse, 0.0, self.causal, attn_mask=self.added, scale=self.softmax_scale

@@ -408,8 +408,8 @@ def sharded(rank, path, check):
         check(torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
     finally:
         torch.distributed.destroy_process_group()
-    # DTensor keeps the mesh, and with it gloo's threads. Where one of them lets go of its last tensor while Python ends,
-    # the process aborts ("terminate called without an active exception"; pytorch/pytorch#179291).
+    # DTensor keeps the mesh, and with it gloo's threads. Where one of them lets go of a tensor while Python ends, the
+    # process aborts ("terminate called without an active exception"; pytorch/pytorch#179291).
     os._exit(0)
 
 
