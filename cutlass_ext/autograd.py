@@ -32,8 +32,11 @@ def autocast(arguments: tuple, device: str) -> tuple:
 
 
 def _cast(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
-    is_cast = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 and x.device.type == device
-    return x.to(dtype) if is_cast else x
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64 or x.device.type != device:
+        return x
+    cast = x.to(dtype)
+    # An expanded x may come back with its dimensions in another order, and rows that no kernel reads.
+    return cast.contiguous() if x.stride(-1) == 1 != cast.stride(-1) else cast
 
 
 def _function_of(operator, plain, backward: Callable, setup_context: Callable | None) -> Callable:
