@@ -82,6 +82,17 @@ def lse_if_asked(compute: Callable[[SimpleNamespace], Tensors]) -> Callable[[Sim
     return call
 
 
+def _written_to_out(compute: Callable[[SimpleNamespace], Tensors]) -> Callable[[SimpleNamespace], Tensor]:
+    """`compute`, which gives `out` and `lse`, for an operator that has `out` among its arguments."""
+
+    def call(o: SimpleNamespace) -> Tensor:
+        out, lse = compute(o)
+        o.out.copy_(out)
+        return lse
+
+    return call
+
+
 def register(
     name: str,
     compute: Callable[[SimpleNamespace], Tensors],
@@ -91,11 +102,15 @@ def register(
 
     The second runs `compute` on any device, for backend="torch". It is an operator of its own: for CUDA tensors the
     first is the compiled one, and torch.compile should see one opaque operator here too, not a loop over blocks whose
-    number depends on the shapes. `compute` and `shapes` take the operator's arguments by name, as attributes.
+    number depends on the shapes. `compute` and `shapes` take the operator's arguments by name, as attributes. Both give
+    `out` first, of an operator too that writes it to an argument.
     """
     operator = getattr(torch.ops.cutlass_ext, name).default
-    check = getattr(torch.ops.cutlass_ext, re.sub("_append$|_with_grad$", "", name) + "_check").default
+    check = getattr(torch.ops.cutlass_ext, re.sub("_append|_with_grad", "", name) + "_check").default
     schema = operator._schema
+    if name.endswith("_out"):
+        compute, all_shapes = _written_to_out(compute), shapes
+        shapes = lambda o: all_shapes(o)[1]  # noqa: E731
 
     @torch.no_grad()
     def on_any_device(*arguments) -> Tensors:

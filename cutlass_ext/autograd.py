@@ -14,6 +14,7 @@ from . import torch_backend
 from ._ops import Tensors, lse_if_asked, position, register, register_autograd, run
 
 forward, forward_torch = register("fmha", lse_if_asked(torch_backend.fmha))
+forward_out, forward_out_torch = register("fmha_out", lse_if_asked(torch_backend.fmha))
 with_grad, with_grad_torch = register("fmha_with_grad", lse_if_asked(torch_backend.fmha))
 backward, backward_torch = register("fmha_backward", torch_backend.fmha_backward, torch_backend.empty_gradients)
 

@@ -56,6 +56,7 @@ def fmha(
     key_start: int | Tensor = 0,
     precision: Literal["high", "highest"] | None = None,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Exact multi-head attention, `softmax(softmax_scale * q k^T + ...) v`, without writing out the scores.
 
@@ -165,6 +166,9 @@ def fmha(
             `torch.set_float32_matmul_precision` says. Gradients are computed on CUDA cores.
         out_dtype: `torch.float32`, so that parts which are to be merged are not rounded to 16 bits before; None is the
             dtype of q. The gradient of such an `out` is rounded to q's dtype where the backward pass begins.
+        out: where the result is written, and which is returned then: its shape, dtype of q, any strides. Kernels write
+            there themselves if rows are aligned to 16 bytes and q, k and v do not lie between them; else it is copied,
+            in a launch of its own. Not where an input requires grad; autocast leaves such calls as they are.
 
     Returns:
         `out` `[B, N_q, H_q, d_v]` or `[total_q, H_q, d_v]`, contiguous, dtype of q (with an `out_dtype` float32, and
@@ -242,6 +246,15 @@ def fmha(
                 bias, mask, dropout_p, dropout_seed, head_start, sequence_start, key_start, key_starts, out_dtype,
                 precision,
             )  # fmt: skip
+    if out is not None:
+        if needs_grad:
+            raise NotImplementedError(
+                "out: does not go with gradients, and an input requires grad; "
+                "leave it out, or call under torch.no_grad()"
+            )
+        operator = autograd.forward_out_torch if backend == "torch" else autograd.forward_out
+        lse = run(operator, (q, k, v, out, *arguments[3:]), names)
+        return (out, lse) if return_lse else out
     if needs_grad:
         operator = autograd.differentiable(autograd.with_grad_torch if backend == "torch" else autograd.with_grad)
     else:
@@ -295,7 +308,7 @@ class _Explaining(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "namespace", None) == "cutlass_ext":
-            kinds = "kvcache", "backward"
+            kinds = "kvcache", "backward", "out"
             name = "_".join(["fmha", *(kind for kind in kinds if kind in function.__name__)])
             function = getattr(torch.ops.cutlass_ext, f"{name}_explain")
             backend, kernel, B_r, B_c, splits, ctas, reason = function(*args)

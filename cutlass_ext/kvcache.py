@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._ops import lse_if_asked, refuse_grad, register, run
-from .flash_attn import engine_arguments, engine_results
+from .flash_attn import engine_arguments
 from .interface import UNBOUNDED, Backend, StartPos, check_bool, split_start, window_sides
 from .torch_backend import gathered, lengths_of
 from .torch_padded import Results, attention
@@ -108,8 +108,8 @@ def flash_attn_with_kvcache(
     left, right = (-1, -1) if window_size == (-1, -1) else window_sides("window_size", window_size)
     start, start_positions = (None, None) if start_pos == "end" else split_start(start_pos)
     names = _NAMES
-    if engine or out is not None or s_aux is not None:
-        aux = engine_arguments(q, v_cache, out, s_aux, engine)
+    if engine or s_aux is not None:
+        aux = engine_arguments(s_aux, engine)
         if aux is not None:
             if sink is not None:
                 raise ValueError("s_aux: is another name of sink, which is given too; give one of them")
@@ -132,10 +132,14 @@ def flash_attn_with_kvcache(
     else:
         operator = _append_torch if backend == "torch" else _append
         refuse_grad(operator, arguments, "a cache")  # before the cache is written to
+    if out is not None:
+        refuse_grad(operator, arguments, "a cache")
+        lse = run(_writing_out[operator], (q, k_cache, v_cache, out, *arguments[3:]), names)
+        return (out, lse) if return_softmax_lse else out
     result, lse = run(operator, arguments, names)
     if result.requires_grad:  # autograd has looked at all arguments: doing so here costs 0.2 to 0.6 us
         refuse_grad(operator, arguments, "a cache")
-    return engine_results((result, lse) if return_softmax_lse else result, out)
+    return (result, lse) if return_softmax_lse else result
 
 
 # ------------------------------------------------------------------------------------------------ on any device
@@ -207,4 +211,13 @@ def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: Ten
 
 _read, _read_torch = register("fmha_kvcache", lse_if_asked(_on_any_device))
 _append, _append_torch = register("fmha_kvcache_append", lse_if_asked(_on_any_device))
-OPERATORS = _read, _read_torch, _append, _append_torch
+# Of each, the one that writes the result to a tensor of the caller's.
+_writing_out = dict(
+    zip(
+        (_read, _read_torch, _append, _append_torch),
+        register("fmha_kvcache_out", lse_if_asked(_on_any_device))
+        + register("fmha_kvcache_append_out", lse_if_asked(_on_any_device)),
+        strict=True,
+    )
+)
+OPERATORS = *_writing_out, *_writing_out.values()

@@ -14,6 +14,8 @@ from ._ops import library, named
 
 FORWARD = [autograd.forward, autograd.forward_torch, autograd.with_grad, autograd.with_grad_torch]
 BACKWARD = [autograd.backward, autograd.backward_torch]
+# As PyTorch's own operators with out, these know no autocast and no vmap.
+WRITING_OUT = [autograd.forward_out, autograd.forward_out_torch]
 CACHE = list(kvcache.OPERATORS)
 
 
@@ -97,6 +99,6 @@ def _register_flops(operators: list, count: Callable[[dict], int]) -> None:
 
 
 # A product of matrices is two flops a term: S and O forwards; S, dP, dQ, dK and dV backwards.
-_register_flops(FORWARD, lambda o: 2 * _pairs(o, o["k"]) * (o["k"].shape[-1] + o["v"].shape[-1]))
+_register_flops([*FORWARD, *WRITING_OUT], lambda o: 2 * _pairs(o, o["k"]) * (o["k"].shape[-1] + o["v"].shape[-1]))
 _register_flops(BACKWARD, lambda o: 2 * _pairs(o, o["k"]) * (3 * o["k"].shape[-1] + 2 * o["v"].shape[-1]))
 _register_flops(CACHE, lambda o: 2 * _pairs(o, o["k_cache"]) * (o["k_cache"].shape[-1] + o["v_cache"].shape[-1]))

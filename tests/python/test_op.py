@@ -28,8 +28,10 @@ def test_opcheck(target, features):
 PREFILL, BACKWARD, CACHE = cutlass_ext.fmha, cutlass_ext.fmha_backward, cutlass_ext.flash_attn_with_kvcache
 OPERATORS = [
     *[(PREFILL, f"fmha{of}") for of in ("", "_torch", "_with_grad", "_with_grad_torch", "_check", "_explain")],
+    *[(PREFILL, f"fmha_out{of}") for of in ("", "_torch", "_check", "_explain")],
     *[(BACKWARD, f"fmha_backward{of}") for of in ("", "_torch", "_check", "_explain")],
     *[(CACHE, f"fmha_kvcache{of}") for of in ("", "_torch", "_append", "_append_torch", "_check", "_explain")],
+    *[(CACHE, f"fmha_kvcache{of}") for of in ("_out", "_out_torch", "_append_out", "_append_out_torch")],
 ]
 
 
@@ -49,7 +51,7 @@ def test_the_operators_have_the_defaults_of_the_functions(function, name):
 
 def engine_names(function):
     """Arguments of the function that the operators know under other names or not at all."""
-    return {CACHE: ("out", "s_aux", "engine"), PREFILL: ("block_mask",)}.get(function, ())
+    return {CACHE: ("out", "s_aux", "engine"), PREFILL: ("block_mask", "out")}.get(function, ())
 
 
 class Recorded(Exception):
@@ -86,6 +88,13 @@ def test_every_argument_arrives_under_its_name(function, monkeypatch):
             with pytest.raises(Recorded) as raised:
                 function(**required, **{name: value})
             assert raised.value.args[1][place] is value and raised.value.args[1].get(name) in (None, 0)
+    for backend in ("auto", "torch") if function is not BACKWARD else ():
+        for name in {"softcap", "k"} & (parameters.keys() - required.keys()):
+            with pytest.raises(Recorded) as raised:
+                function(**required, out=tensor, backend=backend, **{name: 3.0})
+            operator, got = raised.value.args
+            assert got["out"] is tensor and got[name] == 3.0 and got.get("backend", "auto") == backend
+            assert ("_torch" in str(operator)) == (backend == "torch") and ("append" in str(operator)) == (name == "k")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
