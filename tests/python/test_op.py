@@ -107,6 +107,31 @@ def test_fake_shapes(dtype):
     assert lse.shape == (2, 4, 17) and lse.dtype == torch.float32 and lse.is_contiguous()
 
 
+def test_out(target):
+    """The same results and explanation as without; a graph of torch.compile writes it too; no gradients."""
+    q, k, v = target.qkv(2, 17, 4, 32, n_kv=40, heads_kv=2)
+    options = {"causal": True, "start_pos": "end", "backend": target.backend}
+    want, lse = cutlass_ext.fmha(q, k, v, return_lse=True, **options)
+    out = torch.full_like(want, float("nan"))
+    got = cutlass_ext.fmha(q, k, v, return_lse=True, out=out, **options)
+    assert got[0] is out and torch.equal(out, want) and torch.equal(got[1], lse)
+    explanation = cutlass_ext.explain(q, k, v, **options)
+    assert cutlass_ext.explain(q, k, v, out=out, **options) == explanation
+    cache = {"causal": True, "backend": target.backend}
+    explanation = cutlass_ext.explain(cutlass_ext.flash_attn_with_kvcache, q, k, v, **cache)
+    assert cutlass_ext.explain(cutlass_ext.flash_attn_with_kvcache, q, k, v, out=out, **cache) == explanation
+
+    torch._dynamo.reset()
+    call = torch.compile(lambda out: cutlass_ext.fmha(q, k, v, out=out, **options), backend="aot_eager", fullgraph=True)
+    assert torch.equal(call(out.fill_(float("nan"))), want) and torch.equal(out, want)
+    q.requires_grad_()
+    for function, given in ((cutlass_ext.fmha, options), (cutlass_ext.flash_attn_with_kvcache, cache)):
+        with pytest.raises(NotImplementedError, match="requires grad"):
+            function(q, k, v, out=out, **given)
+    with pytest.raises(ValueError, match="out_dtype: does not go with out"):
+        cutlass_ext.fmha(q.detach(), k, v, out=out, out_dtype=torch.float32, **options)
+
+
 def compiled(target, dynamic=None, **options):
     """`fmha` alone under torch.compile(fullgraph=True), the same eagerly, and the counter of its compilations."""
     torch._dynamo.reset()
