@@ -168,7 +168,7 @@ def fmha(
             dtype of q. The gradient of such an `out` is rounded to q's dtype where the backward pass begins.
         out: where the result is written, and which is returned then: its shape, dtype of q, any strides. Kernels write
             there themselves if rows are aligned to 16 bytes and q, k and v do not lie between them; else it is copied,
-            in a launch of its own. Not where an input requires grad; autocast leaves such calls as they are.
+            in a launch of its own. Not where a tensor of the call requires grad.
 
     Returns:
         `out` `[B, N_q, H_q, d_v]` or `[total_q, H_q, d_v]`, contiguous, dtype of q (with an `out_dtype` float32, and
@@ -247,9 +247,9 @@ def fmha(
                 precision,
             )  # fmt: skip
     if out is not None:
-        if needs_grad:
+        if needs_grad or (is_grad_enabled() and getattr(out, "requires_grad", False)):
             raise NotImplementedError(
-                "out: does not go with gradients, and an input requires grad; "
+                f"out: does not go with gradients, and {'an input' if needs_grad else 'it'} requires grad; "
                 "leave it out, or call under torch.no_grad()"
             )
         operator = autograd.forward_out_torch if backend == "torch" else autograd.forward_out

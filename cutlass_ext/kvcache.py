@@ -133,8 +133,9 @@ def flash_attn_with_kvcache(
         operator = _append_torch if backend == "torch" else _append
         refuse_grad(operator, arguments, "a cache")  # before the cache is written to
     if out is not None:
+        operator, arguments = _writing_out[operator], (q, k_cache, v_cache, out, *arguments[3:])
         refuse_grad(operator, arguments, "a cache")
-        lse = run(_writing_out[operator], (q, k_cache, v_cache, out, *arguments[3:]), names)
+        lse = run(operator, arguments, names)
         return (out, lse) if return_softmax_lse else out
     result, lse = run(operator, arguments, names)
     if result.requires_grad:  # autograd has looked at all arguments: doing so here costs 0.2 to 0.6 us

@@ -14,7 +14,6 @@ from ._ops import library, named
 
 FORWARD = [autograd.forward, autograd.forward_torch, autograd.with_grad, autograd.with_grad_torch]
 BACKWARD = [autograd.backward, autograd.backward_torch]
-# As PyTorch's own operators with out, these know no autocast and no vmap.
 WRITING_OUT = [autograd.forward_out, autograd.forward_out_torch]
 CACHE = list(kvcache.OPERATORS)
 
@@ -25,12 +24,19 @@ def _register_autocast(operator, device: str) -> None:
 
     def call(*arguments):
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            return operator(*autograd.autocast(arguments, device))
+            arguments = autograd.autocast(arguments, device)
+            if operator not in WRITING_OUT or arguments[3].dtype == arguments[0].dtype:
+                return operator(*arguments)
+            q, k, v, out, *options = arguments
+            result = torch.empty_like(out, dtype=q.dtype)
+            lse = operator(q, k, v, result, *options)
+            out.copy_(result)
+            return lse
 
     library.impl(operator._schema.name.partition("::")[2], call, key.name)
 
 
-for _operator in (*FORWARD, torch.ops.cutlass_ext.fmha_explain.default):
+for _operator in (*FORWARD, *WRITING_OUT, torch.ops.cutlass_ext.fmha_explain.default):
     _register_autocast(_operator, "cuda")
     _register_autocast(_operator, "cpu")
 

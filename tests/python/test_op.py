@@ -124,12 +124,14 @@ def test_out(target):
     torch._dynamo.reset()
     call = torch.compile(lambda out: cutlass_ext.fmha(q, k, v, out=out, **options), backend="aot_eager", fullgraph=True)
     assert torch.equal(call(out.fill_(float("nan"))), want) and torch.equal(out, want)
-    q.requires_grad_()
-    for function, given in ((cutlass_ext.fmha, options), (cutlass_ext.flash_attn_with_kvcache, cache)):
-        with pytest.raises(NotImplementedError, match="requires grad"):
-            function(q, k, v, out=out, **given)
+    for requires in (q, out):
+        requires.requires_grad_()
+        for function, given in ((cutlass_ext.fmha, options), (cutlass_ext.flash_attn_with_kvcache, cache)):
+            with pytest.raises(NotImplementedError, match="requires grad"):
+                function(q, k, v, out=out, **given)
+        requires.requires_grad_(False)
     with pytest.raises(ValueError, match="out_dtype: does not go with out"):
-        cutlass_ext.fmha(q.detach(), k, v, out=out, out_dtype=torch.float32, **options)
+        cutlass_ext.fmha(q, k, v, out=out, out_dtype=torch.float32, **options)
 
 
 def compiled(target, dynamic=None, **options):

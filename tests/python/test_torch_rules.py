@@ -167,6 +167,8 @@ def test_autocast(on, dtype):
             assert cutlass_ext.explain(q, k, v).backend != "simt"
         with torch.autocast(on.device, enabled=False):
             assert cutlass_ext.fmha(q, k, v).dtype == torch.float32
+        for out in (torch.empty_like(q), torch.empty_like(q, dtype=dtype)):
+            assert torch.equal(cutlass_ext.fmha(q, k, v, causal=True, sink=sink, out=out), want.to(out.dtype))
     assert mixed.dtype == same.dtype == dtype
     (dq,) = torch.autograd.grad(mixed.float().sum(), leaves[:1])
     assert dq.dtype == torch.float32 and dq.any()
