@@ -195,9 +195,13 @@ def fmha(
         check_bool("causal", causal)
     if deterministic is not False:
         check_bool("deterministic", deterministic)
+    if return_lse is not False and return_lse is not True:
+        check_bool("return_lse", return_lse)
     if out_dtype is not None:
         check_dtype("out_dtype", out_dtype)
-    left, right = (-1, -1) if window == (-1, -1) else window_sides("window", window)
+    if softmax_scale is not None or type(softcap) is not float or type(dropout_p) is not float:
+        check_numbers(softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p)
+    left, right = (-1, -1) if type(window) is tuple and window == (-1, -1) else window_sides("window", window)
     key_starts = None
     if type(key_start) is not int or key_start != 0:
         start_pos, key_start, key_starts = behind_keys(start_pos, key_start)
@@ -369,6 +373,19 @@ def check_dtype(name: str, dtype: torch.dtype | None) -> None:
         raise TypeError(f"{name}: is {dtype!r}; expected torch.float32 or None")
 
 
+def check_numbers(**numbers: float | None) -> None:
+    """The operators take True for 1, and a tensor of one element for its value: the host would wait for it, and where
+    it requires grad, as a learned temperature does, its gradient would be missing without a word."""
+    for name, value in numbers.items():
+        if isinstance(value, (bool, Tensor)):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{name}: is {value}; expected a number")
+            learned = ", as q times it has" if name == "softmax_scale" else ""
+            raise TypeError(
+                f"{name}: is a tensor; expected a number: a tensor's gradient there is not computed{learned}"
+            )
+
+
 UNBOUNDED = 2**30  # tokens: a window of so many hides nothing, as no position is so far from another
 
 
@@ -390,7 +407,7 @@ def split_start(start_pos: StartPos) -> tuple[int | None, Tensor | None]:
         return None, start_pos
     if isinstance(start_pos, str) and start_pos == "end":
         return None, None
-    if start_pos is None or isinstance(start_pos, str):
-        error = TypeError if start_pos is None else ValueError
+    if start_pos is None or isinstance(start_pos, (bool, str)):
+        error = ValueError if isinstance(start_pos, str) else TypeError
         raise error(f'start_pos: is {start_pos!r}; expected an int, an int32 tensor [batch] or "end"')
     return start_pos, None  # an integer of another type, such as torch.SymInt

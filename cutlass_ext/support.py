@@ -58,7 +58,7 @@ def warn_once(who: str, reason: str) -> None:
 def readable(x: Tensor) -> Tensor:
     """`x` as `fmha` reads it: a head dim that is no multiple of 8 (4 in more than 16 bits) is padded with zeros, and a
     last dimension that is not contiguous copied."""
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
         return x  # which the operator refuses by its name
     d = x.shape[-1]
     if d % 8 and d % (step := 8 if x.element_size() == 2 else 4):

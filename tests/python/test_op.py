@@ -70,7 +70,14 @@ def test_every_argument_arrives_under_its_name(function, monkeypatch):
     sides = "window_left", "window_right"
     places = {"window": sides, "window_size": sides, "return_softmax_lse": ("return_lse",)}
     given = dict.fromkeys(("causal", "return_lse", "return_softmax_lse", "deterministic"), True)
-    given |= {"dropout_p": 0.5, "bias_grad": False, "key_start": 5, "out_dtype": torch.float32}
+    given |= {
+        "dropout_p": 0.5,
+        "softmax_scale": 0.3,
+        "softcap": 2.0,
+        "bias_grad": False,
+        "key_start": 5,
+        "out_dtype": torch.float32,
+    }
     given |= {"rotary_interleaved": False, "start_pos": 3, "window": (5, 6), "window_size": (5, 6), "backend": "simt"}
     parameters = {n: p for n, p in inspect.signature(function).parameters.items() if n not in engine_names(function)}
     required = {n: torch.ones(1) for n, p in parameters.items() if p.default is inspect.Parameter.empty}
