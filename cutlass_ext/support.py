@@ -62,7 +62,7 @@ def readable(x: Tensor) -> Tensor:
         return x  # which the operator refuses by its name
     d = x.shape[-1]
     if d % 8 and d % (step := 8 if x.element_size() == 2 else 4):
-        return pad(x, (0, -d % step))
+        x = pad(x, (0, -d % step))  # which keeps the order of strides
     return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 
 

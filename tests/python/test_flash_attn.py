@@ -218,3 +218,19 @@ def test_one_sink_under_two_names():
     q, sink = torch.zeros(2, 6, 4, 16), torch.zeros(4)
     with pytest.raises(ValueError, match="s_aux"):
         cutlass_ext.flash_attn_with_kvcache(q, q, q, sink=sink, s_aux=sink)
+
+
+@pytest.mark.parametrize("d", [16, 10])
+def test_a_last_dimension_that_is_not_contiguous(target, d):
+    """Of a head dim that is padded, too: PyTorch's pad leaves the strides in their order."""
+    q, k, v = (target.randn(2, 30, d, 4).mT.requires_grad_() for _ in "qkv")
+    dout = target.randn(2, 30, 4, d)
+    want, got = (
+        [out, *torch.autograd.grad(out, (q, k, v), dout)]
+        for out in (
+            cutlass_ext.flash_attn_func(*(x.contiguous() for x in (q, k, v)), causal=True),
+            cutlass_ext.flash_attn_func(q, k, v, causal=True),
+        )
+    )
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
