@@ -106,7 +106,8 @@ def fmha(
             q's device, or `"end"`, which aligns the last query row of a sequence with its last key: `seqused_k - N_q`,
             or `N_kv - N_q`. The default 0 is PyTorch's convention; flash-attn's is `"end"`.
         window: `(left, right)`, tokens visible before and after the row's position; -1, or 2^30 and more, is unbounded.
-        softmax_scale: factor of the scores, greater than 0; `1 / sqrt(d)` by default.
+        softmax_scale: factor of the scores, a number greater than 0; `1 / sqrt(d)` by default. It has no gradient: q is
+            multiplied by a learned one instead.
         softcap: bound of the scores (Gemma 2), 0 for none.
         alibi_slopes: float32 `[H_q]` or `[B, H_q]`, decrease of a score for each token of distance.
         sink: float32 `[H_q]`, one more logit in each row's softmax, which has no value.
@@ -380,10 +381,8 @@ def check_numbers(**numbers: float | None) -> None:
         if isinstance(value, (bool, Tensor)):
             if not isinstance(value, Tensor):
                 raise TypeError(f"{name}: is {value}; expected a number")
-            learned = ", as q times it has" if name == "softmax_scale" else ""
-            raise TypeError(
-                f"{name}: is a tensor; expected a number: a tensor's gradient there is not computed{learned}"
-            )
+            learned = "; multiply q by a learned scale instead" if name == "softmax_scale" else ""
+            raise TypeError(f"{name}: is a tensor; expected a number, which has no gradient{learned}")
 
 
 UNBOUNDED = 2**30  # tokens: a window of so many hides nothing, as no position is so far from another
