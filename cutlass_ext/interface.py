@@ -20,6 +20,7 @@ from .block_mask import can_pack, mask_of
 Backend = Literal["auto", "simt", "sm80", "sm90", "torch"]
 StartPos = int | Tensor | Literal["end"]
 
+_NUMBER_OR_NONE = float, type(None)
 NAMES = {"window_left": "window", "window_right": "window"}  # what arguments of the operator are called here
 
 
@@ -200,7 +201,7 @@ def fmha(
         check_bool("return_lse", return_lse)
     if out_dtype is not None:
         check_dtype("out_dtype", out_dtype)
-    if softmax_scale is not None or type(softcap) is not float or type(dropout_p) is not float:
+    if type(softcap) is not float or type(dropout_p) is not float or type(softmax_scale) not in _NUMBER_OR_NONE:
         check_numbers(softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p)
     left, right = (-1, -1) if type(window) is tuple and window == (-1, -1) else window_sides("window", window)
     key_starts = None
