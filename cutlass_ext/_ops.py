@@ -82,6 +82,17 @@ def lse_if_asked(compute: Callable[[SimpleNamespace], Tensors]) -> Callable[[Sim
     return call
 
 
+def _written_to_out(compute: Callable[[SimpleNamespace], Tensors]) -> Callable[[SimpleNamespace], Tensor]:
+    """`compute`, which gives `out` and `lse`, for an operator that has `out` among its arguments."""
+
+    def call(o: SimpleNamespace) -> Tensor:
+        out, lse = compute(o)
+        o.out.copy_(out)
+        return lse
+
+    return call
+
+
 def register(
     name: str,
     compute: Callable[[SimpleNamespace], Tensors],
@@ -91,11 +102,15 @@ def register(
 
     The second runs `compute` on any device, for backend="torch". It is an operator of its own: for CUDA tensors the
     first is the compiled one, and torch.compile should see one opaque operator here too, not a loop over blocks whose
-    number depends on the shapes. `compute` and `shapes` take the operator's arguments by name, as attributes.
+    number depends on the shapes. `compute` and `shapes` take the operator's arguments by name, as attributes. Both give
+    `out` first, of an operator too that writes it to an argument.
     """
     operator = getattr(torch.ops.cutlass_ext, name).default
-    check = getattr(torch.ops.cutlass_ext, re.sub("_append$|_with_grad$", "", name) + "_check").default
+    check = getattr(torch.ops.cutlass_ext, re.sub("_append|_with_grad", "", name) + "_check").default
     schema = operator._schema
+    if name.endswith("_out"):
+        compute, all_shapes = _written_to_out(compute), shapes
+        shapes = lambda o: all_shapes(o)[1]  # noqa: E731
 
     @torch.no_grad()
     def on_any_device(*arguments) -> Tensors:
@@ -156,6 +171,9 @@ def position(operator, name: str) -> int:
 
 
 _FAILED_CHECK = re.compile(r"cutlass_ext\.(ValueError|TypeError|NotImplementedError|RuntimeError): ([^\n]*)")
+_DTYPES = {"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Bool": "bool"}
+_DTYPES |= {"Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64"}
+_DTYPE = re.compile(rf"\b({'|'.join(_DTYPES)})\b")  # C++'s names
 _WRONG_TYPE = re.compile(r"Expected a value of type '(.*?)' for argument '(\w+)' but instead found type '(.*?)'")
 
 
@@ -165,12 +183,18 @@ def _refusal(error: RuntimeError, operator, arguments: tuple) -> Exception | Non
     for argument, value in zip(operator._schema.arguments, arguments, strict=False):
         if str(argument.type) == "Tensor" and not isinstance(value, Tensor):  # the operators take None for a tensor
             return TypeError(f"{argument.name}: is of type {type(value).__name__}; expected a tensor")
+        if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
+            layout = "nested" if value.is_nested else str(value.layout)[6:]
+            return TypeError(f"{argument.name}: is a {layout} tensor; expected a dense one, with strides")
     if found := _FAILED_CHECK.search(message):
         name, text = found.groups()
-        return getattr(builtins, name)(text)
+        return getattr(builtins, name)(_DTYPE.sub(lambda dtype: _DTYPES[dtype[0]], text))
     if found := _WRONG_TYPE.search(message):
         expected, name, came = found.groups()
-        return TypeError(f"{name}: is of type {came}; expected {expected.replace('int', 'int of 64 bits')}")
+        or_none = " or None" if expected.startswith("Optional[") else ""
+        expected = expected.removeprefix("Optional[").removesuffix("]")
+        expected = {"int": "an int of 64 bits", "Tensor": "a tensor", "float": "a number"}.get(expected, expected)
+        return TypeError(f"{name}: is of type {came}; expected {expected}{or_none}")
     return None
 
 
@@ -193,7 +217,8 @@ def renaming(**names: str) -> Callable[[Function], Function]:
             try:
                 return function(*args, **kwargs)
             except (TypeError, ValueError, NotImplementedError) as error:
-                raise _renamed(error, names) from None
+                # A keyword that the caller gave under another function's name is not to be blamed on his own.
+                raise _renamed(error, {name: own for name, own in names.items() if name not in kwargs}) from None
 
         return call
 

@@ -14,6 +14,7 @@ from . import torch_backend
 from ._ops import Tensors, lse_if_asked, position, register, register_autograd, run
 
 forward, forward_torch = register("fmha", lse_if_asked(torch_backend.fmha))
+forward_out, forward_out_torch = register("fmha_out", lse_if_asked(torch_backend.fmha))
 with_grad, with_grad_torch = register("fmha_with_grad", lse_if_asked(torch_backend.fmha))
 backward, backward_torch = register("fmha_backward", torch_backend.fmha_backward, torch_backend.empty_gradients)
 
@@ -32,8 +33,11 @@ def autocast(arguments: tuple, device: str) -> tuple:
 
 
 def _cast(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
-    is_cast = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 and x.device.type == device
-    return x.to(dtype) if is_cast else x
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64 or x.device.type != device:
+        return x
+    cast = x.to(dtype)
+    # An expanded x may come back with its dimensions in another order, and rows that no kernel reads.
+    return cast.contiguous() if x.stride(-1) == 1 != cast.stride(-1) else cast
 
 
 def _function_of(operator, plain, backward: Callable, setup_context: Callable | None) -> Callable:

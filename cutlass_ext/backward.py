@@ -9,7 +9,17 @@ from torch import Tensor
 
 from . import autograd
 from ._ops import run
-from .interface import NAMES, Backend, StartPos, behind_keys, check_bool, check_dtype, split_start, window_sides
+from .interface import (
+    NAMES,
+    Backend,
+    StartPos,
+    behind_keys,
+    check_bool,
+    check_dtype,
+    check_numbers,
+    split_start,
+    window_sides,
+)
 
 
 def fmha_backward(
@@ -96,6 +106,7 @@ def fmha_backward(
     check_bool("deterministic", deterministic)
     check_bool("bias_grad", bias_grad)
     check_dtype("out_dtype", out_dtype)
+    check_numbers(softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p)
     left, right = window_sides("window", window)
     start_pos, key_start, key_starts = behind_keys(start_pos, key_start)
     start, start_positions = split_start(start_pos)

@@ -1,9 +1,11 @@
 """`dropout_mask`: which weights the dropout of `fmha` keeps. Called by users, and by whoever checks what ran."""
 
+from numbers import Integral, Real
+
 import torch
 from torch import Tensor
 
-from .interface import StartPos, split_start
+from .interface import StartPos, behind_keys, check_numbers, split_start
 from .philox import kept, threshold_of
 
 _BLOCK = 2**22  # elements that are drawn at a time: the words of a draw take 64 bits here
@@ -40,8 +42,8 @@ def dropout_mask(
         bool `[B, H, N_q, N_kv]`, true where a weight is kept, and then multiplied by `1 / (1 - dropout_p)`.
 
     Raises:
-        TypeError: a dropout_seed that is no int64 tensor.
-        ValueError: a dropout_seed of another shape, a dropout_p, start_pos or key_start that does not fit.
+        TypeError: an argument of a wrong type, or a tensor of a wrong dtype.
+        ValueError: a dropout_seed of another shape, or a size, dropout_p, start_pos or key_start that does not fit.
 
     Source: Philox4x32 with 7 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). The key is
     the first word of the seed; the counter is key position / 8, position of the row, query head, sequence, with the
@@ -52,11 +54,25 @@ def dropout_mask(
         raise TypeError(f"dropout_seed: is of type {given}; expected an int64 tensor [2]")
     if dropout_seed.shape != (2,):
         raise ValueError(f"dropout_seed: has shape {list(dropout_seed.shape)}; expected [2]")
+    check_numbers(dropout_p=dropout_p)
+    if not isinstance(dropout_p, Real):
+        raise TypeError(f"dropout_p: is of type {type(dropout_p).__name__}; expected a number")
     if not 0 <= dropout_p < 1 or threshold_of(dropout_p) == 1 << 16:
         raise ValueError(f"dropout_p: is {dropout_p}; expected a probability from 0 to less than 1 - 2^-17")
+    sizes = {"B": B, "H": H, "N_q": N_q, "N_kv": N_kv, "head_start": head_start, "sequence_start": sequence_start}
+    for name, x in sizes.items():
+        if isinstance(x, bool) or not isinstance(x, Integral):
+            raise TypeError(f"{name}: is of type {type(x).__name__}; expected an int")
+        if x < 0:
+            raise ValueError(f"{name}: is {x}; expected 0 or more")
     device = dropout_seed.device
+    behind_keys(0, key_start)  # which says what is wrong with it
     start, start_positions = split_start(start_pos)
+    if start is not None and not isinstance(start, Integral):
+        raise TypeError(f'start_pos: is {start!r}; expected an int, an int32 tensor [batch] or "end"')
     for name, x in (("start_pos", start_positions), ("key_start", key_start)):
+        if isinstance(x, Tensor) and x.dtype != torch.int32:
+            raise TypeError(f"{name}: has dtype {str(x.dtype)[6:]}; expected int32")
         if isinstance(x, Tensor) and x.shape != (B,):
             raise ValueError(f"{name}: has shape {list(x.shape)}; expected [batch] = [{B}]")
     if isinstance(key_start, Tensor):

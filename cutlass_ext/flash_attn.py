@@ -28,7 +28,7 @@ _REFUSED |= {"cp_world_size": 1, "cp_rank": 0, "attention_chunk": 0}
 _SINKS = torch.float32, torch.float16, torch.bfloat16
 
 
-def engine_arguments(q: Tensor, v: Tensor, out: Tensor | None, s_aux: Tensor | None, others: dict) -> Tensor | None:
+def engine_arguments(s_aux: Tensor | None, others: dict) -> Tensor | None:
     """Checks what serving engines give beside flash-attn's arguments, and returns `s_aux` as `fmha` takes a sink."""
     for name, value in others.items():
         if name not in _TAKEN and name not in _REFUSED:
@@ -36,32 +36,12 @@ def engine_arguments(q: Tensor, v: Tensor, out: Tensor | None, s_aux: Tensor | N
         if name in _REFUSED and value is not None and not (type(value) is int and value == _REFUSED[name]):
             given = f"of type {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
             raise NotImplementedError(f"{name}: is {given}; expected {_REFUSED[name]}, there is nothing like it yet")
-    if out is not None and isinstance(q, Tensor) and isinstance(v, Tensor):  # if not, the operator says so
-        if not isinstance(out, Tensor):
-            raise TypeError(f"out: is of type {type(out).__name__}; expected a tensor")
-        if out.shape != (shape := (*q.shape[:-1], *v.shape[-1:])):
-            raise ValueError(f"out: has shape {list(out.shape)}; expected that of the result, {list(shape)}")
-        if out.dtype != q.dtype:
-            raise TypeError(f"out: has dtype {str(out.dtype)[6:]} and q {str(q.dtype)[6:]}; they must be equal")
-        if out.device != q.device:
-            raise ValueError("out: is on another device than q; move it there")
     if s_aux is None:
         return None
     if not isinstance(s_aux, Tensor) or s_aux.dtype not in _SINKS:
         given = f"has dtype {str(s_aux.dtype)[6:]}" if isinstance(s_aux, Tensor) else f"is {s_aux!r}"
         raise TypeError(f"s_aux: {given}; expected a tensor of float32, float16 or bfloat16")
     return s_aux.float()
-
-
-def engine_results(results: Tensor | tuple[Tensor, Tensor], out: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-    """`results` of `fmha`, the first of them in `out` where that is given."""
-    if out is None:
-        return results
-    if (results if isinstance(results, Tensor) else results[0]).requires_grad:
-        raise NotImplementedError(
-            "out: does not go with gradients, and an input requires grad; leave it out, or call under torch.no_grad()"
-        )
-    return out.copy_(results) if isinstance(results, Tensor) else (out.copy_(results[0]), results[1])
 
 
 @renaming(window="window_size", sink="s_aux")
@@ -106,7 +86,7 @@ def flash_attn_func(
             the third is None, with dropout too.
         num_splits: as in `fmha`; 0: the library chooses.
         return_softmax_lse: return `(out, softmax_lse)`, as vLLM's functions do; `return_attn_probs` comes first.
-        out: shape, dtype and device of the result, which is copied into it, in a launch of its own, and is `out` then.
+        out: where the result is written, as in `fmha`; of head dims that are padded it is copied.
         s_aux: `[H_q]`, float32, float16 or bfloat16: `fmha`'s `sink`, under the name that it has in vLLM.
         engine: `fa_version`, `scheduler_metadata`, `pack_gqa`, `sm_margin` and, as they are of fp8 inputs alone,
             `q_descale`, `k_descale` and `v_descale` are taken and change nothing. `q_v`, `qv`, `seqused_q` and
@@ -122,13 +102,12 @@ def flash_attn_func(
 
     Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
     """
-    sink = engine_arguments(q, v, out, s_aux, engine)
+    sink = engine_arguments(s_aux, engine)
     results = attend(
         q, k, v, causal=causal, start_pos="end", window=window_size, softmax_scale=softmax_scale, softcap=softcap,
         alibi_slopes=alibi_slopes, sink=sink, return_lse=return_attn_probs or return_softmax_lse, num_splits=num_splits,
-        deterministic=deterministic, dropout_p=dropout_p,
+        deterministic=deterministic, dropout_p=dropout_p, out=out,
     )  # fmt: skip
-    results = engine_results(results, out)
     return (*results, None) if return_attn_probs else results
 
 
@@ -194,7 +173,7 @@ def flash_attn_varlen_func(
     Source: FlashAttention-2 (arXiv:2307.08691), PagedAttention (arXiv:2309.06180, section 4.1); the interface of
     flash-attn 2.8.
     """
-    sink = engine_arguments(q, v, out, s_aux, engine)
+    sink = engine_arguments(s_aux, engine)
     if block_table is not None and cu_seqlens_k is not None:
         seqused_k = _lengths_between(cu_seqlens_k, cu_seqlens_q) if seqused_k is None else seqused_k
         cu_seqlens_k = None
@@ -203,9 +182,8 @@ def flash_attn_varlen_func(
         softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, seqused_k=seqused_k,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         block_table=block_table, return_lse=return_attn_probs or return_softmax_lse, num_splits=num_splits,
-        deterministic=deterministic, dropout_p=dropout_p,
+        deterministic=deterministic, dropout_p=dropout_p, out=out,
     )  # fmt: skip
-    results = engine_results(results, out)
     return (*results, None) if return_attn_probs else results
 
 

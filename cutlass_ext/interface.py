@@ -20,6 +20,7 @@ from .block_mask import can_pack, mask_of
 Backend = Literal["auto", "simt", "sm80", "sm90", "torch"]
 StartPos = int | Tensor | Literal["end"]
 
+_NUMBER_OR_NONE = float, type(None)
 NAMES = {"window_left": "window", "window_right": "window"}  # what arguments of the operator are called here
 
 
@@ -56,6 +57,7 @@ def fmha(
     key_start: int | Tensor = 0,
     precision: Literal["high", "highest"] | None = None,
     out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Exact multi-head attention, `softmax(softmax_scale * q k^T + ...) v`, without writing out the scores.
 
@@ -105,7 +107,8 @@ def fmha(
             q's device, or `"end"`, which aligns the last query row of a sequence with its last key: `seqused_k - N_q`,
             or `N_kv - N_q`. The default 0 is PyTorch's convention; flash-attn's is `"end"`.
         window: `(left, right)`, tokens visible before and after the row's position; -1, or 2^30 and more, is unbounded.
-        softmax_scale: factor of the scores, greater than 0; `1 / sqrt(d)` by default.
+        softmax_scale: factor of the scores, a number greater than 0; `1 / sqrt(d)` by default. It has no gradient: q is
+            multiplied by a learned one instead.
         softcap: bound of the scores (Gemma 2), 0 for none.
         alibi_slopes: float32 `[H_q]` or `[B, H_q]`, decrease of a score for each token of distance.
         sink: float32 `[H_q]`, one more logit in each row's softmax, which has no value.
@@ -165,6 +168,9 @@ def fmha(
             says. Gradients are computed on CUDA cores.
         out_dtype: `torch.float32`, so that parts which are to be merged are not rounded to 16 bits before; None is the
             dtype of q. The gradient of such an `out` is rounded to q's dtype where the backward pass begins.
+        out: where the result is written, and which is returned then: its shape, dtype of q, any strides. Kernels write
+            there themselves if rows are aligned to 16 bytes and q, k and v do not lie between them; else it is copied,
+            in a launch of its own. Not where a tensor of the call requires grad.
 
     Returns:
         `out` `[B, N_q, H_q, d_v]` or `[total_q, H_q, d_v]`, contiguous, dtype of q (with an `out_dtype` float32, and
@@ -191,9 +197,13 @@ def fmha(
         check_bool("causal", causal)
     if deterministic is not False:
         check_bool("deterministic", deterministic)
+    if return_lse is not False and return_lse is not True:
+        check_bool("return_lse", return_lse)
     if out_dtype is not None:
         check_dtype("out_dtype", out_dtype)
-    left, right = (-1, -1) if window == (-1, -1) else window_sides("window", window)
+    if type(softcap) is not float or type(dropout_p) is not float or type(softmax_scale) not in _NUMBER_OR_NONE:
+        check_numbers(softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p)
+    left, right = (-1, -1) if type(window) is tuple and window == (-1, -1) else window_sides("window", window)
     key_starts = None
     if type(key_start) is not int or key_start != 0:
         start_pos, key_start, key_starts = behind_keys(start_pos, key_start)
@@ -242,6 +252,15 @@ def fmha(
                 bias, mask, dropout_p, dropout_seed, head_start, sequence_start, key_start, key_starts, out_dtype,
                 precision,
             )  # fmt: skip
+    if out is not None:
+        if needs_grad or (is_grad_enabled() and getattr(out, "requires_grad", False)):
+            raise NotImplementedError(
+                f"out: does not go with gradients, and {'an input' if needs_grad else 'it'} requires grad; "
+                "leave it out, or call under torch.no_grad()"
+            )
+        operator = autograd.forward_out_torch if backend == "torch" else autograd.forward_out
+        lse = run(operator, (q, k, v, out, *arguments[3:]), names)
+        return (out, lse) if return_lse else out
     if needs_grad:
         operator = autograd.differentiable(autograd.with_grad_torch if backend == "torch" else autograd.with_grad)
     else:
@@ -295,7 +314,7 @@ class _Explaining(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "namespace", None) == "cutlass_ext":
-            kinds = "kvcache", "backward"
+            kinds = "kvcache", "backward", "out"
             name = "_".join(["fmha", *(kind for kind in kinds if kind in function.__name__)])
             function = getattr(torch.ops.cutlass_ext, f"{name}_explain")
             backend, kernel, B_r, B_c, splits, ctas, reason = function(*args)
@@ -356,6 +375,17 @@ def check_dtype(name: str, dtype: torch.dtype | None) -> None:
         raise TypeError(f"{name}: is {dtype!r}; expected torch.float32 or None")
 
 
+def check_numbers(**numbers: float | None) -> None:
+    """The operators take True for 1, and a tensor of one element for its value: the host would wait for it, and where
+    it requires grad, as a learned temperature does, its gradient would be missing without a word."""
+    for name, value in numbers.items():
+        if isinstance(value, (bool, Tensor)):
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{name}: is {value}; expected a number")
+            learned = "; multiply q by a learned scale instead" if name == "softmax_scale" else ""
+            raise TypeError(f"{name}: is a tensor; expected a number, which has no gradient{learned}")
+
+
 UNBOUNDED = 2**30  # tokens: a window of so many hides nothing, as no position is so far from another
 
 
@@ -377,7 +407,7 @@ def split_start(start_pos: StartPos) -> tuple[int | None, Tensor | None]:
         return None, start_pos
     if isinstance(start_pos, str) and start_pos == "end":
         return None, None
-    if start_pos is None or isinstance(start_pos, str):
-        error = TypeError if start_pos is None else ValueError
+    if start_pos is None or isinstance(start_pos, (bool, str)):
+        error = ValueError if isinstance(start_pos, str) else TypeError
         raise error(f'start_pos: is {start_pos!r}; expected an int, an int32 tensor [batch] or "end"')
     return start_pos, None  # an integer of another type, such as torch.SymInt

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ._ops import lse_if_asked, refuse_grad, register, run
-from .flash_attn import engine_arguments, engine_results
-from .interface import UNBOUNDED, Backend, StartPos, check_bool, split_start, window_sides
+from .flash_attn import engine_arguments
+from .interface import UNBOUNDED, Backend, StartPos, check_bool, check_numbers, split_start, window_sides
 from .torch_backend import gathered, lengths_of
 from .torch_padded import Results, attention
 
@@ -32,7 +32,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -68,7 +68,7 @@ def flash_attn_with_kvcache(
         rotary_cos: `[positions, rotary_dim / 2]`, dtype of q: rotates the first `rotary_dim` columns of `k` (token `i`
             at position `cache_seqlens[b] + i`, padding in front counted, as flash-attn does) and of q (at the same
             positions with causal or a bounded window, else all at `i = 0`) before anything else; needs `k`, which may
-            have 0 tokens.
+            have 0 tokens. Positions past the last row of it, which the host does not see, are turned by that row.
         rotary_sin: the same shape.
         cache_seqlens: keys in the cache before this call: an int, or int32 `[B]` on q's device, never read by the
             host. By default the cache is full.
@@ -79,7 +79,7 @@ def flash_attn_with_kvcache(
             is `block_table[b, j]`. Pages may lie in any order and be shared; entries of pages past `len_b` may hold
             anything. Entries outside the cache are as those of `cache_batch_idx`.
         softmax_scale, causal, softcap, alibi_slopes, sink, start_pos: as in `fmha`.
-        window_size: `(left, right)` in tokens, -1 unbounded.
+        window_size: `(left, right)` in tokens, -1 unbounded, or None for no window.
         rotary_interleaved: columns `2i, 2i + 1` are a pair (GPT-J); otherwise `i, i + rotary_dim / 2` (GPT-NeoX).
         num_splits: 0: the library shares the keys out, those of the whole batch evenly where its sequences may differ
             much, so that ragged batches fill the GPU. Above 0: each sequence's keys are cut into that many parts by its
@@ -102,20 +102,30 @@ def flash_attn_with_kvcache(
     Source: Flash-Decoding (Dao et al., 2023), PagedAttention (arXiv:2309.06180, section 4.1), rotary embedding
     (arXiv:2104.09864, section 3.2); the interface of flash-attn 2.8.
     """
-    for name, value in (("causal", causal), ("rotary_interleaved", rotary_interleaved)):
+    for name, value in (
+        ("causal", causal),
+        ("rotary_interleaved", rotary_interleaved),
+        ("return_softmax_lse", return_softmax_lse),
+    ):
         if value is not True and value is not False:
             check_bool(name, value)
-    left, right = (-1, -1) if window_size == (-1, -1) else window_sides("window_size", window_size)
+    if softmax_scale is not None or type(softcap) is not float:
+        check_numbers(softmax_scale=softmax_scale, softcap=softcap)
+    if window_size is None or (type(window_size) is tuple and window_size == (-1, -1)):
+        left, right = -1, -1
+    else:
+        left, right = window_sides("window_size", window_size)
     start, start_positions = (None, None) if start_pos == "end" else split_start(start_pos)
     names = _NAMES
-    if engine or out is not None or s_aux is not None:
-        aux = engine_arguments(q, v_cache, out, s_aux, engine)
+    if engine or s_aux is not None:
+        aux = engine_arguments(s_aux, engine)
         if aux is not None:
             if sink is not None:
                 raise ValueError("s_aux: is another name of sink, which is given too; give one of them")
             sink, names = aux, _NAMES | {"sink": "s_aux"}
     cache_len = None
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+        check_numbers(cache_seqlens=cache_seqlens)
         cache_len, cache_seqlens = cache_seqlens, None
     arguments = (
         q, k_cache, v_cache, k, v, causal, start, return_softmax_lse, rotary_cos, rotary_sin, cache_len, cache_seqlens,
@@ -132,10 +142,15 @@ def flash_attn_with_kvcache(
     else:
         operator = _append_torch if backend == "torch" else _append
         refuse_grad(operator, arguments, "a cache")  # before the cache is written to
+    if out is not None:
+        operator, arguments = _writing_out[operator], (q, k_cache, v_cache, out, *arguments[3:])
+        refuse_grad(operator, arguments, "a cache")
+        lse = run(operator, arguments, names)
+        return (out, lse) if return_softmax_lse else out
     result, lse = run(operator, arguments, names)
     if result.requires_grad:  # autograd has looked at all arguments: doing so here costs 0.2 to 0.6 us
         refuse_grad(operator, arguments, "a cache")
-    return engine_results((result, lse) if return_softmax_lse else result, out)
+    return (result, lse) if return_softmax_lse else result
 
 
 # ------------------------------------------------------------------------------------------------ on any device
@@ -207,4 +222,13 @@ def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: Ten
 
 _read, _read_torch = register("fmha_kvcache", lse_if_asked(_on_any_device))
 _append, _append_torch = register("fmha_kvcache_append", lse_if_asked(_on_any_device))
-OPERATORS = _read, _read_torch, _append, _append_torch
+# Of each, the one that writes the result to a tensor of the caller's.
+_writing_out = dict(
+    zip(
+        (_read, _read_torch, _append, _append_torch),
+        register("fmha_kvcache_out", lse_if_asked(_on_any_device))
+        + register("fmha_kvcache_append_out", lse_if_asked(_on_any_device)),
+        strict=True,
+    )
+)
+OPERATORS = *_writing_out, *_writing_out.values()

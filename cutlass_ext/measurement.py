@@ -279,14 +279,18 @@ class Oracle:
 # ---- how fast, in how much memory ----
 
 
-def sample_ms(call: Callable[[], object], repeats: int, device: str) -> float:
-    """Milliseconds a call; on a GPU the calls wait behind a sleeping kernel, so that host work is not in the figure."""
+def sample_ms(
+    call: Callable[[], object], repeats: int, device: str, begin_together: Callable[[], object] = lambda: None
+) -> float:
+    """Milliseconds a call; on a GPU the calls wait behind a sleeping kernel, so that host work is not in the figure,
+    and behind what `begin_together` queues there: of several GPUs, each of which sleeps by its own clock."""
     if device == "cpu":
         start = time.perf_counter()
         call()
         return (time.perf_counter() - start) * 1e3
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(SLEEP_CYCLES)
+    begin_together()
     begin.record()
     for _ in range(repeats):
         call()

@@ -25,7 +25,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
     Raises:
         TypeError: an argument that is no sequence of tensors, or dtypes that differ.
-        ValueError: no parts, or numbers or shapes that do not fit.
+        ValueError: no parts, or numbers, shapes or devices that do not fit.
 
     Source: Online normalizer calculation for softmax (arXiv:1805.02867, section 3.1); Flash-Decoding (Dao, 2023).
     """
@@ -38,6 +38,10 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     expected = torch.Size([*shape[:-3], shape[-2], shape[-3]])
     if lses[0].shape != expected:
         raise ValueError(f"lses: has shape {list(lses[0].shape)}; expected that of outs' rows, {list(expected)}")
+    for name, parts in (("outs", outs), ("lses", lses)):
+        for part in parts:
+            if part.device != outs[0].device:
+                raise ValueError(f"{name}: has a part on {part.device} and one of outs is on {outs[0].device}; move it")
     compute = torch.promote_types(outs[0].dtype, torch.promote_types(lses[0].dtype, torch.float32))
 
     every = torch.stack([lse.to(compute) for lse in lses])
@@ -57,7 +61,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
 def _parts(name: str, parts: Sequence[Tensor]) -> list[Tensor]:
     if not isinstance(parts, (Sequence, Tensor)) or not all(isinstance(part, Tensor) for part in parts):
-        raise TypeError(f"{name}: is of type {type(parts).__name__}; expected a sequence of tensors")
+        kinds = sorted({type(part).__name__ for part in parts}) if isinstance(parts, Sequence) else []
+        given = f"{type(parts).__name__} of {', '.join(kinds)}" if kinds else type(parts).__name__
+        raise TypeError(f"{name}: is of type {given}; expected a sequence of tensors")
     if len(parts) == 0:
         raise ValueError(f"{name}: has no parts; expected at least 1")
     parts = list(parts)

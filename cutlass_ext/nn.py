@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import Parameter
 
+from .interface import check_bool
 from .support import attend, given, refusal, warn_once
 
 
@@ -144,10 +145,14 @@ class MultiheadAttention(nn.MultiheadAttention):
             `average_attn_weights=False` `[B, num_heads, N, S]` (without a batch, without `B`), else None.
 
         Raises:
-            TypeError: a mask that is neither bool nor of floats.
+            TypeError: an argument that is no tensor, or a mask that is neither bool nor of floats.
             ValueError: shapes that do not fit; the text names the argument.
         """
         self._check(query, key, value)
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if mask is not None and not isinstance(mask, Tensor):
+                raise TypeError(f"{name}: is of type {type(mask).__name__}; expected a tensor or None")
+        check_bool("is_causal", is_causal)
         batched, same = query.dim() == 3, query is key and key is value
         tensors = [query] if same else [query, key, value]
         if not batched:
@@ -180,11 +185,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (out, weights) if batched else (out.squeeze(0), None if weights is None else weights.squeeze(0))
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        dims, names = query.dim(), ("query", "key", "value")
+        names = "query", "key", "value"
+        for name, x in zip(names, (query, key, value), strict=True):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name}: is of type {type(x).__name__}; expected a tensor")
+        dims = query.dim()
         for name, x, width in zip(names, (query, key, value), (self.embed_dim, self.kdim, self.vdim), strict=True):
             if x.is_nested or dims not in (2, 3) or x.dim() != dims or x.shape[-1] != width:
                 shape = "a nested one" if x.is_nested else list(x.shape)
                 raise ValueError(f"{name}: has shape {shape}; expected [rows, {width}], with or without a batch, alike")
+        if dims == 3 and query.shape[batch := 0 if self.batch_first else 1] != key.shape[batch]:
+            raise ValueError(f"key: has batch {key.shape[batch]} and query {query.shape[batch]}; they must be equal")
         if key.shape[:-1] != value.shape[:-1]:
             raise ValueError(
                 f"value: has shape {list(value.shape)} and key {list(key.shape)}; they must have as many rows"

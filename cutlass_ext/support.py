@@ -58,25 +58,30 @@ def warn_once(who: str, reason: str) -> None:
 def readable(x: Tensor) -> Tensor:
     """`x` as `fmha` reads it: a head dim that is no multiple of 8 (4 in more than 16 bits) is padded with zeros, and a
     last dimension that is not contiguous copied."""
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
         return x  # which the operator refuses by its name
     d = x.shape[-1]
     if d % 8 and d % (step := 8 if x.element_size() == 2 else 4):
-        return pad(x, (0, -d % step))
+        x = pad(x, (0, -d % step))  # which keeps the order of strides
     return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, **options):
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, out: Tensor | None = None, **options
+):
     """`fmha` of any head dims up to 256, and of any strides."""
     alike = isinstance(q, Tensor) and isinstance(k, Tensor) and q.shape[-1:] == k.shape[-1:]
     tensors = (readable(q), readable(k), readable(v)) if alike else (q, k, v)  # padding would hide what is not
     if softmax_scale is None and tensors[0] is not q:
         softmax_scale = q.shape[-1] ** -0.5
-    results = fmha(*tensors, softmax_scale=softmax_scale, **options)
+    wide = out if tensors[2] is v else readable(out)  # as the result of such a v is
+    results = fmha(*tensors, softmax_scale=softmax_scale, out=wide, **options)
     if tensors[2] is v:
         return results
-    d_v = v.shape[-1]
-    return results[..., :d_v] if isinstance(results, Tensor) else (results[0][..., :d_v], results[1])
+    first = (results if isinstance(results, Tensor) else results[0])[..., : v.shape[-1]]
+    if out is not None:
+        first = out if wide is out else out.copy_(first)
+    return first if isinstance(results, Tensor) else (first, results[1])
 
 
 def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options):

@@ -59,6 +59,7 @@ def activate(device: str = "cuda") -> Switch:
 
     Raises:
         ValueError: another device.
+        RuntimeError: "cuda" with a PyTorch that is built without CUDA.
     """
     if device not in ("cuda", "cpu"):
         raise ValueError(f'device: is {device!r}; expected "cuda" or "cpu"')
@@ -92,6 +93,8 @@ class _Registered:
 
 
 def _turn_on(device: str = "cuda") -> _Registered:
+    if device == "cuda" and torch.version.cuda is None:
+        raise RuntimeError('device: is "cuda", and this PyTorch is built without it; expected activate("cpu") here')
     stack = ExitStack()
     library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
     with warnings.catch_warnings():
@@ -181,19 +184,22 @@ def _flash_backward(o: SimpleNamespace) -> tuple[Tensor, ...]:
 
 
 def _on_cpu(o: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    out, lse, _ = _forward(o, *_heads_second(o.query, o.key, o.value), bias=_four_dimensional(o.attn_mask))
+    out, lse, _ = _forward(o, *_heads_second(o.query, o.key, o.value), bias=_of_keys(o))
     return _laid_out_like(out.transpose(1, 2), o.query), lse.mT.contiguous().mT
 
 
 def _on_cpu_backward(o: SimpleNamespace) -> tuple[Tensor, ...]:
     tensors = _heads_second(o.grad_out, o.query, o.key, o.value, o.out)
     no_seed = o.query.new_empty(0)
-    options = {"bias": _four_dimensional(o.attn_mask), "bias_grad": False} if o.attn_mask is not None else {}
+    options = {"bias": _of_keys(o), "bias_grad": False} if o.attn_mask is not None else {}
     return tuple(_heads_second(*_backward(o, *tensors, o.logsumexp.contiguous(), no_seed, **options)))
 
 
-def _four_dimensional(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask[(None,) * (4 - mask.dim())]
+def _of_keys(o: SimpleNamespace) -> Tensor | None:
+    """`attn_mask`, which PyTorch's operator broadcasts: in four dimensions, the last of them the keys."""
+    if (mask := o.attn_mask) is None:
+        return None
+    return mask[(None,) * (4 - mask.dim())].expand(-1, -1, -1, o.key.shape[2])
 
 
 def _of_sequences(o: SimpleNamespace) -> dict:

@@ -119,7 +119,7 @@ class _Fused(NamedTuple):
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
         with _float32_products("cpu"):
             out, lse = _FUSED.call_boxed(
-                _CPU, q.transpose(1, 2), *self.keys(k, v), 0.0, self.causal,
+                _CPU, *_with_whole_rows(q.transpose(1, 2), *self.keys(k, v)), 0.0, self.causal,
                 attn_mask=self.added, scale=self.softmax_scale,
             )  # fmt: skip
         if self.added is not None and (unsure := lse == 0).any():  # which is also what it gives a row without keys
@@ -139,17 +139,24 @@ class _Fused(NamedTuple):
         lse, empty = o.lse, o.lse == -torch.inf
         if empty.any():
             lse = lse.masked_fill(empty, torch.inf)  # P of a row without keys, exp(-inf - lse), is 0 and not NaN
-            q, dout = (x.masked_fill(empty.unsqueeze(-1), 0.0) for x in (q, dout))
+            q, dout, out = (x.masked_fill(empty.unsqueeze(-1), 0.0) for x in (q, dout, out))
         with _float32_products("cpu"):
             dq, *of_keys = _FUSED_BACKWARD.call_boxed(
-                _CPU, dout, q, k, v, out, lse, 0.0, self.causal, attn_mask=self.added, scale=self.softmax_scale
-            )
+                _CPU, *_with_whole_rows(dout, q, k, v, out), lse, 0.0, self.causal,
+                attn_mask=self.added, scale=self.softmax_scale,
+            )  # fmt: skip
         dq, dk, dv = (x.transpose(1, 2) for x in (dq, *of_keys))
         if (N_kv := o.k.shape[1]) != self.j.stop - self.j.start:
             dk, dv = (pad(x, (0, 0, 0, 0, self.j.start, N_kv - self.j.stop)) for x in (dk, dv))
         *asked, dsink, dbias = empty_gradients(o)
         dq, dk, dv = (x.to(like.dtype).contiguous() for x, like in zip((dq, dk, dv), asked, strict=True))
         return dq, dk, dv, dsink, dbias
+
+
+def _with_whole_rows(*tensors: Tensor) -> list[Tensor]:
+    """With a last stride of 1, which PyTorch's fused attention takes for granted. `x.float()` of an expanded `x` may
+    have another: where its first size is 1, whatever stride stands there decides the order of the copy's dimensions."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _added(bias: Tensor | None, mask: Tensor | None, j: slice) -> Tensor:
@@ -254,7 +261,8 @@ class _Blocks:
         if self.slopes is not None:
             S.addcmul_(self.slopes[b, h], (keys - positions).abs().to(self.dtype), value=-1.0)
         if self.bias is not None:
-            S.add_(self.of_block(self.bias, block))
+            bias = self.of_block(self.bias, block)
+            S.add_(bias).masked_fill_(bias == -torch.inf, -torch.inf)  # a NaN of q or k too
         if self.mask is not None:
             S.masked_fill_(~self.of_block(self.mask, block), -torch.inf)
         if block.by_position and self.right >= 0:

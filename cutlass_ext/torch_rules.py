@@ -14,6 +14,7 @@ from ._ops import library, named
 
 FORWARD = [autograd.forward, autograd.forward_torch, autograd.with_grad, autograd.with_grad_torch]
 BACKWARD = [autograd.backward, autograd.backward_torch]
+WRITING_OUT = [autograd.forward_out, autograd.forward_out_torch]
 CACHE = list(kvcache.OPERATORS)
 
 
@@ -23,12 +24,19 @@ def _register_autocast(operator, device: str) -> None:
 
     def call(*arguments):
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            return operator(*autograd.autocast(arguments, device))
+            arguments = autograd.autocast(arguments, device)
+            if operator not in WRITING_OUT or arguments[3].dtype == arguments[0].dtype:
+                return operator(*arguments)
+            q, k, v, out, *options = arguments
+            result = torch.empty_like(out, dtype=q.dtype)
+            lse = operator(q, k, v, result, *options)
+            out.copy_(result)
+            return lse
 
     library.impl(operator._schema.name.partition("::")[2], call, key.name)
 
 
-for _operator in (*FORWARD, torch.ops.cutlass_ext.fmha_explain.default):
+for _operator in (*FORWARD, *WRITING_OUT, torch.ops.cutlass_ext.fmha_explain.default):
     _register_autocast(_operator, "cuda")
     _register_autocast(_operator, "cpu")
 
@@ -97,6 +105,6 @@ def _register_flops(operators: list, count: Callable[[dict], int]) -> None:
 
 
 # A product of matrices is two flops a term: S and O forwards; S, dP, dQ, dK and dV backwards.
-_register_flops(FORWARD, lambda o: 2 * _pairs(o, o["k"]) * (o["k"].shape[-1] + o["v"].shape[-1]))
+_register_flops([*FORWARD, *WRITING_OUT], lambda o: 2 * _pairs(o, o["k"]) * (o["k"].shape[-1] + o["v"].shape[-1]))
 _register_flops(BACKWARD, lambda o: 2 * _pairs(o, o["k"]) * (3 * o["k"].shape[-1] + 2 * o["v"].shape[-1]))
 _register_flops(CACHE, lambda o: 2 * _pairs(o, o["k_cache"]) * (o["k_cache"].shape[-1] + o["v_cache"].shape[-1]))

@@ -51,9 +51,6 @@ void look(T*) {}
 
 int bounded_window(int64_t window) { return window >= kUnboundedWindow ? -1 : static_cast<int>(window); }
 
-/// Of [batch, row, head, head_dim], or of packed [row, head, head_dim].
-Strides strides_of(Tensor const& t) { return {t.dim() == 4 ? t.stride(0) : 0, t.stride(-3), t.stride(-2)}; }
-
 /// Keys that lie in pages, or in a cache that may have more sequences than the call.
 void set_places(Arguments const& a, Params* p) {
   p->n_kv = a.k.size(0) > 0 ? static_cast<int>(a.capacity()) : 0;  // without pages there is nothing to read
@@ -133,6 +130,7 @@ Arguments::Arguments(Operator of, StableIValue const* stack) : of(of) {
   read(*stack++, &q);
   read(*stack++, &k);
   read(*stack++, &v);
+  if (writes_out()) read(*stack++, &out);
   if (is_backward()) {
     read_optional(*stack++, &out);
     read(*stack++, &lse);
@@ -157,13 +155,16 @@ Arguments::Arguments(Operator of, StableIValue const* stack) : of(of) {
 #include "../options.def"
 }
 
+Strides strides_of(Tensor const& t) { return {t.dim() == 4 ? t.stride(0) : 0, t.stride(-3), t.stride(-2)}; }
+
 std::string schema_of(Operator of, std::string const& name, bool appends, char const* returns) {
-  bool const is_cache = of == Operator::KVCache;
+  bool const is_cache = of == Operator::KVCache || of == Operator::KVCacheOut;
   bool const is_backward = of == Operator::Backward;
   std::string text = name + (is_backward ? "(Tensor dout, Tensor q, Tensor k, Tensor v"
                              : !is_cache ? "(Tensor q, Tensor k, Tensor v"
                              : appends   ? "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache"
                                          : "(Tensor q, Tensor k_cache, Tensor v_cache");
+  if (of == Operator::FmhaOut || of == Operator::KVCacheOut) text += ", Tensor(c!) out";
   if (is_cache) text += ", Tensor? k=None, Tensor? v=None";
   if (is_backward) text += ", Tensor? out, Tensor lse, Tensor? delta=None, Tensor? dlse=None, bool bias_grad=True";
   auto const add = [&](char const* schema, char const* option, char const* default_value) {

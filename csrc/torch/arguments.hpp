@@ -13,15 +13,16 @@
 namespace cutlass_ext {
 
 /// `fmha` has q, k, v; `fmha_backward` these, the forward's results and their gradients; `fmha_kvcache` q, k_cache,
-/// v_cache and perhaps new k and v.
-enum class Operator { Fmha, Backward, KVCache };
+/// v_cache and perhaps new k and v. `fmha_out` and `fmha_kvcache_out` have out beside them, and write the result there.
+enum class Operator { Fmha, FmhaOut, Backward, KVCache, KVCacheOut };
 
 struct Arguments {
   Operator of;
-  Tensor q, k, v;                      // k and v are the caches of fmha_kvcache
-  Tensor k_new, v_new;                 // of fmha_kvcache
-  Tensor dout, out, lse, delta, dlse;  // of fmha_backward
-  bool bias_grad = false;              // of fmha_backward: whether dbias is asked for
+  Tensor q, k, v;                 // k and v are the caches of fmha_kvcache
+  Tensor k_new, v_new;            // of fmha_kvcache
+  Tensor out;                     // what is written, or the forward's result of fmha_backward
+  Tensor dout, lse, delta, dlse;  // of fmha_backward
+  bool bias_grad = false;         // of fmha_backward: whether dbias is asked for
 #define SHARED_OPTION(schema, type, name, default_value) type name{};
 #define PREFILL_OPTION(schema, type, name, default_value) type name{};
 #define CACHE_OPTION(schema, type, name, default_value) type name{};
@@ -30,7 +31,8 @@ struct Arguments {
   /// Reads the arguments off a boxed call's stack, which owns them no longer.
   Arguments(Operator of, StableIValue const* stack);
 
-  bool is_cache() const { return of == Operator::KVCache; }
+  bool is_cache() const { return of == Operator::KVCache || of == Operator::KVCacheOut; }
+  bool writes_out() const { return of == Operator::FmhaOut || of == Operator::KVCacheOut; }
   bool is_backward() const { return of == Operator::Backward; }
   bool packed() const { return bool(cu_seqlens_q); }
   bool on_cuda() const { return q.device_type == kCuda; }
@@ -58,6 +60,9 @@ std::string schema_of(Operator of, std::string const& name, bool appends, char c
 
 /// Throws what is wrong with the arguments, naming the argument, what came and what would do.
 void check(Arguments const& arguments);
+
+/// Of [batch, row, head, head_dim], or of packed [row, head, head_dim].
+Strides strides_of(Tensor const& t);
 
 /// What checked arguments come to, what is written and work aside.
 Params params_of(Arguments const& arguments);

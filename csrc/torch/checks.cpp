@@ -405,6 +405,20 @@ bool has_rows_of(Tensor const& like, int64_t cols, Tensor const& t) {
   return true;
 }
 
+/// Where the result goes.
+void check_out(Arguments const& a) {
+  Tensor const& t = a.out;
+  if (!has_rows_of(a.q, a.v.size(-1), t)) {
+    fail("ValueError", "out: has shape ", t.shape_text(), "; expected that of the result, rows and heads of q ",
+         a.q.shape_text(), " with head_dim ", a.v.size(-1));
+  }
+  if (t.dtype != a.q.dtype) {
+    fail("TypeError", "out: has dtype ", dtype_name(t.dtype), " and q ", dtype_name(a.q.dtype), "; they must be equal");
+  }
+  if (a.out_dtype) fail("ValueError", "out_dtype: does not go with out, which has the dtype of q; give one of them");
+  check_same_device("out", t, a.q);
+}
+
 /// The forward's results and their gradients.
 void check_gradients(Arguments const& a) {
   if (bool(a.out) == bool(a.delta)) {
@@ -460,6 +474,7 @@ void check(Arguments const& a) {
   check_dropout(a);
   check_execution(a);
   check_precision(a);
+  if (a.writes_out()) check_out(a);
   if (a.is_backward()) check_gradients(a);
 }
 

@@ -45,7 +45,34 @@ Allocation pack(Tensor const& t, cudaStream_t stream, Params* params) {
   return bits;
 }
 
-/// out, and lse: empty where nobody asked for it.
+/// Whether two tensors may share memory: whether they do between the first and the last of their elements.
+bool may_overlap(Tensor const& t, Tensor const& other, int element_bytes) {
+  if (!t || !other || t.empty() || other.empty()) return false;
+  auto const end = [&](Tensor const& x) {
+    int64_t elements = 1;
+    for (int i = 0; i < x.dim(); ++i) elements += (x.size(i) - 1) * x.stride(i);
+    return x.as<char>() + elements * element_bytes;
+  };
+  return t.data < end(other) && other.data < end(t);
+}
+
+/// Whether kernels can write the result to `out`: 16 bytes at a time, at offsets of 32 bits within a tile, while other
+/// tiles still read q, k and v.
+bool takes_result(Arguments const& a, int element_bytes) {
+  constexpr int64_t kMostElements = 1 << 22;  // from row to row and from head to head
+  Tensor const& t = a.out;
+  bool takes = reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.stride(-1) == 1;
+  for (int i = 1; i < t.dim(); ++i) {
+    int const from_end = -1 - i;
+    int64_t const stride = t.size(from_end) > 1 ? t.stride(from_end) : 16;
+    takes = takes && stride > 0 && stride * element_bytes % 16 == 0 && (i == 3 || stride <= kMostElements);
+  }
+  for (Tensor const* const read : {&a.q, &a.k, &a.v, &a.k_new, &a.v_new})
+    takes = takes && !may_overlap(t, *read, element_bytes);
+  return takes;
+}
+
+/// out, unless the call says where it goes, and lse: empty where nobody asked for it.
 void forward(Arguments const& a, StableIValue* results) {
   check(a);
   int const device = a.q.device_index;
@@ -59,20 +86,25 @@ void forward(Arguments const& a, StableIValue* results) {
   if (!planned.kernel) fail("NotImplementedError", planned.refusal);
 
   int64_t const batch = params.stored_batch(), rows = params.stored_rows(), heads = params.heads_q;
-  int64_t const head_dim_v = params.head_dim_v;
-  int64_t const all = heads * std::max<int64_t>(rows, 1) * head_dim_v;
-  Strides const stride =
-      params.widens ? Strides{all, head_dim_v, all / heads} : Strides{all, heads * head_dim_v, head_dim_v};
-  int32_t const dtype = a.dtype_of_results();
-  Allocation out = a.packed() ? Allocation({rows, heads, head_dim_v}, {stride.row, stride.head, 1}, dtype, device)
-                              : Allocation({batch, rows, heads, head_dim_v}, {stride.batch, stride.row, stride.head, 1},
-                                           dtype, device);
-  Allocation lse;
+  Allocation out, lse;
+  if (a.writes_out() && takes_result(a, params.element_bytes)) {
+    params.o = a.out.mutable_data();
+    params.o_stride = strides_of(a.out);
+  } else {
+    int64_t const head_dim_v = params.head_dim_v;
+    int64_t const all = heads * std::max<int64_t>(rows, 1) * head_dim_v;
+    Strides const stride =
+        params.widens ? Strides{all, head_dim_v, all / heads} : Strides{all, heads * head_dim_v, head_dim_v};
+    int32_t const dtype = a.dtype_of_results();
+    out = a.packed()
+              ? Allocation({rows, heads, head_dim_v}, {stride.row, stride.head, 1}, dtype, device)
+              : Allocation({batch, rows, heads, head_dim_v}, {stride.batch, stride.row, stride.head, 1}, dtype, device);
+    params.o = out.data;
+    params.o_stride = stride;
+  }
   if (a.return_lse) {
     lse = a.packed() ? Allocation({heads, rows}, kFloat32, device) : Allocation({batch, heads, rows}, kFloat32, device);
   }
-  params.o = out.data;
-  params.o_stride = stride;
   std::vector<Allocation> workspace;
   params.lse = static_cast<float*>(lse.data);
   Allocation const bits = pack(a.mask, current_stream(device), &params);
@@ -80,8 +112,11 @@ void forward(Arguments const& a, StableIValue* results) {
     workspace.push_back(Allocation({int64_t(bytes + 3) / 4}, kFloat32, device));
     return workspace.back().data;
   });
-  results[0] = torch::stable::detail::from(out.release());
-  results[1] = torch::stable::detail::from(a.return_lse ? lse.release() : no_lse(device));
+  if (!a.writes_out())
+    *results++ = torch::stable::detail::from(out.release());
+  else if (out.handle)
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(a.out.handle(), out.handle, false));
+  *results = torch::stable::detail::from(a.return_lse ? lse.release() : no_lse(device));
 }
 
 /// What the backward pass takes, or why it does not take it.
@@ -216,23 +251,30 @@ template <class Library>
 void add_checks(Library& library) {
   library.impl("fmha_check", &boxed<Operator::Fmha, check_alone>);
   library.impl("fmha_explain", &boxed<Operator::Fmha, explain>);
+  library.impl("fmha_out_check", &boxed<Operator::FmhaOut, check_alone>);
+  library.impl("fmha_out_explain", &boxed<Operator::FmhaOut, explain>);
   library.impl("fmha_backward_check", &boxed<Operator::Backward, check_alone>);
   library.impl("fmha_backward_explain", &boxed<Operator::Backward, explain>);
   library.impl("fmha_kvcache_check", &boxed<Operator::KVCache, check_alone>);
   library.impl("fmha_kvcache_explain", &boxed<Operator::KVCache, explain>);
+  library.impl("fmha_kvcache_out_check", &boxed<Operator::KVCacheOut, check_alone>);
+  library.impl("fmha_kvcache_out_explain", &boxed<Operator::KVCacheOut, explain>);
 }
 
 constexpr char kExplanation[] =
     "(str backend, str kernel, int tile_rows, int tile_keys, int splits, int ctas, str reason)";
 constexpr char const* kResults = "(Tensor out, Tensor lse)";
+constexpr char const* kOthers = "Tensor lse";  // where the call says where out goes
 constexpr char const* kGradients = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dbias)";
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(cutlass_ext, library) {
   for (auto const& [of, name, results] :
-       {std::tuple(Operator::Fmha, "fmha", kResults), std::tuple(Operator::Backward, "fmha_backward", kGradients),
-        std::tuple(Operator::KVCache, "fmha_kvcache", kResults)}) {
+       {std::tuple(Operator::Fmha, "fmha", kResults), std::tuple(Operator::FmhaOut, "fmha_out", kOthers),
+        std::tuple(Operator::Backward, "fmha_backward", kGradients),
+        std::tuple(Operator::KVCache, "fmha_kvcache", kResults),
+        std::tuple(Operator::KVCacheOut, "fmha_kvcache_out", kOthers)}) {
     std::string const prefix = name;
     library.def(schema_of(of, prefix, false, results).c_str());
     library.def(schema_of(of, prefix + "_check", false, "()").c_str());
@@ -240,16 +282,20 @@ STABLE_TORCH_LIBRARY(cutlass_ext, library) {
   }
   library.def(schema_of(Operator::Fmha, "fmha_with_grad", false, kResults).c_str());  // fmha, which autograd knows
   library.def(schema_of(Operator::KVCache, "fmha_kvcache_append", true, kResults).c_str());
+  library.def(schema_of(Operator::KVCacheOut, "fmha_kvcache_append_out", true, kOthers).c_str());
   library.def("kernels_taking(int features) -> str");
   library.def("pack_mask(Tensor mask) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(cutlass_ext, CUDA, library) {
   library.impl("fmha", &boxed<Operator::Fmha, forward>);
+  library.impl("fmha_out", &boxed<Operator::FmhaOut, forward>);
   library.impl("fmha_with_grad", &boxed<Operator::Fmha, forward>);
   library.impl("fmha_backward", &boxed<Operator::Backward, backward>);
   library.impl("fmha_kvcache", &boxed<Operator::KVCache, forward>);
   library.impl("fmha_kvcache_append", &boxed<Operator::KVCache, forward>);
+  library.impl("fmha_kvcache_out", &boxed<Operator::KVCacheOut, forward>);
+  library.impl("fmha_kvcache_append_out", &boxed<Operator::KVCacheOut, forward>);
   library.impl("pack_mask", &packed_mask);
   add_checks(library);
 }

@@ -75,6 +75,7 @@ class Tensor {
     ask(torch_get_mutable_data_ptr(handle_.get(), &found));
     return found;
   }
+  AtenTensorHandle handle() const { return handle_.get(); }
   template <class T>
   T const* as() const {
     return static_cast<T const*>(data);

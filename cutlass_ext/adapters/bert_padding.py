@@ -28,7 +28,12 @@ def unpad_input(
     Returns:
         The rows `[total, ...]`; their places in the flattened batch, int64 `[total]`; `cu_seqlens`, int32 `[B + 1]`;
         the longest of the sequences, for which the host waits; and their lengths without unused rows, int32 `[B]`.
+
+    Raises:
+        TypeError, ValueError: a mask that is no tensor, or not `[B, N]`.
     """
+    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        _check(name, mask, hidden_states, is_needed=name == "attention_mask")
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths, used = (mask.sum(-1, dtype=torch.int32) for mask in (kept, attention_mask))
     return *_packed(hidden_states, kept, lengths), used
@@ -46,16 +51,33 @@ def unpad_input_for_concatenated_sequences(
     Returns:
         The first four of `unpad_input`, with a `cu_seqlens` of as many sequences as there are.
     """
+    _check("attention_mask_in_length", attention_mask_in_length, hidden_states)
     i = torch.arange(attention_mask_in_length.shape[1], device=attention_mask_in_length.device)
     kept = i < attention_mask_in_length.sum(-1, keepdim=True)
     lengths = attention_mask_in_length[attention_mask_in_length > 0].int()
     return _packed(hidden_states, kept, lengths)
 
 
+def _check(name: str, mask: Tensor | None, hidden_states: Tensor, *, is_needed: bool = True) -> None:
+    """Rows of a mask of another length would be those of another token."""
+    if mask is None and not is_needed:
+        return
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name}: is of type {type(mask).__name__}; expected a tensor")
+    if mask.shape != hidden_states.shape[:2]:
+        expected = list(hidden_states.shape[:2])
+        raise ValueError(f"{name}: has shape {list(mask.shape)}; expected [batch, seq] = {expected}")
+
+
 def _packed(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, int(lengths.max())
+    return (
+        index_first_axis(hidden_states.flatten(0, 1), indices),
+        indices,
+        cu_seqlens,
+        int(lengths.max()) if len(lengths) else 0,
+    )
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:

@@ -24,7 +24,8 @@ def register() -> None:
     Heads (Megatron's tensor parallelism) are cut where every dimension of the mesh divides the key heads; slopes and
     sinks with them. Sequences are cut with their lengths, start positions and pages' tables; packed ones are not.
     Whatever else comes is redistributed to one of these, or replicated: so are calls with dropout. All tensors of a
-    call are DTensors then, slopes, sinks and lengths too. `flash_attn_*` follow; `flash_attn_with_kvcache` does not.
+    call are DTensors then, slopes, sinks and lengths too. `flash_attn_*` follow; `flash_attn_with_kvcache` does not,
+    nor do calls with `out`.
 
     Source: Megatron-LM (arXiv:1909.08053, section 3).
     """

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import flash_attn as names
+from .._ops import renaming
 from ..kvcache import flash_attn_with_kvcache
 from ..support import attend, attend_backward
 from . import bert_padding, rotary
@@ -141,6 +142,7 @@ def _in_order(function: Callable, order: str) -> Callable:
     more = [name for name in ("s_aux", "out") if name not in known]
     defaults = {name: own[_RENAMED.get(name, name)].default for name in known if _RENAMED.get(name, name) in own}
 
+    @renaming(**{own: name for name, own in _RENAMED.items() if name in known})
     def call(*args, **kwargs):
         given = signature.bind(*args, **kwargs).arguments
         return function(**{_RENAMED.get(name, name): x for name, x in given.items() if x is not None})

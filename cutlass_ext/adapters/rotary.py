@@ -29,7 +29,18 @@ def apply_rotary_emb(
 
     Returns:
         Shape and dtype of `x`, computed in float32; `x` itself with `inplace`.
+
+    Raises:
+        TypeError: x, cos or sin is no tensor.
+        ValueError: shapes that do not fit; positions that cos has no row for, where an int and no tensor says so.
     """
+    _check(x, cos, sin, 4 if cu_seqlens is None else 3)
+    if cu_seqlens is None and not isinstance(seqlen_offsets, Tensor):
+        last = x.shape[1] + seqlen_offsets
+        if seqlen_offsets < 0 or last > len(cos):
+            raise ValueError(
+                f"cos: has {len(cos)} rows, and positions go from {seqlen_offsets} to {last - 1}; expected one of each"
+            )
     if cu_seqlens is None:
         positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
         offsets = seqlen_offsets.unsqueeze(-1) if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
@@ -40,6 +51,20 @@ def apply_rotary_emb(
         offsets = seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
         out = rotated(x[None], (rows - cu_seqlens[sequence] + offsets)[None], cos, sin, interleaved)[0]
     return x.copy_(out) if inplace else out
+
+
+def _check(x: Tensor, cos: Tensor, sin: Tensor, dims: int) -> None:
+    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: is of type {type(tensor).__name__}; expected a tensor")
+    if x.dim() != dims:
+        expected = "[batch, seq, heads, head_dim]" if dims == 4 else "[total, heads, head_dim]"
+        raise ValueError(f"x: has shape {list(x.shape)}; expected {expected}")
+    if cos.dim() != 2 or 2 * cos.shape[1] > x.shape[-1]:
+        expected = f"[positions, rotary_dim / 2], rotary_dim at most {x.shape[-1]}"
+        raise ValueError(f"cos: has shape {list(cos.shape)}; expected {expected}")
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin: has shape {list(sin.shape)} and cos {list(cos.shape)}; they must be equal")
 
 
 apply_rotary_emb_func = apply_rotary_emb

@@ -220,13 +220,11 @@ class _Attention(torch.autograd.Function):
             for part in place.places.parts:
                 with launches.next():
                     results = fmha(
-                        place.rows(piece_q, part), *place.keys_of(part, keys), return_lse=with_lse,
-                        **place.options_of(part, of_q, sink, q.device),
+                        place.rows(piece_q, part), *place.keys_of(part, keys), out=place.rows(piece_out, part),
+                        return_lse=with_lse, **place.options_of(part, of_q, sink, q.device),
                     )  # fmt: skip
-                    part_out, *part_lse = results if with_lse else (results,)
-                    place.rows(piece_out, part).copy_(part_out)
-                    for x in part_lse:
-                        place.part_of_lse(lse, part, of_q).copy_(x)
+                    if with_lse:
+                        place.part_of_lse(lse, part, of_q).copy_(results[1])
         launches.join()
         ctx.place, ctx.d = place, d
         ctx.kept = [heads for heads, _ in gathered] if place.bytes_of_whole(k, v) <= KEPT_BYTES else None

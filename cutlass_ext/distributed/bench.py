@@ -3,18 +3,20 @@
     python -m cutlass_ext.distributed.bench                       # all GPUs of this machine
     torchrun --nproc-per-node 8 --nnodes 8 ... -m cutlass_ext.distributed.bench
     python -m cutlass_ext.distributed.bench --device cpu --processes 2 --tokens 512     # does it run?
+    python -m cutlass_ext.distributed.bench --packed 16           # sequences of many lengths, packed
     python -m cutlass_ext.distributed.bench --model 8 64          # what to expect; nothing runs
 
 For people who want to know what several GPUs make of a long sequence. Each row is checked against one GPU before it is
 timed. A time is the median over rounds of the slowest rank's, of calls one after the other for a few milliseconds;
 efficiency is the time of one GPU for the whole over GPUs times that. `plain all_gather` is what anyone would write with
 `gather` and two calls. `torch` is PyTorch's context parallelism with cuDNN's attention, for which K and V are repeated,
-as it knows no grouped heads; there is no such row where PyTorch has no such thing. The columns of the model are
-model.py's, with the rates of one GPU and of a transfer between two as measured here.
+as it knows no grouped heads; there is no such row where PyTorch has no such thing, and neither row of packed sequences.
+The columns of the model are model.py's, with the rates of one GPU and of a transfer between two as measured here.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -72,13 +74,14 @@ def torch_context(device: str) -> Iterator[None]:
         yield
 
 
-METHODS = {
-    "ring": lambda q, k, v, causal: fmha(q, k, v, method="ring", causal=causal),
-    "all_to_all": lambda q, k, v, causal: fmha(q, k, v, method="all_to_all", causal=causal),
-    "all_gather": lambda q, k, v, causal: fmha(q, k, v, method="all_gather", causal=causal),
-    "plain all_gather": plain_all_gather,
-    "torch": of_torch,
-}
+PADDED = {"plain all_gather": plain_all_gather, "torch": of_torch}  # of one sequence alone
+
+
+def lengths_of(args: argparse.Namespace, tokens: int) -> tuple[int, ...]:
+    """One sequence, or packed ones of lengths like 1, 2, 3, ..."""
+    n = args.packed or 1
+    ends = [tokens * i * (i + 1) // (n * (n + 1)) for i in range(n + 1)]
+    return tuple(end - begin for begin, end in itertools.pairwise(ends))
 
 
 def passes(call: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, backward: bool) -> list[Tensor]:
@@ -91,9 +94,11 @@ def passes(call: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, backw
 
 
 def slowest_ms(run: Callable[[], object], rounds: int, device: str) -> float:
+    flag = torch.zeros(1, device=device)
+
     def sample(repeats: int) -> float:
         dist.barrier()
-        ms = torch.tensor(sample_ms(run, repeats, device), device=device)
+        ms = torch.tensor(sample_ms(run, repeats, device, lambda: dist.all_reduce(flag)), device=device)
         dist.all_reduce(ms, dist.ReduceOp.MAX)
         return ms.item()
 
@@ -123,18 +128,24 @@ def measure(args: argparse.Namespace, tokens: int, backward: bool, machine: Mach
     """A row for each method that takes the call."""
     ranks, dtype = dist.get_world_size(), getattr(torch, args.dtype)
     torch.manual_seed(0)  # the same tensors on all ranks
-    heads = args.heads, args.kv_heads, args.kv_heads, args.heads
-    *whole, dout = (torch.randn(1, tokens, H, args.head_dim, device=args.device).to(dtype) for H in heads)
+    lengths = lengths_of(args, tokens)
+    ends = [0, *itertools.accumulate(lengths)] if args.packed else None
+    packing: dict[str, object] = {}
+    if ends:
+        at = torch.tensor(ends, dtype=torch.int32, device=args.device)
+        packing = {"cu_seqlens_q": at, "cu_seqlens_k": at, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    heads, rows = (args.heads, args.kv_heads, args.kv_heads, args.heads), (tokens,) if ends else (1, tokens)
+    *whole, dout = (torch.randn(*rows, H, args.head_dim, device=args.device).to(dtype) for H in heads)
     whole = [x.requires_grad_(backward) for x in whole]
 
     def alone(inputs=whole, dout=dout) -> list[Tensor]:
-        return passes(lambda: fmha_of_one(*inputs, causal=args.causal), inputs, dout, backward)
+        return passes(lambda: fmha_of_one(*inputs, causal=args.causal, **packing), inputs, dout, backward)
 
-    expected = [shard(x) for x in alone()]
+    expected = [shard(x, cu_seqlens=ends) for x in alone()]
     one = slowest_ms(alone, args.rounds, args.device)
-    inputs = [shard(x.detach()).requires_grad_(backward) for x in whole]
-    dout = shard(dout)
-    call = Attention(tokens, args.heads, args.kv_heads, args.head_dim, args.causal)
+    inputs = [shard(x.detach(), cu_seqlens=ends).requires_grad_(backward) for x in whole]
+    dout = shard(dout, cu_seqlens=ends)
+    call = Attention(lengths, args.heads, args.kv_heads, args.head_dim, args.causal)
     assumed = one_gpu_ms(call, machine, backward)
     machine = replace(
         machine,
@@ -143,11 +154,14 @@ def measure(args: argparse.Namespace, tokens: int, backward: bool, machine: Mach
     )
     for name in args.methods:
         expect = MODELS[name](call, machine, ranks, backward) if name in MODELS else None
-        if name in MODELS and expect is None:
+        if expect is None and (name in MODELS or args.packed):
             continue
 
-        def run(method=METHODS[name]) -> list[Tensor]:
-            return passes(lambda: method(*inputs, args.causal), inputs, dout, backward)
+        def run(name=name) -> list[Tensor]:
+            if name in PADDED:
+                return passes(lambda: PADDED[name](*inputs, args.causal), inputs, dout, backward)
+            options = {"method": name, "causal": args.causal, "cu_seqlens": ends}
+            return passes(lambda: fmha(*inputs, **options), inputs, dout, backward)
 
         with contextlib.ExitStack() as around:
             try:
@@ -157,7 +171,8 @@ def measure(args: argparse.Namespace, tokens: int, backward: bool, machine: Mach
             except Exception as absent:
                 if name != "torch":
                     raise
-                print(f"no row of {name}: {absent}", file=sys.stderr)
+                if dist.get_rank() == 0:
+                    print(f"no row of {name}: {absent}", file=sys.stderr)
                 continue
             differences = [(a - b).abs().max() / b.abs().max() for a, b in zip(results, expected, strict=True)]
             worst = torch.stack(differences).max().float()
@@ -174,7 +189,7 @@ def measure(args: argparse.Namespace, tokens: int, backward: bool, machine: Mach
 
 def modelled(args: argparse.Namespace, gpus: int, tokens: int, backward: bool) -> Iterator[dict]:
     """The same rows by the model alone."""
-    call = Attention(tokens, args.heads, args.kv_heads, args.head_dim, args.causal)
+    call = Attention(lengths_of(args, tokens), args.heads, args.kv_heads, args.head_dim, args.causal)
     one = one_gpu_ms(call, Machine(), backward)
     for name, model in MODELS.items():
         expect = model(call, Machine(), gpus, backward)
@@ -222,7 +237,8 @@ def work(rank: int, args: argparse.Namespace) -> None:
     if first:
         name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
         print(f"{dist.get_world_size()} x {name}, torch {torch.__version__}, {args.dtype}, {args.heads} query heads,")
-        print(f"{args.kv_heads} key heads, d {args.head_dim}, {'' if args.causal else 'not '}causal; {gbs:.1f} GB/s\n")
+        how = ("" if args.causal else "not ") + "causal" + (f", {args.packed} packed sequences" if args.packed else "")
+        print(f"{args.kv_heads} key heads, d {args.head_dim}, {how}; {gbs:.1f} GB/s\n")
         print_header()
     for tokens in args.tokens:
         for backward in (False, True):
@@ -250,7 +266,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--not-causal", dest="causal", action="store_false")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument(
+        "--packed", type=int, metavar="SEQUENCES", help="so many packed ones, of lengths like 1, 2, ..."
+    )
+    parser.add_argument("--methods", nargs="+", choices=[*MODELS, *PADDED], default=[*MODELS, *PADDED])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--model", type=int, nargs="+", metavar="GPUS", help="print what to expect of so many, and end")

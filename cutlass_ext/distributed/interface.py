@@ -64,9 +64,9 @@ def fmha(
     Sizes beyond q, k, v and out, with N rows on P ranks: a ring has K and V of a rank three times (as sent, and two
     as received) and out in float32 twice, while it merges; backward also dq, and dk and dv four times, in float32.
     All-to-all has q, k, v and out of N rows and H / P heads, as sent and as received. All-gather has K and V of all N
-    rows, whatever P is (packed sequences for a moment twice), and out twice; up to 128 MB of K and V are kept for the
-    backward pass, which has them, the gradients of them that its rows give, at most twice their size, and those that
-    come, at most twice too (causal half of all that), and dq twice. Nothing has N^2 elements.
+    rows, whatever P is (packed sequences for a moment twice); up to 128 MB of K and V are kept for the backward pass,
+    which has them, the gradients of them that its rows give, at most twice their size, and those that come, at most
+    twice too (causal half of all that), and dq twice. Nothing has N^2 elements.
 
     Args:
         q, k, v: `[B, N / P, heads, head_dim]`, or packed `[rows of this rank, heads, head_dim]`: dtypes and head dims
@@ -182,12 +182,11 @@ def _method(method: str, q: Tensor, k: Tensor, v: Tensor, spread: Spread, causal
 
 
 def _fastest(q: Tensor, k: Tensor, v: Tensor, spread: Spread, causal: bool, methods: list[str]) -> str:
-    """Of some methods, by the model of model.py, which has of packed sequences the mean: only ratios matter."""
-    rows, sequences = sum(spread.lengths), max(len(spread.lengths), 1)
-    of_row = math.prod(k.shape[:-3]) * k.shape[-2] * (k.shape[-1] + v.shape[-1]) * k.element_size()
-    if rows * of_row > GATHERED_BYTES:
+    """Of some methods, by the model of model.py."""
+    lengths = spread.lengths * math.prod(q.shape[:-3])
+    if sum(lengths) * k.shape[-2] * (k.shape[-1] + v.shape[-1]) * k.element_size() > GATHERED_BYTES:
         methods = [method for method in methods if method != "all_gather"]
-    call = Attention(rows // sequences, q.shape[-2], k.shape[-2], q.shape[-1], causal)
+    call = Attention(lengths, q.shape[-2], k.shape[-2], q.shape[-1], causal)
     return _fastest_of(call, spread.ranks, _needs_grad(q, k, v), tuple(methods))
 
 

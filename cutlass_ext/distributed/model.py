@@ -25,17 +25,21 @@ class Machine:
 
 @dataclass(frozen=True)
 class Attention:
-    """A call of the whole: `tokens` rows of one sequence, 16 bits an element."""
+    """A call of the whole: sequences of `lengths` rows, 16 bits an element."""
 
-    tokens: int
+    lengths: tuple[int, ...]
     heads: int
     kv_heads: int
     head_dim: int
     causal: bool
 
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
     def flops(self, backward: bool) -> float:
         """Two matrix products over the visible pairs; five in the backward pass."""
-        pairs = self.tokens**2 / (2 if self.causal else 1)
+        pairs = sum(n**2 for n in self.lengths) / (2 if self.causal else 1)
         return (10 if backward else 4) * self.heads * self.head_dim * pairs
 
 
@@ -100,7 +104,7 @@ def all_gather_ms(call: Attention, machine: Machine, gpus: int, backward: bool) 
         return _transfer_ms(part * 2 * kv * (gpus - 1), machine, gpus)
 
     late = max(transfer(1 - first) - first * compute, 0.0) if first < 1 else 0.0
-    ms += transfer(first) + late + (4 * kv + 4 * out) / machine.memory_gbs / 1e6 + machine.pass_us / 1e3
+    ms += transfer(first) + late + 4 * kv / machine.memory_gbs / 1e6 + machine.pass_us / 1e3
     if backward:
         again = transfer(1) if 2 * kv * gpus > KEPT_BYTES else 0.0
         sums = (4 * out + 6 * (gpus + 0.5) * kv) / machine.memory_gbs / 1e6

@@ -54,6 +54,7 @@ def serve(rank, size, port, device, tasks, answers):
         except Exception as error:
             answers.put((dist.get_rank(group), f"{type(error).__name__}: {error}", traceback.format_exc()))
     dist.destroy_process_group()
+    os._exit(0)  # a thread of gloo that lets go of its last tensor while Python ends would abort the process
 
 
 class Pool:
@@ -63,7 +64,10 @@ class Pool:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        context = mp.get_context("spawn")
+        # A fork of a process that has imported PyTorch, and nothing more, starts at once; CUDA wants new processes.
+        context = mp.get_context("spawn" if device == "cuda" else "forkserver")
+        if device == "cpu":
+            context.set_forkserver_preload(["pytest", "torch.distributed", "torch.testing"])
         self.tasks, self.answers = [context.Queue() for _ in range(size)], context.Queue()
         self.processes = [
             context.Process(target=serve, args=(r, size, port, device, self.tasks[r], self.answers), daemon=True)
@@ -114,9 +118,9 @@ def pool():
 LENGTHS = [13, 1, 0, 24, 5]
 
 
-def compare(group, layout, method, options, packed, dtype=torch.float32, device="cpu"):
+def compare(group, layout, method, options, packed, dtype=torch.float32, device="cpu", N=24, H_q=4):
     """Outputs and gradients of the ranks' shards against one call of the whole; loss through out and lse."""
-    B, N, H_q, H_kv, d, d_v = 2, 24, 4, 2, 16, 8
+    B, H_kv, d, d_v = 2, 2, 16, 8
     ends = [0, *itertools.accumulate(LENGTHS)] if packed else None
     rows = (ends[-1],) if packed else (B, N)
     to = {"device": device, "dtype": dtype}
@@ -223,6 +227,21 @@ def compare_gathered(group, layout, options, packed, in_pieces, *arguments):
 @pytest.mark.parametrize("layout,features", [*LAYOUTS, ("zigzag", "dropout")])
 def test_all_gather(pool, ranks, layout, packed, features, in_pieces):
     pool.run(compare_gathered, ranks, layout, FEATURES.get(features, DROPOUT), packed, in_pieces)
+
+
+@pytest.fixture(scope="module")
+def eight():
+    pool = Pool(8)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("method,features", [("ring", "all"), ("all_to_all", "causal"), ("all_gather", "all")])
+def test_eight_ranks(eight, method, features, packed):
+    """A host of GPUs; of packed sequences some ranks have no rows."""
+    H_q = 8 if method == "all_to_all" else 4
+    eight.run(compare, 8, "zigzag", method, FEATURES[features], packed, torch.float32, "cpu", 48, H_q)
 
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all", "all_gather", "auto"])
@@ -549,22 +568,42 @@ def test_errors_without_a_group():
         ce.distributed.fmha(x, x, x)
 
 
-def dies(group):
-    rank = dist.get_rank(group)
-    if rank == 1:
+def dies(group, method, check, backward):
+    """Before the call, or between its passes."""
+    q, k, v = (torch.randn(1, 6, 3, 16, requires_grad=backward) for _ in "qkv")
+    options = {"group": group, "layout": "contiguous", "method": method, "check": check}
+    if backward:
+        out = ce.distributed.fmha(q, k, v, **options)
+        dist.barrier(group)
+    if dist.get_rank(group) == 1:
         os._exit(0)
-    call(group, {None: {"shapes": [(1, 6, 2, 16)] * 3, "layout": "contiguous", "method": "ring", "check": rank == 0}})
+    torch.autograd.grad(out.sum(), (q, k, v)) if backward else ce.distributed.fmha(q, k, v, **options)
 
 
-def test_a_dead_rank():
-    """Found out by the check of arguments, or without it by the ring."""
+MISSING = {
+    "ring": r"k and v of step \d did not",
+    "all_to_all": "heads and rows were not",
+    "all_gather": "k and v did not",
+}
+
+
+@pytest.mark.parametrize(
+    "method,check,backward,missing",
+    [
+        ("ring", True, False, "a rank is gone"),
+        *[(method, False, False, missing) for method, missing in MISSING.items()],
+        *[(method, False, True, "") for method in MISSING],
+    ],
+)
+def test_a_dead_rank(method, check, backward, missing):
+    """Found out by the check of arguments, or without it by the messages, forward and backward."""
     pool = Pool(3)
     try:
-        found = pool.answers_of(dies, 3, expected=2)
+        found = pool.answers_of(dies, 3, method, check, backward, expected=2)
     finally:
         pool.close()
-    assert found[0][0].startswith("RuntimeError: rank 0 of 3: a rank is gone"), found
-    assert found[2][0].startswith("RuntimeError: rank 2 of 3: k and v of step 1 did not come from rank 1"), found
+    for rank, (error, _) in found.items():
+        assert re.match(f"RuntimeError: rank {rank} of 3: {missing}", error), found
 
 
 # ------------------------------------------------------------------------------------------------ python/train.py
@@ -599,7 +638,7 @@ def test_training_in_parallel(pool, options, bound, tmp_path):
 def test_model():
     """More GPUs are faster, and never more than as many times; heads that cannot be cut have no all-to-all."""
     machine = model.Machine()
-    call = model.Attention(1 << 17, 32, 8, 128, True)
+    call = model.Attention((1 << 17,), 32, 8, 128, True)
     for backward in (False, True):
         one = model.one_gpu_ms(call, machine, backward)
         assert model.ring_ms(call, machine, 1, backward) == one
@@ -617,14 +656,15 @@ def test_bench_model(capsys):
     assert "not measured" in out and all(out.count(f"| {m} |") == n for m, n in (("ring", 4), ("all_to_all", 2)))
 
 
-def bench_rows(group):
-    args = bench.parse_arguments(
-        ["--device", "cpu", "--tokens", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--rounds", "2"]
-    )
+def bench_rows(group, *options):
+    sizes = "--tokens 64 --heads 4 --kv-heads 2 --head-dim 16 --rounds 2"
+    args = bench.parse_arguments(["--device", "cpu", *sizes.split(), *options])
     return list(bench.measure(args, 64, True, model.Machine()))
 
 
-def test_bench(pool):
-    for rows in pool.run(bench_rows, 4):
-        assert [row["method"] for row in rows] == ["ring", "all_to_all", "all_gather", "plain all_gather"]
+@pytest.mark.parametrize("options", [[], ["--packed", "5"]], ids=["padded", "packed"])
+def test_bench(pool, options):
+    for rows in pool.run(bench_rows, 4, *options):
+        plain = [] if options else ["plain all_gather"]
+        assert [row["method"] for row in rows] == ["ring", "all_to_all", "all_gather", *plain]
         assert all(row["ms"] > 0 and row["difference"] <= 2e-2 and row["GPUs"] == 4 for row in rows)

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from oracle import expect
@@ -60,15 +61,18 @@ WRONG = [
     # finite, above 0, and so in float32, in which scores are computed
     *[("softmax_scale", V, {"softmax_scale": x}) for x in (0.0, -0.1, float("inf"), float("nan"), 1e39, 1e-39, 1e-60)],
     ("softmax_scale", T, {"softmax_scale": "small"}),
+    # a tensor's gradient would be missing, and the host would wait for its value; True is no number
+    *[(name, T, {name: x}) for name in ("softmax_scale", "softcap", "dropout_p") for x in (True, tensor(), tensor(1))],
     *[("softcap", V, {"softcap": x}) for x in (-1.0, float("inf"), float("nan"), 1e39, 1e-39, 1e-60)],
     *[("softcap", T, {"softcap": x}) for x in (None, "soft")],
     *[("num_splits", V, {"num_splits": x}) for x in (-1, 100_000)],
     *[("num_splits", T, {"num_splits": x}) for x in (None, 1.5)],
-    *[(name, T, {name: x}) for name in ("causal", "deterministic") for x in ("yes", None, 1, 0, 1.0, [True])],
+    *[(name, T, {name: x}) for name in ("causal", "deterministic", "return_lse")
+      for x in ("yes", None, 1, 0, 1.0, [True])],
     *[("window", V, {"window": x}) for x in ((-2, 0), (0, -5), (1, 2, 3), (), (-(2**70), 0))],
     *[("window", T, {"window": x}) for x in (None, 5, (1.5, 0), (0, 1.5), ("a", "b"), "ab", (None, None), (3, None))],
     *[("start_pos", V, {"start_pos": x}) for x in ("start", "", 1 << 40, -(1 << 31))],
-    *[("start_pos", T, {"start_pos": x}) for x in (None, 1.5, [0, 1])],
+    *[("start_pos", T, {"start_pos": x}) for x in (None, 1.5, [0, 1], True)],
     # vectors: shape, dtype, layout
     *[(name, V, {name: tensor(*shape, dtype=INT32)}) for name in ("start_pos", "seqused_k", "leftpad_k")
       for shape in ((), (B + 1,), (B, 1), (0,))],
@@ -294,11 +298,13 @@ FLASH = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_fu
         ("dropout_p", T, "half"),
         ("softmax_scale", V, 0.0),
         ("softmax_scale", V, -1.0),
+        ("softmax_scale", T, torch.ones((), requires_grad=True)),
         ("softcap", V, -1.0),
         ("softcap", V, 1e-39),
         ("window_size", V, (1, 2, 3)),
         ("window_size", V, (-2, 0)),
         ("window_size", T, None),
+        ("window", T, (1, 0)),  # fmha's name
         ("window_size", T, "ab"),
         ("window_size", T, (1.5, 0)),
         ("alibi_slopes", V, torch.ones(3)),
@@ -388,6 +394,9 @@ def test_wrong_argument_of_flash_attn_varlen(device, function, name, error, valu
         ("dropout_p", V, {"dropout_p": 1.5}),
         ("scale", V, {"scale": 0.0}),
         ("scale", V, {"scale": -2.0}),
+        ("scale", T, {"scale": torch.ones(())}),
+        ("causal", T, {"causal": True}),  # fmha's names
+        ("mask", T, {"mask": None}),
         ("is_causal", T, {"is_causal": "yes"}),
         ("is_causal", T, {"is_causal": None}),
         ("is_causal", T, {"is_causal": 1}),
@@ -408,3 +417,30 @@ def test_wrong_argument_of_sdpa(device, name, error, spoilt):
     arguments = {n: torch.ones(B, HEADS, N, D) for n in ("query", "key", "value")} | spoilt
     arguments = {n: on(device, x) for n, x in arguments.items()}
     assert_refused(cutlass_ext.scaled_dot_product_attention, name, error, arguments)
+
+
+@pytest.mark.parametrize("function", ["fmha", "flash_attn_func"])
+@pytest.mark.parametrize("layout", ["sparse", "nested"])
+def test_tensors_without_strides(device, function, layout):
+    given = valid(device)
+    q = (
+        given["q"].to_sparse()
+        if layout == "sparse"
+        else torch.nested.nested_tensor(list(given["q"]), layout=torch.jagged)
+    )
+    assert_refused(getattr(cutlass_ext, function), "q", TypeError, given | {"q": q})
+
+
+def test_dtypes_in_errors_are_pythons(device):
+    ends = torch.tensor([0, N], device=device)
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": N, "max_seqlen_k": N}
+    with pytest.raises(TypeError, match=r"^cu_seqlens_q: has dtype int64; expected int32$"):
+        cutlass_ext.fmha(*(x[0] for x in valid(device).values()), **lengths)
+    with pytest.raises(TypeError, match=r"^seqused_k: is of type list; expected a tensor or None$"):
+        cutlass_ext.fmha(**valid(device), seqused_k=[1, 2])
+
+
+def test_a_window_may_be_a_numpy_array(device):
+    given = valid(device)
+    want = cutlass_ext.fmha(**given, window=(2, 0))
+    assert torch.equal(cutlass_ext.fmha(**given, window=np.array([2, 0])), want)

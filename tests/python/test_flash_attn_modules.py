@@ -292,3 +292,50 @@ def test_rotary_says_what_it_wants(installed):
         RotaryEmbedding(16)(torch.zeros(2, 5, 3, 4, 16), seqlen_offset=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="num_heads_q"):
         apply_rotary_emb_qkv_(torch.zeros(2, 5, 8, 16), torch.zeros(5, 8), torch.zeros(5, 8))
+
+
+@pytest.mark.parametrize(
+    "name,error,spoilt",
+    [
+        ("x", TypeError, {"x": None}),
+        ("x", ValueError, {"x": torch.zeros(5, 4, 16)}),
+        ("cos", ValueError, {"cos": torch.zeros(4, 8), "sin": torch.zeros(4, 8)}),  # fewer rows than positions
+        ("cos", ValueError, {"seqlen_offsets": 4}),
+        ("cos", ValueError, {"seqlen_offsets": -1}),
+        ("cos", ValueError, {"cos": torch.zeros(8, 9), "sin": torch.zeros(8, 9)}),
+        ("cos", ValueError, {"cos": torch.zeros(1, 8, 8)}),
+        ("sin", ValueError, {"sin": torch.zeros(8, 4)}),
+    ],
+)
+def test_wrong_argument_of_rotary(installed, name, error, spoilt):
+    from flash_attn.layers.rotary import apply_rotary_emb
+
+    given = {"x": torch.zeros(2, 5, 4, 16), "cos": torch.zeros(8, 8), "sin": torch.zeros(8, 8)}
+    with pytest.raises(error, match=f"^{name}: "):
+        apply_rotary_emb(**given | spoilt)
+
+
+def test_masks_of_another_length_are_refused(installed):
+    """Their rows would be those of other tokens."""
+    from flash_attn.bert_padding import unpad_input, unpad_input_for_concatenated_sequences
+
+    x = torch.zeros(2, 5, 8)
+    for mask in (torch.ones(2, 3), torch.ones(2, 1, 1, 5), torch.ones(10)):
+        with pytest.raises(ValueError, match=r"^attention_mask: has shape"):
+            unpad_input(x, mask)
+    with pytest.raises(ValueError, match=r"^unused_mask: "):
+        unpad_input(x, torch.ones(2, 5), torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"^attention_mask_in_length: "):
+        unpad_input_for_concatenated_sequences(x, torch.ones(2, 4, dtype=torch.int32))
+    with pytest.raises(TypeError, match=r"^attention_mask: "):
+        unpad_input(x, None)
+
+
+def test_errors_go_by_the_names_of_flash_attention_3(installed):
+    import flash_attn_interface
+
+    pages = torch.zeros(4, 16, 2, 16)
+    with pytest.raises(TypeError, match=r"^page_table: "):
+        flash_attn_interface.flash_attn_with_kvcache(
+            torch.zeros(2, 1, 2, 16), pages, pages, page_table=torch.zeros(2, 2)
+        )

@@ -1,12 +1,13 @@
 """O(N) memory, measured at two N; no hidden copies; and indices beyond 2^31."""
 
 import dataclasses
+import functools
 import resource
 
 import pytest
 import torch
 from conftest import Target
-from oracle import expect
+from oracle import assert_same_bits, expect, expect_gradients
 
 import cutlass_ext
 from cutlass_ext.measurement import peak_extra_bytes
@@ -69,20 +70,24 @@ def plenty_of_memory(gpu):
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-@pytest.mark.parametrize("dimension", ["batch", "seq", "heads"])
-def test_strides_beyond_int(gpu, plenty_of_memory, dimension, which):
-    """One of the tensors is spread over 17 GB (16-bit: 9), of which only its own elements are ever written."""
-    q, k, v = gpu.qkv(2, 65, 2, D)
+def spread(x, dimension):
+    """`x` `[2, 65, 2, D]` with one of its strides so long that its last element lies at 2^31 or past it."""
     strides = {
         "batch": (BEYOND_INT, 2 * D, D, 1),
         "seq": (2 * D, 1 << 26, D, 1),  # 64 rows of 2^26: the last lies at 2^32
         "heads": (65 * D, D, BEYOND_INT, 1),
     }[dimension]
+    view = torch.empty((1 << 32) + (1 << 20), dtype=x.dtype, device="cuda").as_strided(x.shape, strides)
+    return view.copy_(x)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("dimension", ["batch", "seq", "heads"])
+def test_strides_beyond_int(gpu, plenty_of_memory, dimension, which):
+    """One of the tensors is spread over 17 GB (16-bit: 9), of which only its own elements are ever written."""
+    q, k, v = gpu.qkv(2, 65, 2, D)
     tensors = {"q": q, "k": k, "v": v}
-    view = torch.empty((1 << 32) + (1 << 20), dtype=q.dtype, device="cuda").as_strided(q.shape, strides)
-    view.copy_(tensors[which])
-    tensors[which] = view
+    tensors[which] = spread(tensors[which], dimension)
     expect(q, k, v, causal=True).check(*gpu.fmha(*tensors.values(), causal=True))
 
 
@@ -107,6 +112,32 @@ def test_every_tensor_beyond_int(gpu, plenty_of_memory):
     out, lse = cutlass_ext.fmha(q, k, v, causal=True, return_lse=True)
     some = [0, (1 << 31) // a_sequence - 1, (1 << 31) // a_sequence, len(q) - 1]
     expect(*(t[some] for t in (q, k, v)), causal=True).check(out[some], lse[some])
+
+
+@pytest.mark.parametrize("which", ["dout", "q", "k", "v"])
+@pytest.mark.parametrize("dimension", ["batch", "seq", "heads"])
+def test_gradients_of_strides_beyond_int(gpu, plenty_of_memory, dimension, which):
+    q, k, v = gpu.qkv(2, 65, 2, D)
+    tensors = {"dout": gpu.randn(*q.shape), "q": q, "k": k, "v": v}
+    call = functools.partial(cutlass_ext.fmha_backward, causal=True, deterministic=True)
+    results = gpu.fmha(q, k, v, causal=True)
+    want = call(*tensors.values(), *results)[:3]
+    tensors[which] = spread(tensors[which], dimension)
+    assert_same_bits(call(*tensors.values(), *results)[:3], want)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_beyond_int(gpu, plenty_of_memory, deterministic):
+    """More than 2^31 elements of dq, all rows and keys of the first head and of the last one compared."""
+    heads, d, n_kv, ends = 128, 128, 8, [0, -1]
+    n_q = BEYOND_INT // (heads * d) + 1
+    q, dout = (gpu.randn(1, n_q, 1, d).expand(1, n_q, heads, d) for _ in range(2))
+    k, v = (gpu.randn(1, n_kv, heads, d) for _ in range(2))
+    out, lse = cutlass_ext.fmha(q, k, v, return_lse=True)
+    got = cutlass_ext.fmha_backward(dout.contiguous(), q, k, v, out, lse, deterministic=deterministic)[:3]
+    del out, lse
+    expected = expect_gradients(*(t[:, :, ends] for t in (q, k, v, dout)))
+    expected.check([t[:, :, ends] for t in got])
 
 
 def test_refused_calls_keep_nothing():

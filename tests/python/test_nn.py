@@ -216,7 +216,11 @@ def test_compile(target):
 WRONG = [
     (ValueError, "query", {"query": torch.zeros(2, 5, 60)}),
     (ValueError, "key", {"key": torch.zeros(5, 64)}),
+    (ValueError, "key", {"key": torch.zeros(1, 5, 64), "value": torch.zeros(1, 5, 64)}),
+    (TypeError, "key", {"key": None}),
     (ValueError, "value", {"value": torch.zeros(2, 6, 64)}),
+    (TypeError, "attn_mask", {"attn_mask": "causal"}),
+    (TypeError, "is_causal", {"is_causal": 1}),
     (ValueError, "key_padding_mask", {"key_padding_mask": torch.zeros(2, 6, dtype=torch.bool)}),
     (TypeError, "key_padding_mask", {"key_padding_mask": torch.zeros(2, 5, dtype=torch.int32)}),
     (ValueError, "attn_mask", {"attn_mask": torch.zeros(5, 6)}),

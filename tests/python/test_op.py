@@ -28,8 +28,10 @@ def test_opcheck(target, features):
 PREFILL, BACKWARD, CACHE = cutlass_ext.fmha, cutlass_ext.fmha_backward, cutlass_ext.flash_attn_with_kvcache
 OPERATORS = [
     *[(PREFILL, f"fmha{of}") for of in ("", "_torch", "_with_grad", "_with_grad_torch", "_check", "_explain")],
+    *[(PREFILL, f"fmha_out{of}") for of in ("", "_torch", "_check", "_explain")],
     *[(BACKWARD, f"fmha_backward{of}") for of in ("", "_torch", "_check", "_explain")],
     *[(CACHE, f"fmha_kvcache{of}") for of in ("", "_torch", "_append", "_append_torch", "_check", "_explain")],
+    *[(CACHE, f"fmha_kvcache{of}") for of in ("_out", "_out_torch", "_append_out", "_append_out_torch")],
 ]
 
 
@@ -49,7 +51,7 @@ def test_the_operators_have_the_defaults_of_the_functions(function, name):
 
 def engine_names(function):
     """Arguments of the function that the operators know under other names or not at all."""
-    return {CACHE: ("out", "s_aux", "engine"), PREFILL: ("block_mask",)}.get(function, ())
+    return {CACHE: ("out", "s_aux", "engine"), PREFILL: ("block_mask", "out")}.get(function, ())
 
 
 class Recorded(Exception):
@@ -68,7 +70,14 @@ def test_every_argument_arrives_under_its_name(function, monkeypatch):
     sides = "window_left", "window_right"
     places = {"window": sides, "window_size": sides, "return_softmax_lse": ("return_lse",)}
     given = dict.fromkeys(("causal", "return_lse", "return_softmax_lse", "deterministic"), True)
-    given |= {"dropout_p": 0.5, "bias_grad": False, "key_start": 5, "out_dtype": torch.float32}
+    given |= {
+        "dropout_p": 0.5,
+        "softmax_scale": 0.3,
+        "softcap": 2.0,
+        "bias_grad": False,
+        "key_start": 5,
+        "out_dtype": torch.float32,
+    }
     given |= {"rotary_interleaved": False, "start_pos": 3, "window": (5, 6), "window_size": (5, 6), "backend": "simt"}
     parameters = {n: p for n, p in inspect.signature(function).parameters.items() if n not in engine_names(function)}
     required = {n: torch.ones(1) for n, p in parameters.items() if p.default is inspect.Parameter.empty}
@@ -86,6 +95,13 @@ def test_every_argument_arrives_under_its_name(function, monkeypatch):
             with pytest.raises(Recorded) as raised:
                 function(**required, **{name: value})
             assert raised.value.args[1][place] is value and raised.value.args[1].get(name) in (None, 0)
+    for backend in ("auto", "torch") if function is not BACKWARD else ():
+        for name in {"softcap", "k"} & (parameters.keys() - required.keys()):
+            with pytest.raises(Recorded) as raised:
+                function(**required, out=tensor, backend=backend, **{name: 3.0})
+            operator, got = raised.value.args
+            assert got["out"] is tensor and got[name] == 3.0 and got.get("backend", "auto") == backend
+            assert ("_torch" in str(operator)) == (backend == "torch") and ("append" in str(operator)) == (name == "k")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -96,6 +112,33 @@ def test_fake_shapes(dtype):
         out, lse = cutlass_ext.fmha(q, k, v, return_lse=True)
     assert out.shape == (2, 17, 4, 16) and out.dtype == dtype and out.is_contiguous()
     assert lse.shape == (2, 4, 17) and lse.dtype == torch.float32 and lse.is_contiguous()
+
+
+def test_out(target):
+    """The same results and explanation as without; a graph of torch.compile writes it too; no gradients."""
+    q, k, v = target.qkv(2, 17, 4, 32, n_kv=40, heads_kv=2)
+    options = {"causal": True, "start_pos": "end", "backend": target.backend}
+    want, lse = cutlass_ext.fmha(q, k, v, return_lse=True, **options)
+    out = torch.full_like(want, float("nan"))
+    got = cutlass_ext.fmha(q, k, v, return_lse=True, out=out, **options)
+    assert got[0] is out and torch.equal(out, want) and torch.equal(got[1], lse)
+    explanation = cutlass_ext.explain(q, k, v, **options)
+    assert cutlass_ext.explain(q, k, v, out=out, **options) == explanation
+    cache = {"causal": True, "backend": target.backend}
+    explanation = cutlass_ext.explain(cutlass_ext.flash_attn_with_kvcache, q, k, v, **cache)
+    assert cutlass_ext.explain(cutlass_ext.flash_attn_with_kvcache, q, k, v, out=out, **cache) == explanation
+
+    torch._dynamo.reset()
+    call = torch.compile(lambda out: cutlass_ext.fmha(q, k, v, out=out, **options), backend="aot_eager", fullgraph=True)
+    assert torch.equal(call(out.fill_(float("nan"))), want) and torch.equal(out, want)
+    for requires in (q, out):
+        requires.requires_grad_()
+        for function, given in ((cutlass_ext.fmha, options), (cutlass_ext.flash_attn_with_kvcache, cache)):
+            with pytest.raises(NotImplementedError, match="requires grad"):
+                function(q, k, v, out=out, **given)
+        requires.requires_grad_(False)
+    with pytest.raises(ValueError, match="out_dtype: does not go with out"):
+        cutlass_ext.fmha(q, k, v, out=out, out_dtype=torch.float32, **options)
 
 
 def compiled(target, dynamic=None, **options):

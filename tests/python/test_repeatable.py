@@ -1,5 +1,7 @@
 """The same call gives the same bits: run after run, on any stream, whatever else is in the batch."""
 
+import functools
+
 import pytest
 import torch
 from oracle import assert_same_bits
@@ -31,6 +33,25 @@ def test_1000_times(kernels, n_q, d, num_splits):
     want = kernels.fmha(q, k, v, **options)
     runs = (kernels.fmha(q, k, v, **options) for _ in range(1000))
     assert not torch.stack([differs(run, want) for run in runs]).any()
+
+
+@pytest.mark.parametrize("n_q,d", [(700, 64), (700, 128), (130, 256)])
+def test_gradients_1000_times(kernels, n_q, d):
+    """Bit for bit where that is asked for. Where it is not, dq differs by the order of its sums and nothing else."""
+    q, k, v = kernels.qkv(3, n_q, 30, d, heads_kv=6)
+    dout, options = kernels.randn(*q.shape), {"causal": True, "seqused_k": kernels.int32([n_q, 65, n_q - 1])}
+    results = dout, q, k, v, *kernels.fmha(q, k, v, **options)
+    call = functools.partial(cutlass_ext.fmha_backward, *results, backend=kernels.backend, **options)
+    want = call(deterministic=True)[:3]
+    runs = (call(deterministic=True)[:3] for _ in range(1000))
+    assert not torch.stack([differs(run, want) for run in runs]).any()
+    dq, *of_keys = call()[:3]
+    size, distances = dq.float().norm(), []
+    for _ in range(200):
+        run = call()[:3]
+        assert_same_bits(run[1:], of_keys)
+        distances.append((run[0].float() - dq.float()).norm() / size)
+    assert torch.stack(distances).max() <= torch.finfo(q.dtype).eps
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 4])
@@ -96,6 +117,33 @@ def test_two_streams(gpu, n_q, num_splits):
     for i in range(2):
         for result in got[i]:
             assert_same_bits(result, want[i])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("n_q", [70, 900])
+def test_gradients_on_two_streams(gpu, n_q, deterministic):
+    """Their sums of dq, and the counters beside those, do not meet either."""
+    cases = []
+    for _ in range(2):
+        q, k, v = gpu.qkv(2, n_q, 6, 64, heads_kv=3)
+        cases.append((gpu.randn(*q.shape), q, k, v, *gpu.fmha(q, k, v, causal=True)))
+    call = functools.partial(cutlass_ext.fmha_backward, causal=True, deterministic=deterministic)
+    want = [call(*case)[:3] for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    got = [[], []]
+    for _ in range(50):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                got[i].append(call(*cases[i])[:3])
+    torch.cuda.synchronize()
+    for i in range(2):
+        dq, *of_keys = want[i]
+        for result in got[i]:
+            assert_same_bits(result[1:], of_keys)
+            if deterministic:
+                assert_same_bits(result[:1], [dq])
+            assert (result[0].float() - dq.float()).norm() <= torch.finfo(dq.dtype).eps * dq.float().norm()
 
 
 def test_runs_on_the_current_stream(gpu):

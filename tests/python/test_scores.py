@@ -404,8 +404,6 @@ def test_rows_without_a_visible_key(target, kind, sink):
     assert torch.equal(
         lse[empty], (options["sink"][None, :, None] if sink else lse.new_tensor(-INF)).expand_as(lse)[empty]
     )
-    if kind != "mask" and target.family == "torch":  # there -inf and NaN are NaN
-        return
     dout, dlse = of_out(target, q, v)
     call = functools.partial(
         cutlass_ext.fmha_backward, backend=target.backend, dlse=dlse, deterministic=True, **options
@@ -1185,7 +1183,13 @@ def test_wrong_block_mask(device):
         ("start_pos", V, {"start_pos": torch.ones(3, dtype=torch.int32)}),
         ("start_pos", V, {"start_pos": "begin"}),
         ("key_start", V, {"key_start": torch.ones(3, dtype=torch.int32)}),
+        ("dropout_p", T, {"dropout_p": None}),
+        ("dropout_p", T, {"dropout_p": torch.tensor(0.5)}),
+        *[(name, T, {name: x}) for name in ("start_pos", "key_start") for x in (None, 1.5, torch.ones(2))],
+        *[(name, T, {name: x}) for name in ("B", "H", "N_q", "N_kv", "head_start") for x in (None, 1.5, True)],
+        *[(name, V, {name: -1}) for name in ("B", "N_kv", "sequence_start")],
     ],
+    ids=str,
 )
 def test_wrong_argument_of_dropout_mask(name, error, arguments):
     given = {"B": 2, "H": 1, "N_q": 3, "N_kv": 4, "dropout_p": 0.5, "dropout_seed": torch.ones(2, dtype=INT64)}

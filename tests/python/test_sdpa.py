@@ -39,3 +39,17 @@ def test_arguments_by_position(target):
     torch.testing.assert_close(
         out, F.scaled_dot_product_attention(q, k, v, None, 0.0, True), **peer_tolerance(target.dtype)
     )
+
+
+@pytest.mark.parametrize("d,d_v", [(10, 10), (30, 17), (32, 7)])
+def test_any_head_dim_and_strides(target, d, d_v):
+    """As PyTorch takes them, gradients too, with a last dimension that is not contiguous."""
+    q, k = (bhsd(target, 2, 4, d, 40).mT.requires_grad_() for _ in "qk")
+    leaves = q, k, bhsd(target, 2, 4, 40, d_v).requires_grad_()
+    dout = bhsd(target, 2, 4, 40, d_v)
+    results = []
+    for attention in (cutlass_ext.scaled_dot_product_attention, F.scaled_dot_product_attention):
+        out = attention(*leaves, is_causal=True)
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, **{name: 8 * x for name, x in peer_tolerance(target.dtype).items()})

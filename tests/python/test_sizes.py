@@ -6,6 +6,8 @@ import pytest
 import torch
 from oracle import expect
 
+import cutlass_ext
+
 EDGES = [1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, *range(95, 98), *range(126, 131)]
 
 
@@ -163,3 +165,19 @@ def test_strides_of_dimensions_of_one_mean_nothing(target):
     strange = q.as_strided(q.shape, (3, 5, 7, 1))
     out, lse = target.fmha(strange, k, v)
     expect(q, k, v).check(out, lse, small=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_expanded_heads_of_one_sequence(dtype):
+    """On a CPU 16 bits become float32 for lse and gradients. Where the batch of one has a stride of 1, PyTorch lays
+    that copy out with head_dim outside, which its fused attention reads past its end."""
+    q, k, v, dout = (torch.randn(rows, 64, dtype=dtype) for rows in (77, 40, 40, 77))
+    strange = [x.as_strided((1, len(x), 4, 64), (1, 64, 0, 1)) for x in (q, k, v, dout)]
+    q, k, v, dout = (x.contiguous() for x in strange)
+    out, lse = cutlass_ext.fmha(*strange[:3], return_lse=True)
+    expect(q, k, v).check(out, lse, small=True)
+    gradients = cutlass_ext.fmha_backward(strange[3], *strange[:3], out, lse)
+    for got, want in zip(gradients, cutlass_ext.fmha_backward(dout, q, k, v, out, lse), strict=True):
+        assert torch.equal(got, want)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(cutlass_ext.fmha(*strange[:3]), cutlass_ext.fmha(q, k, v))

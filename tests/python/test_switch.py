@@ -211,6 +211,28 @@ def test_pytorchs_own_switch():
     assert torch.nn.attention.current_flash_attention_impl() is None
 
 
+@pytest.mark.parametrize(
+    "shape", [(33, 1), (1, 1), (2, 1, 33, 1), (2, 1, 1, 1), (33, 33), (1, 33), (1, 4, 33, 33)], ids=str
+)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_that_are_broadcast(target, shape, kind):
+    """Over the keys, too: PyTorch hands them on as they are on a CPU."""
+    q, k, v = bhsd(target, *[(2, 4, 33, 32)] * 3)
+    mask = target.randn(*shape) if kind == "float" else torch.ones(shape, dtype=torch.bool, device=q.device)
+    call = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # noqa: E731
+    want = results(call, q, k, v)
+    with cutlass_ext.activate(target.device):
+        assert_alike(results(call, q, k, v), want)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="of a PyTorch without CUDA")
+def test_cuda_without_cuda():
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^device: "):
+            cutlass_ext.activate()
+    cutlass_ext.deactivate()
+
+
 def test_another_device():
     with pytest.raises(ValueError, match="device"):
         cutlass_ext.activate("mps")

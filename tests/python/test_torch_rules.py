@@ -47,8 +47,10 @@ OPERATORS = {
     "forward": ["fmha", "fmha_torch", "fmha_with_grad", "fmha_with_grad_torch"],
     "backward": ["fmha_backward", "fmha_backward_torch"],
     "cache": ["fmha_kvcache", "fmha_kvcache_torch", "fmha_kvcache_append", "fmha_kvcache_append_torch"],
+    "out": ["fmha_out", "fmha_out_torch", "fmha_kvcache_out", "fmha_kvcache_out_torch", "fmha_kvcache_append_out",
+            "fmha_kvcache_append_out_torch"],
     "mask": ["pack_mask"],
-}
+}  # fmt: skip
 
 
 def test_every_operator_is_checked():
@@ -72,6 +74,16 @@ def test_opcheck_forward(target_fp32, name, kind):
             if of in options:
                 options[of].requires_grad_()
     torch.library.opcheck(getattr(ops, name).default, tensors, options | {"backend": "auto"})
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["fmha_out", "fmha_out_torch"])
+def test_opcheck_out(target_fp32, name, kind):
+    tensors, options = prefill(target_fp32, kind == "packed")
+    options |= of_pairs(target_fp32) if kind == "pairs" else {}
+    out = tensors[0].new_empty(*tensors[0].shape[:-1], 16)
+    torch.library.opcheck(getattr(ops, name).default, (*tensors, out), options | {"backend": "auto"})
 
 
 @pytest.mark.timeout(300)
@@ -103,7 +115,7 @@ def test_opcheck_pack_mask():
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("name", OPERATORS["cache"])
+@pytest.mark.parametrize("name", [*OPERATORS["cache"], *(name for name in OPERATORS["out"] if "cache" in name)])
 def test_opcheck_cache(target_fp32, name, paged):
     q, k, v = target_fp32.qkv(2, 3, 4, 32, n_kv=40, heads_kv=2)
     options = {"cache_seqlens": target_fp32.int32([30, 7]), "causal": True, "start_pos": None, "return_lse": True}
@@ -113,19 +125,21 @@ def test_opcheck_cache(target_fp32, name, paged):
         options["block_table"] = target_fp32.int32([[3, 0], [1, 4]])
         if "append" in name:
             options |= {name: target_fp32.randn(50, 8) for name in ("rotary_cos", "rotary_sin")}
-    torch.library.opcheck(getattr(ops, name).default, (q, k, v, *new), options)
+    out = (torch.empty_like(q),) if name in OPERATORS["out"] else ()
+    torch.library.opcheck(getattr(ops, name).default, (q, k, v, *out, *new), options)
 
 
-CHECKED = ["fmha", "fmha_backward", "fmha_kvcache"]
+CHECKED = ["fmha", "fmha_out", "fmha_backward", "fmha_kvcache", "fmha_kvcache_out"]
 
 
 @pytest.mark.parametrize("name", CHECKED)
 def test_opcheck_checks_and_explanations(target_fp32, name):
     (q, k, v), _ = prefill(target_fp32, False)
     of_rows, dout = q.new_zeros(2, 4, 17), v.new_zeros(2, 17, 4, 16)
-    tensors = {"fmha": (q, k, v), "fmha_backward": (dout, q, k, v, None, of_rows, of_rows)}.get(
-        name, (q, k, v, None, None)
-    )
+    tensors = {
+        "fmha": (q, k, v), "fmha_out": (q, k, v, dout), "fmha_backward": (dout, q, k, v, None, of_rows, of_rows),
+        "fmha_kvcache": (q, k, v, None, None), "fmha_kvcache_out": (q, k, v, dout, None, None),
+    }[name]  # fmt: skip
     schema_and_more = ("test_schema", "test_autograd_registration")
     for of in ("check", "explain"):
         torch.library.opcheck(getattr(ops, f"{name}_{of}").default, tensors, test_utils=schema_and_more)
@@ -153,6 +167,8 @@ def test_autocast(on, dtype):
             assert cutlass_ext.explain(q, k, v).backend != "simt"
         with torch.autocast(on.device, enabled=False):
             assert cutlass_ext.fmha(q, k, v).dtype == torch.float32
+        for out in (torch.empty_like(q), torch.empty_like(q, dtype=dtype)):
+            assert torch.equal(cutlass_ext.fmha(q, k, v, causal=True, sink=sink, out=out), want.to(out.dtype))
     assert mixed.dtype == same.dtype == dtype
     (dq,) = torch.autograd.grad(mixed.float().sum(), leaves[:1])
     assert dq.dtype == torch.float32 and dq.any()
@@ -408,6 +424,9 @@ def sharded(rank, path, check):
         check(torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
     finally:
         torch.distributed.destroy_process_group()
+    # DTensor keeps the mesh, and with it gloo's threads. Where one of them lets go of a tensor while Python ends, the
+    # process aborts ("terminate called without an active exception"; pytorch/pytorch#179291).
+    os._exit(0)
 
 
 def check_dense(mesh):
