@@ -112,9 +112,13 @@ CUTE_DEVICE void copy_turns(BackwardParams const& params, BiasTiles const& tiles
   auto const copy = [&](CUtensorMap const& of_rows, CUtensorMap const& of_keys, BiasTurn const& turn, int key0) {
     int const box = kTile / tiles.cluster, first = box * its.rank;
     Barrier& full = shared.full[ring.stage];
-    copy_box_to_all<kTile, Traits::HeadDim>(
-        of_rows, full, shared.rows + ring.stage * Traits::TileElements + first * kPanel, turn.row0 + first, turn.head,
-        turn.batch, static_cast<uint16_t>((1 << tiles.cluster) - 1), kHint);
+    Element* const to = shared.rows + ring.stage * Traits::TileElements + first * kPanel;
+    if (tiles.cluster > 1) {
+      copy_box_to_all<kTile, Traits::HeadDim>(of_rows, full, to, turn.row0 + first, turn.head, turn.batch,
+                                              static_cast<uint16_t>((1 << tiles.cluster) - 1), kHint);
+    } else {  // launched without clusters, of which multicast may be in need
+      copy_box<kTile, Traits::HeadDim>(of_rows, full, to, turn.row0, turn.head, turn.batch, kHint);
+    }
     copy_box<kTile, Traits::HeadDim>(of_keys, full, shared.keys + ring.stage * Traits::TileElements, key0,
                                      params.heads_per_kv.div(turn.head), turn.batch, kHint);
   };
