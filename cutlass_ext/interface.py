@@ -258,8 +258,8 @@ class Explanation:
     kernel: str
     # B_r, B_c: query rows and keys of a tile; of kernels that decode, rows of all heads that share a key head.
     tile: tuple[int, int]
-    # Parts of a sequence's keys; 0 where the keys of the batch are shared out by the lengths on the device; of gradients
-    # CTAs that share a tile of keys.
+    # Parts of a sequence's keys; 0 where the keys of the batch are shared out by the lengths on the device. In a
+    # backward pass: CTAs that share a tile of keys.
     splits: int
     ctas: int  # of the launch
     reason: str
