@@ -300,7 +300,7 @@ struct GradientSplits {
 /// causal, has 128 tiles of keys, the longest of 1024 turns, the mean of 520.
 inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, bool of_keys, int resident_ctas) {
   constexpr int64_t kMostBytes = 64 << 20, kTilesACta = 6;
-  constexpr double kCta = 3, kFixed = 0.35, kAMillion = 0.8, kLevel = 1.03, kLaunch = 3, kBytes = 2.5e6, kGain = 0.9;
+  constexpr double kCta = 3, kFixed = 0.35, kAMillion = 0.8, kLevel = 1.03, kLaunch = 4, kBytes = 2.5e6, kGain = 0.9;
   int const block = of_keys ? kernel.block_c : kernel.block_r, step = of_keys ? kernel.block_r : kernel.block_c;
   int const stored = of_keys ? p.stored_keys() : p.stored_rows(),
             tiles = Scheduler::tiles_of(std::min(of_keys ? p.n_kv : p.n_q, stored), block);

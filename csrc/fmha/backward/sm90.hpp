@@ -906,7 +906,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   [[maybe_unused]] auto const leave = [&](auto const& sums, int64_t from, auto head_dim) {
     constexpr int kColumns = decltype(head_dim)::value;
     using Order = SumsOfTile<kPanel>;
-    int const head = Traits::OfKeys ? tile.head_kv : tile.head_q, row = tile.work.row0 + row_block * kAtomRows;
+    int const head = Traits::OfKeys ? tile.head_kv : tile.head_q;
+    int const row = tile.work.row0 + warp_row / kAtomRows * kAtomRows;
     auto* const to = reinterpret_cast<float4*>(
         params.split_sums + from +
         SplitSums(params, Traits::Of)
