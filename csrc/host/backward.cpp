@@ -46,8 +46,10 @@ GradientLaunch launch_of(Call const& call, Kind kind) {
   int64_t const rows_a_head = of_keys ? int64_t(p.n_q) * (p.heads_q / p.heads_kv) : p.n_kv;
   int64_t const sums_a_row = kind == Kind::AllGradients ? launch.kernel->head_dim * sizeof(float) : 0;
   int64_t const bytes_a_head = rows_a_head * ((p.head_dim + p.head_dim_v) * p.element_bytes + sums_a_row);
-  int const resident = occupancy_of(*launch.kernel, call.device).ctas_a_multiprocessor * call.device.multiprocessors;
-  if (splits_tiles(*launch.kernel)) launch.splits = gradient_splits(p, *launch.kernel, of_keys, resident);
+  if (splits_tiles(*launch.kernel)) {
+    int const resident = call.ctas_a_multiprocessor(*launch.kernel) * call.device.multiprocessors;
+    launch.splits = gradient_splits(p, *launch.kernel, of_keys, resident);
+  }
   int64_t const section = gradient_section_for(p, int64_t(p.batch) * heads,
                                                int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all(),
                                                bytes_a_head, call.device);

@@ -296,11 +296,13 @@ struct GradientSplits {
 /// How many, where CTAs are few, or one works longer than it takes all together: of the heads first, which all have the
 /// same work. Each split writes sums in float32, in workspace of at most kMostBytes, which a launch adds up. Computed
 /// of tiles taken longest first, not measured: a turn of a CTA 0.35 us and 0.8 for a million products of a row, a key
-/// and a column, dQ alone two thirds of that; 3 us for each CTA; bytes at 2.5 TB/s. (2, 4096, 16 on 1 head, 256),
-/// causal, has 128 tiles of keys, the longest of 1024 turns, the mean of 520.
+/// and a column, dQ alone two thirds of that; 3 us for each CTA, 1 where packed sequences leave it nothing; bytes
+/// at 2.5 TB/s. (2, 4096, 16 on 1 head, 256), causal, has 128 tiles of keys, the longest of 1024 turns, the mean of
+/// 520.
 inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, bool of_keys, int resident_ctas) {
   constexpr int64_t kMostBytes = 64 << 20, kTilesACta = 6;
-  constexpr double kCta = 3, kFixed = 0.35, kAMillion = 0.8, kLevel = 1.03, kLaunch = 4, kBytes = 2.5e6, kGain = 0.9;
+  constexpr double kCta = 3, kEmpty = 1, kFixed = 0.35, kAMillion = 0.8, kLevel = 1.03, kLaunch = 4, kBytes = 2.5e6,
+                   kGain = 0.9;
   int const block = of_keys ? kernel.block_c : kernel.block_r, step = of_keys ? kernel.block_r : kernel.block_c;
   int const stored = of_keys ? p.stored_keys() : p.stored_rows(),
             tiles = Scheduler::tiles_of(std::min(of_keys ? p.n_kv : p.n_q, stored), block);
@@ -336,8 +338,9 @@ inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, boo
     double const one = kCta + turn * heads / splits.heads * turns_of_a_head,
                  mean = (kCta * ctas + turn * turns) / resident_ctas,
                  us = alike ? ceil_div(ctas, resident_ctas) * one : std::max(one, kLevel * mean),
-                 apart = wanted > 1 ? kLaunch + 2 * bytes / kBytes : 0;
-    if (wanted == 1 || us + apart < least) best = splits, least = (wanted == 1 ? kGain : 1) * (us + apart);
+                 empty = kEmpty * splits.all() * (heads_held * of_a_head - in_all) / resident_ctas,
+                 apart = wanted > 1 ? kLaunch + 2 * bytes / kBytes : 0, all = us + empty + apart;
+    if (wanted == 1 || all < least) best = splits, least = (wanted == 1 ? kGain : 1) * all;
   }
   return best;
 }
