@@ -81,13 +81,11 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   params.scheduler = gradients.scheduler;
   if (params.scheduler.size() == 0) return;
   Kernel const& kernel = *gradients.kernel;
-  params.num_splits = gradients.splits.all();
-  params.head_splits = cutlass::FastDivmod(gradients.splits.heads);
-  params.tile_splits = cutlass::FastDivmod(gradients.splits.tiles);
+  params.split(gradients.splits.heads, gradients.splits.tiles);
   bool const of_keys = kernel.kind != Kind::QueryGradients;
-  if (params.num_splits > 1) {
+  if (params.splits() > 1) {
     int const columns = kernel.head_dim + (of_keys ? kernel.head_dim_v : 0);
-    int64_t const sums = SplitSums(params, of_keys ? Axis::Keys : Axis::Rows).size(params.num_splits, columns);
+    int64_t const sums = SplitSums(params, of_keys ? Axis::Keys : Axis::Rows).size(params.splits(), columns);
     params.split_sums = static_cast<float*>(allocate(sums * sizeof(float)));
   }
   if (wants_hopper(kernel) && params.mask.bits) look_at_mask(kernel, params, stream, allocate);
@@ -97,7 +95,7 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   bool const is_persistent = kernel.kind == Kind::AllGradients && !(kernel.takes & feature::kScoreMods);
   if (is_persistent) ctas = std::min(ctas, resident);
   kernel.launch(params, {dim3(static_cast<unsigned>(ctas))}, stream);
-  if (params.num_splits > 1) finish_splits(kernel, params, stream);
+  if (params.splits() > 1) finish_splits(kernel, params, stream);
 }
 
 }  // namespace

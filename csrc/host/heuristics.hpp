@@ -310,9 +310,7 @@ inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, boo
   int64_t const of_a_head = int64_t(p.batch) * tiles,
                 in_all = heads_held * (p.packed() ? std::min<int64_t>(of_a_head, stored / block + p.batch) : of_a_head);
   if (in_all == 0 || 2 * in_all >= kTilesACta * resident_ctas) return {};
-  // Of the longest sequence, as far as the host knows.
-  Visibility const visibility{p.n_q, p.n_kv, p.start_pos_kind == StartPos::End ? p.n_kv - p.n_q : p.start_pos,
-                              p.window_left, p.window_right};
+  Visibility const visibility = visibility_of_longest(p);
   int64_t sum = 0, longest = 0;
   for (int tile = 0; tile < tiles; ++tile) {
     int64_t const seen = of_keys ? visibility.row_tiles_of(tile * block, block, step).size()

@@ -32,12 +32,12 @@ void finish_splits(Kernel const& kernel, BackwardParams const& params, cudaStrea
   bool const of_keys = kernel.kind != Kind::QueryGradients;
   Axis const side = of_keys ? Axis::Keys : Axis::Rows;
   SplitSums const splits(params, side);
-  GradientSums gradients{side, params.num_splits, splits.of_a_split, 1.f, {}, {}};
+  GradientSums gradients{side, params.splits(), splits.of_a_split, 1.f, {}, {}};
   gradients.first = {params.split_sums, kernel.head_dim, of_keys ? params.dk : params.dq,
                      of_keys ? params.dk_stride : params.dq_stride, params.head_dim};
   if (of_keys) {
-    gradients.second = {params.split_sums + splits.size(params.num_splits, kernel.head_dim), kernel.head_dim_v,
-                        params.dv, params.dv_stride, params.head_dim_v};
+    gradients.second = {params.split_sums + splits.size(params.splits(), kernel.head_dim), kernel.head_dim_v, params.dv,
+                        params.dv_stride, params.head_dim_v};
   }
   finish(kernel.dtype, params, gradients, stream);
 }

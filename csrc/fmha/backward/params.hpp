@@ -34,14 +34,22 @@ struct Gradients {
   uint32_t* tile_map = nullptr;      // workspace of a launch, laid out by TileMap; null: every tile is seen
   int dbias_parts = 1;               // of the turns that an element of dbias adds up
   float* dbias_sums = nullptr;       // workspace: [dbias_parts, (shape of dbias)], where there are several
-  // Of a launch whose tiles in hand are split among CTAs (num_splits of Work): of how many splits of the query heads,
-  // of the tiles that are gone through for each; and what each split has summed up, laid out by SplitSums.
+  // Of a launch whose tiles in hand are split among CTAs: how many splits of the query heads, and of the tiles that are
+  // gone through for each; and what each split has summed up, laid out by SplitSums.
   cutlass::FastDivmod head_splits, tile_splits;
   float* split_sums = nullptr;
 };
 
 /// Of Results, `o` and `lse` are read: what the forward gave.
-struct BackwardParams : Params, Gradients {};
+struct BackwardParams : Params, Gradients {
+  /// CTAs that share a tile in hand.
+  CUTE_HOST_DEVICE int splits() const { return num_splits; }
+  void split(int heads, int tiles) {
+    num_splits = heads * tiles;
+    head_splits = cutlass::FastDivmod(heads);
+    tile_splits = cutlass::FastDivmod(tiles);
+  }
+};
 
 /// Which of `heads` query heads split `split` of a tile in hand goes through, and of which of `tiles` for each.
 CUTE_HOST_DEVICE Range split_turns(Gradients const& gradients, int split, int heads, Range* tiles) {

@@ -923,10 +923,10 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     CUTE_UNROLL
     for (int e = 0; e < size(V); ++e) V(e) *= params.dropout.scale;
   }
-  bool const is_split = Traits::Splits && params.num_splits > 1;
+  bool const is_split = Traits::Splits && params.splits() > 1;
   if constexpr (SumsP) {
     if (is_split) {
-      leave(cV, SplitSums(params, Traits::Of).size(params.num_splits, Traits::HeadDim), Int<Traits::HeadDimV>{});
+      leave(cV, SplitSums(params, Traits::Of).size(params.splits(), Traits::HeadDim), Int<Traits::HeadDimV>{});
     } else {
       store(params.dv, params.dv_stride, V, params.head_dim_v, Int<Traits::HeadDimV>{});
     }

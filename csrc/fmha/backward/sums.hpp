@@ -25,7 +25,7 @@ struct SummedGradient {
 /// What a launch finishes, of rows of one side: one gradient, or two.
 struct GradientSums {
   Axis side;
-  int num_splits = 1;
+  int splits = 1;
   int64_t of_a_split = 0;  // rows
   float scale = 1.f;
   SummedGradient first, second;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kSumsThreads) gradient_sums_kernel(__grid_cons
   for (int i = 0; i < kVectors; ++i) sums[i] = from[i * 32];
   int64_t const of_a_split = gradients.of_a_split * of.columns / 4;
 #pragma unroll 4
-  for (int split = 1; split < gradients.num_splits; ++split) {
+  for (int split = 1; split < gradients.splits; ++split) {
     from += of_a_split;
     CUTE_UNROLL
     for (int i = 0; i < kVectors; ++i) {
