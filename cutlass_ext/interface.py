@@ -277,7 +277,9 @@ class Explanation:
     kernel: str
     # B_r, B_c: query rows and keys of a tile; of kernels that decode, rows of all heads that share a key head.
     tile: tuple[int, int]
-    splits: int  # parts of a sequence's keys; 0 where the keys of the batch are shared out by the lengths on the device
+    # Parts of a sequence's keys; 0 where the keys of the batch are shared out by the lengths on the device. In a
+    # backward pass: CTAs that share a tile of keys.
+    splits: int
     ctas: int  # of the launch
     reason: str
 

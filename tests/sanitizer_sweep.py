@@ -208,6 +208,9 @@ def gradient_cases():
             yield dtype, 65, 129, d, d, SM80
         for d, features in itertools.product((64, 128), (CAUSAL, {"softcap": 20.0})):
             yield dtype, 520, 33, d, d, features  # rows enough for the kernels that add to dQ
+        for features in (PLAIN, CAUSAL):  # so few tiles that CTAs share them, of keys and of rows
+            yield dtype, 520, 140, 256, 256, features
+            yield dtype, 140, 520, 128, 128, features
 
 
 def compare_gradients(dtype, n_q, n_kv, d, d_v, features) -> None:

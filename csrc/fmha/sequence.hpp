@@ -70,6 +70,13 @@ inline Visibility visibility_of_all(Lengths const& lengths) {
   return sequence_of(lengths, 0).visibility;
 }
 
+/// What the longest sequence may see, as far as the host knows.
+inline Visibility visibility_of_longest(Lengths const& lengths) {
+  int const n_q = lengths.n_q, n_kv = lengths.n_kv;
+  return {n_q, n_kv, lengths.start_pos_kind == StartPos::End ? n_kv - n_q : lengths.start_pos, lengths.window_left,
+          lengths.window_right};
+}
+
 #if defined(__CUDACC__)
 /// `sequence_of` for kernels that keep it in registers. A compiler that knew how the numbers came about spilled 12 of
 /// them around a main loop that had none to spare.

@@ -8,7 +8,6 @@
 #include "choice.hpp"
 #include "error.hpp"
 #include "gradient_steps.hpp"
-#include "heuristics.hpp"
 
 namespace cutlass_ext {
 namespace {
@@ -27,6 +26,11 @@ bool leaves_gaps(Features features) {
   return features & (feature::Packed | feature::KeyLengths | feature::LeftPadding);
 }
 
+/// Whether the kernel's CTAs may share a tile (Traits::Splits in fmha/backward/sm90.hpp).
+bool splits_tiles(Kernel const& kernel) {
+  return wants_hopper(kernel) && kernel.dtype != DType::Float32 && !(kernel.takes & feature::kPairs);
+}
+
 GradientLaunch launch_of(Call const& call, Kind kind) {
   Params const& p = call.params;
   bool const of_keys = kind != Kind::QueryGradients;
@@ -42,9 +46,15 @@ GradientLaunch launch_of(Call const& call, Kind kind) {
   int64_t const rows_a_head = of_keys ? int64_t(p.n_q) * (p.heads_q / p.heads_kv) : p.n_kv;
   int64_t const sums_a_row = kind == Kind::AllGradients ? launch.kernel->head_dim * sizeof(float) : 0;
   int64_t const bytes_a_head = rows_a_head * ((p.head_dim + p.head_dim_v) * p.element_bytes + sums_a_row);
-  int64_t const section =
-      gradient_section_for(p, int64_t(p.batch) * heads, Scheduler::tiles_of(length, block), bytes_a_head, call.device);
-  launch.scheduler = Scheduler(p.batch, heads, length, block, 1, section, of_keys ? Axis::Keys : Axis::Rows);
+  if (splits_tiles(*launch.kernel)) {
+    int const resident = call.ctas_a_multiprocessor(*launch.kernel) * call.device.multiprocessors;
+    launch.splits = gradient_splits(p, *launch.kernel, of_keys, resident);
+  }
+  int64_t const section = gradient_section_for(p, int64_t(p.batch) * heads,
+                                               int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all(),
+                                               bytes_a_head, call.device);
+  launch.scheduler =
+      Scheduler(p.batch, heads, length, block, launch.splits.all(), section, of_keys ? Axis::Keys : Axis::Rows);
   if (launch.scheduler.size() > INT32_MAX)
     fail("ValueError", of_keys ? "k" : "q", ": has ", launch.scheduler.size(),
          " tiles of rows; a launch has room for fewer than 2^31");
@@ -71,6 +81,13 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   params.scheduler = gradients.scheduler;
   if (params.scheduler.size() == 0) return;
   Kernel const& kernel = *gradients.kernel;
+  params.split(gradients.splits.heads, gradients.splits.tiles);
+  bool const of_keys = kernel.kind != Kind::QueryGradients;
+  if (params.splits() > 1) {
+    int const columns = kernel.head_dim + (of_keys ? kernel.head_dim_v : 0);
+    int64_t const sums = SplitSums(params, of_keys ? Axis::Keys : Axis::Rows).size(params.splits(), columns);
+    params.split_sums = static_cast<float*>(allocate(sums * sizeof(float)));
+  }
   if (wants_hopper(kernel) && params.mask.bits) look_at_mask(kernel, params, stream, allocate);
   Device const& device = current_device();
   int64_t ctas = params.scheduler.size();
@@ -78,6 +95,7 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   bool const is_persistent = kernel.kind == Kind::AllGradients && !(kernel.takes & feature::kScoreMods);
   if (is_persistent) ctas = std::min(ctas, resident);
   kernel.launch(params, {dim3(static_cast<unsigned>(ctas))}, stream);
+  if (params.splits() > 1) finish_splits(kernel, params, stream);
 }
 
 }  // namespace

@@ -7,14 +7,16 @@
 #include <string>
 
 #include "../fmha/backward/params.hpp"
+#include "heuristics.hpp"
 #include "plan.hpp"
 
 namespace cutlass_ext {
 
-/// A launch, with the order of its tiles.
+/// A launch, with the order of its tiles, and how many CTAs share one.
 struct GradientLaunch {
   Kernel const* kernel = nullptr;
   Scheduler scheduler;
+  GradientSplits splits;
 };
 
 /// Two launches: dK and dV, then dQ; or one that has them all, with sums for dQ that a small launch finishes. And one

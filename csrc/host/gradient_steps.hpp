@@ -20,6 +20,9 @@ void map_tiles(BackwardParams const& params, bool of_keys, int held, int step, c
 /// dQ from what `kernel`, of Kind::AllGradients, has summed up in `params.dq_sums`.
 void finish_dq(Kernel const& kernel, BackwardParams const& params, cudaStream_t stream);
 
+/// dK and dV, or dQ, from what the splits of the launch of `kernel` have left in `params.split_sums`.
+void finish_splits(Kernel const& kernel, BackwardParams const& params, cudaStream_t stream);
+
 /// `params.dbias`, once the statistics of rows are there, by `hopper`, of Kind::BiasGradients, unless that is null;
 /// `allocate` as in backward.hpp.
 void compute_dbias(DType dtype, Kernel const* hopper, BackwardParams params, cudaStream_t stream,

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
+#include "../fmha/backward/params.hpp"
 #include "../fmha/decode/params.hpp"
 #include "../fmha/rows.hpp"
 #include "../fmha/sequence.hpp"
@@ -283,6 +285,63 @@ inline int64_t section_for(Params const& p, int block_r, int64_t l2_bytes) {
 /// causal 0.453 and 0.410; (32, 512, 32, 64) 0.621 and 0.697, (64, 256, 16, 64) 0.254 and 0.264, (128, 197, 12, 64)
 /// 0.368 and 0.390, (256, 128, 16, 64) 0.411 and 0.403.
 inline bool adds_to_queries(Params const& p) { return p.n_q > (std::max(p.head_dim, p.head_dim_v) <= 64 ? 128 : 512); }
+
+/// Splits of the tiles in hand of a launch of gradients: of the query heads that a tile goes through, and of the tiles
+/// for each.
+struct GradientSplits {
+  int heads = 1, tiles = 1;
+  int all() const { return heads * tiles; }
+};
+
+/// How many, where CTAs are few, or one works longer than it takes all together: of the heads first, which all have the
+/// same work. Each split writes sums in float32, in workspace of at most kMostBytes, which a launch adds up. Computed
+/// of tiles taken longest first, not measured: a turn of a CTA 0.35 us and 0.8 for a million products of a row, a key
+/// and a column, dQ alone two thirds of that; 3 us for each CTA, 1 where packed sequences leave it nothing; bytes
+/// at 2.5 TB/s. (2, 4096, 16 on 1 head, 256), causal, has 128 tiles of keys, the longest of 1024 turns, the mean of
+/// 520.
+inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, bool of_keys, int resident_ctas) {
+  constexpr int64_t kMostBytes = 64 << 20, kTilesACta = 6;
+  constexpr double kCta = 3, kEmpty = 1, kFixed = 0.35, kAMillion = 0.8, kLevel = 1.03, kLaunch = 4, kBytes = 2.5e6,
+                   kGain = 0.9;
+  int const block = of_keys ? kernel.block_c : kernel.block_r, step = of_keys ? kernel.block_r : kernel.block_c;
+  int const stored = of_keys ? p.stored_keys() : p.stored_rows(),
+            tiles = Scheduler::tiles_of(std::min(of_keys ? p.n_kv : p.n_q, stored), block);
+  int const heads_held = of_keys ? p.heads_kv : p.heads_q, heads = p.heads_q / heads_held;
+  int64_t const of_a_head = int64_t(p.batch) * tiles,
+                in_all = heads_held * (p.packed() ? std::min<int64_t>(of_a_head, stored / block + p.batch) : of_a_head);
+  if (in_all == 0 || 2 * in_all >= kTilesACta * resident_ctas) return {};
+  Visibility const visibility = visibility_of_longest(p);
+  int64_t sum = 0, longest = 0;
+  for (int tile = 0; tile < tiles; ++tile) {
+    int64_t const seen = of_keys ? visibility.row_tiles_of(tile * block, block, step).size()
+                                 : visibility.tiles_of(tile * block, block, step).size();
+    sum += seen, longest = std::max(longest, seen);
+  }
+  double const columns = kernel.head_dim + kernel.head_dim_v,
+               turn = (of_keys ? 1 : 2 / 3.) * (kFixed + kAMillion * 1e-6 * kernel.block_r * kernel.block_c * columns),
+               turns = double(sum) / tiles * in_all * heads;
+  bool const alike = 4 * longest * tiles <= 5 * sum;
+  int64_t const bytes_a_split =
+      SplitSums(p, of_keys ? Axis::Keys : Axis::Rows).size(1, kernel.head_dim + (of_keys ? kernel.head_dim_v : 0)) *
+      sizeof(float);
+  GradientSplits best;
+  double least = 0;
+  for (int wanted = 1; wanted == 1 || wanted < 2 * heads * longest; wanted *= 2) {
+    GradientSplits splits;
+    splits.heads = std::gcd(wanted, heads);
+    int64_t const turns_of_a_head = ceil_div(longest, wanted / splits.heads);
+    if (longest > 0) splits.tiles = static_cast<int>(ceil_div(longest, turns_of_a_head));
+    int64_t const ctas = splits.all() * in_all, bytes = splits.all() * bytes_a_split;
+    if (wanted > 1 && (ctas > kTilesACta * resident_ctas || bytes > kMostBytes)) break;
+    double const one = kCta + turn * heads / splits.heads * turns_of_a_head,
+                 mean = (kCta * ctas + turn * turns) / resident_ctas,
+                 us = alike ? ceil_div(ctas, resident_ctas) * one : std::max(one, kLevel * mean),
+                 empty = kEmpty * splits.all() * (heads_held * of_a_head - in_all) / resident_ctas,
+                 apart = wanted > 1 ? kLaunch + 2 * bytes / kBytes : 0, all = us + empty + apart;
+    if (wanted == 1 || all < least) best = splits, least = (wanted == 1 ? kGain : 1) * all;
+  }
+  return best;
+}
 
 /// The section of a launch of gradients of `heads` heads, all sequences' counted, that have `tiles` tiles and work on
 /// `bytes_a_head` each: what fits half of L2. Under a causal mask the last tiles are short: three waves of tiles a

@@ -179,7 +179,7 @@ void backward(Arguments const& a, StableIValue* results) {
 
 StableIValue string_value(std::string const& text) { return torch::stable::detail::from(text); }
 
-/// backend, kernel, B_r, B_c, splits, CTAs, reason.
+/// backend, kernel, B_r, B_c, splits (of gradients: of a tile of keys), CTAs, reason.
 void explain(Arguments const& a, StableIValue* results) {
   check(a);
   auto const answer = [&](std::string const& backend, std::string const& kernel, int64_t block_r, int64_t block_c,
@@ -197,13 +197,15 @@ void explain(Arguments const& a, StableIValue* results) {
     BackwardPlan const planned = backward_plan_of(a, &params);
     Kernel const& keys = *planned.of_keys.kernel;
     Kernel const& queries = planned.adds_to_queries() ? keys : *planned.of_queries.kernel;
-    auto const tile = [](Kernel const& k) {
+    auto const tile = [](Kernel const& k, int splits) {
       return std::string(k.family) + "'s, of " + std::to_string(k.block_r) + " rows and " + std::to_string(k.block_c) +
-             " keys";
+             " keys" + (splits > 1 ? ", each in " + std::to_string(splits) + " splits" : "");
     };
-    return answer(keys.family, name_of(keys.kind), keys.block_r, keys.block_c, 1,
+    int const splits = planned.of_keys.splits.all();
+    return answer(keys.family, name_of(keys.kind), keys.block_r, keys.block_c, splits,
                   planned.of_keys.scheduler.size() + planned.of_queries.scheduler.size(),
-                  "dK and dV by tiles that are " + tile(keys) + "; dQ by tiles that are " + tile(queries));
+                  "dK and dV by tiles that are " + tile(keys, splits) + "; dQ by tiles that are " +
+                      tile(queries, planned.adds_to_queries() ? splits : planned.of_queries.splits.all()));
   }
   Params params = params_of(a);
   Request const request = request_of(a);

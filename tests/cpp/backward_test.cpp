@@ -34,6 +34,11 @@ void finish_dq(Kernel const&, BackwardParams const& params, cudaStream_t) {
   EXPECT_NE(params.dq_sums, nullptr);
   done.emplace_back("dQ");
 }
+void finish_splits(Kernel const&, BackwardParams const& params, cudaStream_t) {
+  EXPECT_NE(params.split_sums, nullptr);
+  EXPECT_EQ(params.num_splits, params.head_splits.divisor * params.tile_splits.divisor);
+  done.emplace_back("splits");
+}
 
 namespace {
 
@@ -92,7 +97,7 @@ BackwardPlan plan_of(Call const& call, BackwardParams* params) {
   return plan_backward(&p, call.request);
 }
 
-/// Each kernel's family, tile, head_dim and number of tiles, or the refusal.
+/// Each kernel's family, tile, head_dim, number of tiles and splits of one, or the refusal.
 std::string line_of(Call const& call) {
   try {
     BackwardParams p;
@@ -104,7 +109,9 @@ std::string line_of(Call const& call) {
       if (!launch->kernel) continue;
       Kernel const& k = *launch->kernel;
       line << (launch == &plan.of_keys ? plan.adds_to_queries() ? "all " : "keys " : ", rows ") << k.family << " "
-           << k.block_r << "x" << k.block_c << " d" << k.head_dim << ", " << launch->scheduler.size() << " tiles";
+           << k.block_r << "x" << k.block_c << " d" << k.head_dim << ", "
+           << launch->scheduler.size() / launch->splits.all() << " tiles";
+      if (launch->splits.all() > 1) line << " in " << launch->splits.heads << " by " << launch->splits.tiles;
     }
     return line.str();
   } catch (std::runtime_error const& error) {
@@ -115,9 +122,9 @@ std::string line_of(Call const& call) {
 TEST(BackwardPlan, ChoosesTheFirstFamilyThatTakesTheCall) {
   // B * heads * ceil(N / tile): 2 * 4 * 8 of keys, 2 * 8 * 8 of rows.
   EXPECT_EQ(line_of(Call(2, 1000, 1000, 8, 4, 128)),
-            "keys sm90 64x128 d128, 64 tiles, rows sm90 128x64 d128, 128 tiles");
+            "keys sm90 64x128 d128, 64 tiles in 2 by 2, rows sm90 128x64 d128, 128 tiles");
   EXPECT_EQ(line_of(Call(2, 1000, 1000, 8, 4, 128).causal().sink().lengths()),
-            "keys sm90 64x128 d128, 64 tiles, rows sm90 128x64 d128, 128 tiles");
+            "keys sm90 64x128 d128, 64 tiles in 2 by 2, rows sm90 128x64 d128, 128 tiles");
   EXPECT_EQ(line_of(Call(1, 128, 129, 4, 4, 40)), "keys sm90 64x128 d64, 8 tiles, rows sm90 128x64 d64, 4 tiles");
   EXPECT_EQ(line_of(Call(1, 128, 128, 4, 4, 64).head_dim_v(72)),
             "keys sm90 64x128 d128, 4 tiles, rows sm90 128x64 d128, 4 tiles");
@@ -140,6 +147,109 @@ TEST(BackwardPlan, AddsToQueriesWhereItIsFasterAndTheOrderIsFree) {
 TEST(BackwardPlan, CountsTilesOfPackedSequencesByTheLongest) {
   EXPECT_EQ(line_of(Call(5, 100, 300, 2, 1, 64).packed(333, 777)),
             "keys sm90 64x128 d64, 15 tiles, rows sm90 128x64 d64, 10 tiles");
+}
+
+TEST(BackwardPlan, SplitsTilesWhereCtasAreFew) {
+  // Of the heads first, as far as they can be shared out evenly; only where that is expected to take less time.
+  EXPECT_EQ(line_of(Call(2, 4096, 4096, 16, 1, 128).causal().in_any_order()),
+            "all sm90 64x128 d128, 64 tiles in 8 by 1");
+  EXPECT_EQ(line_of(Call(1, 4096, 4096, 1, 1, 128).in_any_order()), "all sm90 64x128 d128, 32 tiles in 1 by 8");
+  EXPECT_EQ(line_of(Call(1, 4096, 4096, 6, 1, 128).in_any_order()), "all sm90 64x128 d128, 32 tiles in 2 by 4");
+  EXPECT_EQ(line_of(Call(1, 4096, 4096, 1, 1, 128)),
+            "keys sm90 64x128 d128, 32 tiles in 1 by 8, rows sm90 128x64 d128, 32 tiles in 1 by 8");
+  EXPECT_EQ(line_of(Call(1, 70, 70, 8, 1, 128)),
+            "keys sm90 64x128 d128, 1 tiles in 8 by 2, rows sm90 128x64 d128, 8 tiles");
+  EXPECT_EQ(line_of(Call(1, 100, 100, 1, 1, 128)), "keys sm90 64x128 d128, 1 tiles, rows sm90 128x64 d128, 1 tiles");
+  EXPECT_EQ(line_of(Call(8, 4096, 4096, 16, 1, 128).in_any_order()), "all sm90 64x128 d128, 256 tiles");
+  EXPECT_EQ(line_of(Call(1, 4096, 4096, 1, 1, 128).backend("sm80")),
+            "keys sm80 64x32 d128, 128 tiles, rows sm80 64x64 d128, 64 tiles");
+}
+
+/// Whatever the call: so many splits that each has a head and a tile, and 64 MB of workspace at most.
+TEST(BackwardPlan, BoundsSplits) {
+  for (int const batch : {1, 3, 40}) {
+    for (int const n : {1, 63, 129, 700, 5000, 70000}) {
+      for (int const group : {1, 6, 7, 128}) {
+        for (int const heads_kv : {1, 5}) {
+          for (bool const packed : {false, true}) {
+            Call call(batch, n, n, group * heads_kv, heads_kv, 128);
+            if (packed) call.packed(n + 5 * batch, n + 7 * batch);
+            for (Call const& c : {call, Call(call).causal(), Call(call).in_any_order()}) {
+              BackwardParams p;
+              BackwardPlan const plan = plan_of(c, &p);
+              for (auto const* launch : {&plan.of_keys, &plan.of_queries}) {
+                if (!launch->kernel) continue;
+                bool const of_keys = launch == &plan.of_keys;
+                int const splits = launch->splits.all();
+                EXPECT_EQ((of_keys ? group : 1) % launch->splits.heads, 0);
+                if (splits == 1) continue;
+                EXPECT_LE(launch->splits.tiles, Scheduler::tiles_of(n, of_keys ? 64 : launch->kernel->block_c));
+                SplitSums const sums(p, of_keys ? Axis::Keys : Axis::Rows);
+                EXPECT_LE(sums.size(splits, of_keys ? 256 : 128) * 4, 64 << 20);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Splits, TakeEveryHeadAndTileOnce) {
+  for (int const heads : {1, 2, 7, 16}) {
+    for (Range const tiles : {Range{0, 0}, Range{0, 1}, Range{3, 5}, Range{2, 19}}) {
+      for (int const head_splits : {1, 2, 7}) {
+        for (int const tile_splits : {1, 2, 8}) {
+          if (head_splits > heads) continue;
+          Gradients g;
+          g.head_splits = cutlass::FastDivmod(head_splits), g.tile_splits = cutlass::FastDivmod(tile_splits);
+          std::map<std::array<int, 2>, int> taken;
+          for (int split = 0; split < head_splits * tile_splits; ++split) {
+            Range own_tiles = tiles;
+            Range const own = split_turns(g, split, heads, &own_tiles);
+            EXPECT_GT(own.size(), 0);
+            for (int head = own.begin; head < own.end; ++head) {
+              for (int tile = own_tiles.begin; tile < own_tiles.end; ++tile) ++taken[{head, tile}];
+            }
+          }
+          EXPECT_EQ(taken.size(), size_t(heads) * tiles.size());
+          for (auto const& [at, count] : taken) {
+            EXPECT_TRUE(0 <= at[0] && at[0] < heads && tiles.contains(at[1]));
+            EXPECT_EQ(count, 1);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Splits, LeaveSumsApart) {
+  int const ends_q[] = {0, 300, 300, 429, 1000}, ends_k[] = {0, 70, 333, 461, 900}, columns = 64, num_splits = 3;
+  for (bool const packed : {false, true}) {
+    for (Axis const side : {Axis::Rows, Axis::Keys}) {
+      BackwardParams p;
+      p.batch = 4, p.n_q = 600, p.n_kv = 500, p.heads_q = 6, p.heads_kv = 2;
+      if (packed) p.cu_seqlens_q = ends_q, p.cu_seqlens_k = ends_k, p.total_q = 1000, p.total_k = 900;
+      bool const of_keys = side == Axis::Keys;
+      SplitSums const sums(p, side);
+      std::map<int64_t, int> begun;
+      for (int split = 0; split < num_splits; ++split) {
+        for (int b = 0; b < p.batch; ++b) {
+          Sequence const sequence = sequence_of(p, b);
+          int const rows = of_keys ? sequence.visibility.len_kv : sequence.visibility.n_q;
+          for (int head = 0; head < (of_keys ? p.heads_kv : p.heads_q); ++head) {
+            // A tile of 128 leaves both of its halves, whether there are rows in the second or not.
+            for (int row = 0; row < (rows + 127) / 128 * 128; row += 64) {
+              int64_t const first = sums.first(p, sequence, b, head, row, split, columns);
+              EXPECT_EQ(first % (64 * columns), 0);
+              EXPECT_TRUE(0 <= first && first + 64 * columns <= sums.size(num_splits, columns));
+              EXPECT_EQ(++begun[first], 1);
+            }
+          }
+        }
+      }
+    }
+  }
 }
 
 TEST(BackwardPlan, ComputesTheGradientOfTheBiasOnHopperWhereItsKernelTakesTheCall) {
@@ -248,17 +358,17 @@ std::string run_of(Call const& call, size_t* workspace) {
 
 TEST(BackwardRun, ComputesTheStatisticsOfRowsFirst) {
   size_t workspace;
-  EXPECT_EQ(run_of(Call(2, 1000, 1000, 8, 4, 128), &workspace), "statistics, rows, keys");
-  EXPECT_EQ(workspace, 2u * 8 * 1024 * sizeof(RowStatistics));
+  EXPECT_EQ(run_of(Call(32, 1000, 1000, 8, 4, 128), &workspace), "statistics, rows, keys");
+  EXPECT_EQ(workspace, 32u * 8 * 1024 * sizeof(RowStatistics));
   EXPECT_EQ(fake::cleared_bytes, 0u) << "every row and key is some tile's";
   EXPECT_NE(of_statistics.row_statistics, nullptr);
 }
 
 TEST(BackwardRun, ClearsTheSumsOfQueriesAndFinishesThem) {
   size_t workspace;
-  EXPECT_EQ(run_of(Call(2, 1000, 1000, 8, 4, 128).in_any_order(), &workspace), "statistics, keys, dQ");
-  EXPECT_EQ(fake::cleared_bytes, 2u * 8 * 1024 * 128 * sizeof(float) + sizeof(unsigned)) << "and the count of tiles";
-  EXPECT_EQ(workspace, fake::cleared_bytes + 2u * 8 * 1024 * sizeof(RowStatistics));
+  EXPECT_EQ(run_of(Call(32, 1000, 1000, 8, 4, 128).in_any_order(), &workspace), "statistics, keys, dQ");
+  EXPECT_EQ(fake::cleared_bytes, 32u * 8 * 1024 * 128 * sizeof(float) + sizeof(unsigned)) << "and the count of tiles";
+  EXPECT_EQ(workspace, fake::cleared_bytes + 32u * 8 * 1024 * sizeof(RowStatistics));
 }
 
 TEST(BackwardRun, TakesTilesOfKeysOneAfterTheOther) {
@@ -266,10 +376,20 @@ TEST(BackwardRun, TakesTilesOfKeysOneAfterTheOther) {
   EXPECT_EQ(run_of(Call(8, 2048, 2048, 16, 16, 64).in_any_order(), &workspace), "statistics, keys, dQ");
 }
 
+TEST(BackwardRun, AddsUpWhatSplitsLeave) {
+  size_t workspace;
+  Call const few(1, 4096, 4096, 1, 1, 128);
+  size_t const statistics = 4096 * sizeof(RowStatistics), a_split = 4096 * 128 * sizeof(float);
+  EXPECT_EQ(run_of(few, &workspace), "statistics, rows, splits, keys, splits");
+  EXPECT_EQ(workspace, statistics + 8 * a_split + 8 * 2 * a_split);
+  EXPECT_EQ(run_of(Call(few).in_any_order(), &workspace), "statistics, keys, splits, dQ");
+  EXPECT_EQ(workspace, statistics + 8 * 2 * a_split + a_split + sizeof(unsigned));
+}
+
 TEST(BackwardRun, ClearsWhatMayLieOutsideEverySequence) {
   size_t workspace;
-  EXPECT_EQ(run_of(Call(2, 1000, 500, 8, 4, 128).head_dim_v(64).lengths(), &workspace), "statistics, rows, keys");
-  EXPECT_EQ(fake::cleared_bytes, 2u * 500 * 4 * (128 + 64) * 2);
+  EXPECT_EQ(run_of(Call(50, 1000, 500, 8, 4, 128).head_dim_v(64).lengths(), &workspace), "statistics, rows, keys");
+  EXPECT_EQ(fake::cleared_bytes, 50u * 500 * 4 * (128 + 64) * 2);
   EXPECT_EQ(run_of(Call(3, 100, 200, 8, 4, 64).packed(250, 333), &workspace), "statistics, rows, keys");
   EXPECT_EQ(fake::cleared_bytes, 333u * 4 * (64 + 64) * 2 + 250u * 8 * 64 * 2);
   EXPECT_EQ(workspace, 8u * 640 * sizeof(RowStatistics));  // of 250 rows and a tile a sequence, in whole tiles

@@ -348,6 +348,63 @@ def test_keys_have_the_same_bits_anyway(kernels):
         assert_same_bits(kernels.gradients(q, k, v, dout, dlse)[1:], want[1:])
 
 
+# ------------------------------------------------------------------------------------------------ tiles that CTAs share
+# batch, n_q, n_kv, heads, heads_kv, d, d_v: so few tiles of keys, or of rows too, that Hopper's kernels split them: of
+# the heads, of the rows or keys that a tile goes through, of both; in parts that differ, and of which some are empty.
+FEW_TILES = {
+    "heads": (1, 600, 600, 16, 1, 64, 64),
+    "heads and tiles": (2, 520, 700, 12, 2, 128, 128),
+    "tiles": (1, 900, 1000, 1, 1, 64, 64),
+    "tiles of seven heads": (1, 700, 520, 7, 1, 128, 128),
+    "wide": (1, 520, 600, 8, 1, 256, 256),
+    "wide, few heads": (1, 700, 800, 1, 1, 256, 256),
+    "short, d_v of its own": (1, 300, 400, 6, 2, 192, 128),
+    "columns that no panel fills": (1, 450, 500, 8, 2, 72, 40),
+}
+SPLIT_OPTIONS = [{}, {"causal": True}, {"causal": True, "start_pos": "end", "window": (600, 0)}]
+
+
+@pytest.mark.parametrize("options", SPLIT_OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", FEW_TILES)
+def test_few_tiles(target, shape, options):
+    batch, n_q, n_kv, heads, heads_kv, d, d_v = FEW_TILES[shape]
+    tensors = target.qkv(batch, n_q, heads, d, n_kv=n_kv, heads_kv=heads_kv, d_v=d_v)
+    check(target, *tensors, sink=target.vector(heads), **options)
+    if target.family == "sm90":
+        with torch.no_grad():
+            out, lse = target.fmha(*tensors, **options)
+        call = torch.randn_like(out), *tensors, out, lse
+        explanation = cutlass_ext.explain(cutlass_ext.fmha_backward, *call, backend=target.backend, **options)
+        assert explanation.splits > 1, explanation
+
+
+@pytest.mark.parametrize(
+    "options", [{"softcap": 20.0}, {"seqused_k": [700, 0, 129], "leftpad_k": [5, 0, 100]}], ids=str
+)
+def test_few_tiles_of(target, options):
+    options = {k: target.int32(x) if isinstance(x, list) else x for k, x in options.items()}
+    check(target, *target.qkv(3, 520, 4, 256, n_kv=700, heads_kv=1), causal=True, start_pos="end", **options)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_few_packed_tiles(target, d, causal):
+    batch = packed(target, [700, 0, 33, 257, 1], [520, 130, 0, 300, 64], (8, 1), d)
+    check_packed(target, batch, causal=causal, start_pos="end")
+
+
+@pytest.mark.parametrize("shape", FEW_TILES)
+def test_few_tiles_have_the_same_bits(kernels, shape):
+    batch, n_q, n_kv, heads, heads_kv, d, d_v = FEW_TILES[shape]
+    q, k, v = kernels.qkv(batch, n_q, heads, d, n_kv=n_kv, heads_kv=heads_kv, d_v=d_v)
+    dout, dlse = of_out(kernels, q, v)
+    for deterministic in (False, True):
+        run = lambda: kernels.gradients(q, k, v, dout, dlse, causal=True, deterministic=deterministic)  # noqa: B023, E731
+        want = run()
+        for _ in range(10):
+            assert_same_bits(run()[not deterministic :], want[not deterministic :])
+
+
 class Calls(TorchDispatchMode):
     """The library's operators that are called, and their arguments by name."""
 

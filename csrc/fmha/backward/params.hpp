@@ -34,40 +34,88 @@ struct Gradients {
   uint32_t* tile_map = nullptr;      // workspace of a launch, laid out by TileMap; null: every tile is seen
   int dbias_parts = 1;               // of the turns that an element of dbias adds up
   float* dbias_sums = nullptr;       // workspace: [dbias_parts, (shape of dbias)], where there are several
+  // Of a launch whose tiles in hand are split among CTAs: how many splits of the query heads, and of the tiles that are
+  // gone through for each; and what each split has summed up, laid out by SplitSums.
+  cutlass::FastDivmod head_splits, tile_splits;
+  float* split_sums = nullptr;
 };
 
 /// Of Results, `o` and `lse` are read: what the forward gave.
-struct BackwardParams : Params, Gradients {};
+struct BackwardParams : Params, Gradients {
+  /// CTAs that share a tile in hand.
+  CUTE_HOST_DEVICE int splits() const { return num_splits; }
+  void split(int heads, int tiles) {
+    num_splits = heads * tiles;
+    head_splits = cutlass::FastDivmod(heads);
+    tile_splits = cutlass::FastDivmod(tiles);
+  }
+};
 
-/// Where the statistics of a sequence's rows lie. Each head of a sequence has room for whole tiles of `kTile` rows, and
-/// begins at a multiple of as many; rows of the last tile that do not exist are there, too.
-struct StatisticsRows {
+/// Which of `heads` query heads split `split` of a tile in hand goes through, and of which of `tiles` for each.
+CUTE_HOST_DEVICE Range split_turns(Gradients const& gradients, int split, int heads, Range* tiles) {
+  int of_heads, of_tiles;
+  gradients.tile_splits(of_heads, of_tiles, split);
+  *tiles = split_range(*tiles, gradients.tile_splits, of_tiles);
+  return split_range({0, heads}, gradients.head_splits, of_heads);
+}
+
+/// Where workspace of the query rows, or of the keys, of a sequence lies. Each head of a sequence has room for whole
+/// tiles of `kTile` rows, and begins at a multiple of as many; rows of the last tile that do not exist are there, too.
+struct TiledRows {
   static constexpr int kTile = 128;
+  bool of_keys;
   int64_t of_a_head;  // of all sequences, where they are packed
 
-  CUTE_HOST_DEVICE explicit StatisticsRows(Lengths const& lengths)
-      : of_a_head(lengths.packed() ? whole(lengths.total_q + int64_t(lengths.batch) * kTile) : whole(lengths.n_q)) {}
+  CUTE_HOST_DEVICE TiledRows(Lengths const& lengths, Axis side)
+      : of_keys(side == Axis::Keys),
+        of_a_head(whole(lengths.packed()
+                            ? (of_keys ? lengths.total_k : lengths.total_q) + int64_t(lengths.batch) * kTile
+                        : of_keys ? lengths.n_kv
+                                  : lengths.n_q)) {}
 
-  CUTE_HOST_DEVICE int64_t size(Params const& p) const { return int64_t(p.stored_batch()) * p.heads_q * of_a_head; }
+  CUTE_HOST_DEVICE int64_t size(Params const& p) const { return int64_t(p.stored_batch()) * heads(p) * of_a_head; }
 
-  /// Of query row 0 of sequence `b` and head `head`.
+  /// Of row 0 of sequence `b` and head `head`.
   CUTE_HOST_DEVICE int64_t first(Params const& p, Sequence const& sequence, int b, int head) const {
-    int64_t const of_sequence = p.packed() ? (sequence.q_row0 + int64_t(b) * kTile) / kTile * kTile : 0;
-    return (int64_t(sequence.batch) * p.heads_q + head) * of_a_head + of_sequence;
+    int const row0 = of_keys ? sequence.k_row0 : sequence.q_row0;
+    int64_t const of_sequence = p.packed() ? (row0 + int64_t(b) * kTile) / kTile * kTile : 0;
+    return (int64_t(sequence.batch) * heads(p) + head) * of_a_head + of_sequence;
   }
 
  private:
+  CUTE_HOST_DEVICE int heads(Params const& p) const { return of_keys ? p.heads_kv : p.heads_q; }
   CUTE_HOST_DEVICE static int64_t whole(int64_t rows) { return (rows + kTile - 1) / kTile * kTile; }
 };
 
+/// Where the statistics of a sequence's query rows lie.
+struct StatisticsRows : TiledRows {
+  CUTE_HOST_DEVICE explicit StatisticsRows(Lengths const& lengths) : TiledRows(lengths, Axis::Rows) {}
+};
+
 /// In which order the sums of dQ of a tile of rows and a head lie: that in which the threads that add them hold them,
-/// as accumulators of WGMMA. `kParts` warpgroups have a part of the columns each; of a part a warp's 16 rows lie in one
-/// piece, in vectors of four: two columns of two rows, of eight columns by its lanes side by side.
+/// as accumulators of WGMMA. `kParts` warpgroups have a part of the columns each, 64 of them; of a part a warp's 16
+/// rows lie in one piece, in vectors of four: two columns of two rows, of eight columns by its lanes side by side.
 template <int HeadDim>
 struct SumsOfTile {
   static constexpr int kRows = 64, kParts = HeadDim > 64 ? 2 : 1, kOfAWarp = HeadDim / 8 / kParts * 32;
   /// Of the vectors of a warp of a warpgroup.
   CUTE_HOST_DEVICE static constexpr int first(int part, int warp) { return (part * (kRows / 16) + warp) * kOfAWarp; }
+};
+
+/// Where what the splits of a launch have summed up of tiles in hand lies: of each split, and of 64 rows and a head, as
+/// in SumsOfTile; dK or dQ of all splits, then dV. `columns` are the kernel's.
+struct SplitSums {
+  TiledRows rows;
+  int64_t of_a_split;  // rows
+
+  CUTE_HOST_DEVICE SplitSums(Params const& p, Axis side) : rows(p, side), of_a_split(rows.size(p)) {}
+
+  CUTE_HOST_DEVICE int64_t size(int num_splits, int columns) const { return num_splits * of_a_split * columns; }
+  /// Of row `row`, a multiple of 64, of a sequence and head.
+  CUTE_HOST_DEVICE int64_t first(Params const& p, Sequence const& sequence, int b, int head, int row, int split,
+                                 int columns) const {
+    return (split * of_a_split + rows.first(p, sequence, b, head) + row) * columns;
+  }
 };
 
 /// The mask from the side of keys: [1 or B, 1 or H_q, N_kv, words], bit i % 32 of word i / 32 is row i.

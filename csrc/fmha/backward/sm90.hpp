@@ -84,6 +84,10 @@ struct GradientTile {
       head_q = work.head, head_kv = params.heads_per_kv.div(work.head);
       held_row0 = sequence.q_row0, streamed_row0 = sequence.k_row0;
     }
+    if constexpr (Traits::Splits) {
+      Range const own = split_turns(params, work.split, heads, &tiles);
+      head_q += own.begin, heads = own.size();
+    }
     if (!Traits::Pairs || !has_pairs(params)) return;
     pairs = PairMod(params, sequence, work.batch, head_q);
     bias_in_chunks = pairs.bias_in_chunks(params, heads);
@@ -127,6 +131,9 @@ struct BackwardTraits {
   static constexpr int TilesKnown = Persistent ? 2 : 1;
   // Whether what pairs have is taken beside score modifications: wider heads have no registers left.
   static constexpr bool Pairs = ScoreMods && HeadDim <= 128 && HeadDimV <= 128;
+  // Whether several CTAs may share a tile in hand: each goes through some of the heads, and of the tiles (backward.cpp
+  // asks the same).
+  static constexpr bool Splits = !Pairs;
   using Element = Element_;
   static constexpr int Held = OfKeys ? B_c : B_r, Step = OfKeys ? B_r : B_c;  // rows in hand, and of a streamed tile
   /// Whether each of two warpgroups sums up one of dK and dV, for the same keys; S^T is computed by both.
@@ -895,16 +902,44 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     store_rows<Stored<Traits, decltype(head_dim)::value>>(
         to, [&](int pass) { return pass * 4 * stride.row; }, tile.rows() - warp_row, cols, sums, staging, lane);
   };
+  // What a split has is added up, in their order, by the launch that follows (sums.hpp): accumulators as they are.
+  [[maybe_unused]] auto const leave = [&](auto const& sums, int64_t from, auto head_dim) {
+    constexpr int kColumns = decltype(head_dim)::value;
+    using Order = SumsOfTile<kPanel>;
+    int const head = Traits::OfKeys ? tile.head_kv : tile.head_q;
+    int const row = tile.work.row0 + warp_row / kAtomRows * kAtomRows;
+    auto* const to = reinterpret_cast<float4*>(
+        params.split_sums + from +
+        SplitSums(params, Traits::Of)
+            .first(params, tile.sequence, tile.work.batch, head, row, tile.work.split, kColumns));
+    CUTE_UNROLL
+    for (int e = 0; e < size(sums); e += 4) {
+      constexpr int kOfAPanel = kPanel / 2;  // of a thread
+      to[Order::first(e / kOfAPanel, warp_row % kAtomRows / 16) + e % kOfAPanel * 8 + lane] =
+          make_float4(sums(e), sums(e + 1), sums(e + 2), sums(e + 3));
+    }
+  };
   if constexpr (SumsP && Traits::Pairs) {
     CUTE_UNROLL
     for (int e = 0; e < size(V); ++e) V(e) *= params.dropout.scale;
   }
-  if constexpr (SumsP) store(params.dv, params.dv_stride, V, params.head_dim_v, Int<Traits::HeadDimV>{});
+  bool const is_split = Traits::Splits && params.splits() > 1;
+  if constexpr (SumsP) {
+    if (is_split) {
+      leave(cV, SplitSums(params, Traits::Of).size(params.splits(), Traits::HeadDim), Int<Traits::HeadDimV>{});
+    } else {
+      store(params.dv, params.dv_stride, V, params.head_dim_v, Int<Traits::HeadDimV>{});
+    }
+  }
   if constexpr (SumsS) {
     CUTE_UNROLL
     for (int e = 0; e < size(A); ++e) A(e) *= ScoreMod::gradient_scale(params);
     Strides const& stride = Traits::OfKeys ? params.dk_stride : params.dq_stride;
-    store(Traits::OfKeys ? params.dk : params.dq, stride, A, params.head_dim, Int<Traits::HeadDim>{});
+    if (is_split) {
+      leave(cA, 0, Int<Traits::HeadDim>{});
+    } else {
+      store(Traits::OfKeys ? params.dk : params.dq, stride, A, params.head_dim, Int<Traits::HeadDim>{});
+    }
   }
 }
 

@@ -1,49 +1,87 @@
-// dQ from the sums that Hopper's kernels over tiles of keys leave in the order of their accumulators (sm90.hpp).
-// Launched by kernels/dq_sums.cu.
+// Gradients from sums that Hopper's kernels leave in the order of their accumulators (sm90.hpp): dQ, which kernels over
+// tiles of keys add to; and what the splits of a tile have summed up apart. Launched by kernels/gradient_sums.cu.
 #pragma once
 
 #include <cutlass/numeric_types.h>
 
 #include "../operand.hpp"
 #include "../rows.hpp"
-#include "../score.hpp"
 #include "params.hpp"
 
 namespace cutlass_ext {
 
-constexpr int kSumsRows = 64, kSumsThreads = 128;
+constexpr int kSumsRows = 64, kSumsColumns = 64, kSumsThreads = 128;
 
-/// A CTA scales and rounds the 64 rows of one tile and head.
-template <int HeadDim, class Element>
-__global__ void __launch_bounds__(kSumsThreads) dq_kernel(__grid_constant__ BackwardParams const params) {
-  using Sums = SumsOfTile<HeadDim>;
-  static_assert(Sums::kRows == kSumsRows && kSumsThreads == kSumsRows * 2, "a warp takes 16 rows");
-  constexpr int kVectors = HeadDim / 8;  // of a thread
-  constexpr int kPitch = HeadDim + 8;    // of a row in shared memory: 16 bytes more spread rows over the banks
+/// One gradient: where its sums lie, and where it goes.
+struct SummedGradient {
+  float const* sums = nullptr;  // of the first split, rows as TiledRows has them
+  int columns = 0;              // of a row of sums
+  void* to = nullptr;
+  Strides stride;
+  int cols = 0;  // of a row of the gradient
+  CUTE_HOST_DEVICE int panels() const { return (cols + kSumsColumns - 1) / kSumsColumns; }
+};
+
+/// What a launch finishes, of rows of one side: one gradient, or two.
+struct GradientSums {
+  Axis side;
+  int splits = 1;
+  int64_t of_a_split = 0;  // rows
+  float scale = 1.f;
+  SummedGradient first, second;
+};
+
+/// A CTA adds up the splits of 64 rows and columns of a head, in their order, scales and rounds.
+template <class Element>
+__global__ void __launch_bounds__(kSumsThreads) gradient_sums_kernel(__grid_constant__ BackwardParams const params,
+                                                                     __grid_constant__ GradientSums const gradients) {
+  using Order = SumsOfTile<kSumsColumns>;
+  static_assert(Order::kRows == kSumsRows && kSumsThreads == kSumsRows * 2, "a warp takes 16 rows");
+  constexpr int kVectors = kSumsColumns / 8;  // of a thread
+  constexpr int kPitch = kSumsColumns + 8;    // of a row in shared memory: 16 bytes more spread rows over the banks
   __shared__ __align__(16) Element tile[kSumsRows * kPitch];
-  int const b = blockIdx.z, head = blockIdx.y, row0 = blockIdx.x * kSumsRows;
+  int const panels = gradients.first.panels() + gradients.second.panels();
+  int const b = blockIdx.z, head = blockIdx.y, row0 = blockIdx.x / panels * kSumsRows, panel = blockIdx.x % panels;
+  bool const is_second = panel >= gradients.first.panels();
+  SummedGradient const of = is_second ? gradients.second : gradients.first;
+  int const panel_of = panel - (is_second ? gradients.first.panels() : 0);
   Sequence const sequence = sequence_of(params, b);
-  int const rows = sequence.visibility.n_q - row0;
+  bool const of_keys = gradients.side == Axis::Keys;
+  int const rows = (of_keys ? sequence.visibility.len_kv : sequence.visibility.n_q) - row0;
   if (rows <= 0) return;
-  int64_t const first = StatisticsRows(params).first(params, sequence, b, head) + row0;
-  auto const* const sums = reinterpret_cast<float4 const*>(params.dq_sums + first * HeadDim);
+  int64_t const first = TiledRows(params, gradients.side).first(params, sequence, b, head) + row0;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp * 16 + lane / 4;
+  auto const* from =
+      reinterpret_cast<float4 const*>(of.sums + first * of.columns) + Order::first(panel_of, warp) + lane;
+  float4 sums[kVectors];
+  CUTE_UNROLL
+  for (int i = 0; i < kVectors; ++i) sums[i] = from[i * 32];
+  int64_t const of_a_split = gradients.of_a_split * of.columns / 4;
+#pragma unroll 4
+  for (int split = 1; split < gradients.splits; ++split) {
+    from += of_a_split;
+    CUTE_UNROLL
+    for (int i = 0; i < kVectors; ++i) {
+      float4 const x = from[i * 32];
+      sums[i] = make_float4(sums[i].x + x.x, sums[i].y + x.y, sums[i].z + x.z, sums[i].w + x.w);
+    }
+  }
   CUTE_UNROLL
   for (int i = 0; i < kVectors; ++i) {
-    constexpr int kOfAPart = kVectors / Sums::kParts;
-    float4 const x = sums[Sums::first(i / kOfAPart, warp) + i % kOfAPart * 32 + lane];
-    float const scale = ScoreMod::gradient_scale(params);
+    float4 const x = sums[i];
+    float const scale = gradients.scale;
     auto* const to = reinterpret_cast<uint32_t*>(tile + row * kPitch + i * 8 + lane % 4 * 2);
     to[0] = pack<Element>(x.x * scale, x.y * scale);
     to[8 * kPitch / 2] = pack<Element>(x.z * scale, x.w * scale);
   }
   __syncthreads();
-  auto* const dq = row_at<Element>(params.dq, params.dq_stride, sequence.batch, sequence.q_row0 + row0, head);
-  for (int i = threadIdx.x; i < kSumsRows * HeadDim / 8; i += kSumsThreads) {
-    int const to_row = i / (HeadDim / 8), col = i % (HeadDim / 8) * 8;
-    if (to_row < rows && col < params.head_dim)
-      *reinterpret_cast<uint4*>(dq + to_row * params.dq_stride.row + col) =
-          *reinterpret_cast<uint4 const*>(tile + to_row * kPitch + col);
+  auto* const to =
+      row_at<Element>(of.to, of.stride, sequence.batch, (of_keys ? sequence.k_row0 : sequence.q_row0) + row0, head);
+  for (int i = threadIdx.x; i < kSumsRows * kSumsColumns / 8; i += kSumsThreads) {
+    int const to_row = i / (kSumsColumns / 8), at = i % (kSumsColumns / 8) * 8, col = panel_of * kSumsColumns + at;
+    if (to_row < rows && col < of.cols)
+      *reinterpret_cast<uint4*>(to + to_row * of.stride.row + col) =
+          *reinterpret_cast<uint4 const*>(tile + to_row * kPitch + at);
   }
 }
 
