@@ -166,9 +166,13 @@ void explain(Arguments const& a, StableIValue* results) {
       return std::string(k.family) + "'s, of " + std::to_string(k.block_r) + " rows and " + std::to_string(k.block_c) +
              " keys";
     };
-    return answer(keys.family, name_of(keys.kind), keys.block_r, keys.block_c, 1,
-                  planned.of_keys.scheduler.size() + planned.of_queries.scheduler.size(),
-                  "dK and dV by tiles that are " + tile(keys) + "; dQ by tiles that are " + tile(queries));
+    std::string reason = "dK and dV by tiles that are " + tile(keys) + "; dQ by tiles that are " + tile(queries);
+    if (planned.out_of_range)
+      reason +=
+          "; operands in two fp16 parts, made by two launches before; where they do not hold the call, by tiles " +
+          ("that are " + tile(*planned.out_of_range->of_keys.kernel));
+    return answer(keys.family, kernel_name(keys), keys.block_r, keys.block_c, 1,
+                  planned.of_keys.scheduler.size() + planned.of_queries.scheduler.size(), reason);
   }
   Params params = params_of(a);
   Request const request = request_of(a);
@@ -176,7 +180,7 @@ void explain(Arguments const& a, StableIValue* results) {
   if (!planned.kernel) fail("NotImplementedError", planned.refusal);
   Kernel const& kernel = *planned.kernel;
   dim3 const& ctas = planned.grid.ctas;
-  answer(kernel.family, planned.kernel_name(), kernel.block_r, kernel.block_c, planned.splits,
+  answer(kernel.family, kernel_name(kernel), kernel.block_r, kernel.block_c, planned.splits,
          int64_t(ctas.x) * ctas.y * ctas.z, planned.reason(params, request));
 }
 

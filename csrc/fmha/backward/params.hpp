@@ -34,6 +34,7 @@ struct Gradients {
   uint32_t* tile_map = nullptr;      // workspace of a launch, laid out by TileMap; null: every tile is seen
   int dbias_parts = 1;               // of the turns that an element of dbias adds up
   float* dbias_sums = nullptr;       // workspace: [dbias_parts, (shape of dbias)], where there are several
+  GradientScales const* gradient_scales = nullptr;  // [B, H_kv], where operands are in parts
 };
 
 /// Of Results, `o` and `lse` are read: what the forward gave.
