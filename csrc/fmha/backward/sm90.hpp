@@ -744,13 +744,15 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
   };
   auto issue_dp = [&](auto& cdP, int stage) {
-    if constexpr (kInParts) {
-      constexpr int kSteps = Traits::HeadDimV / 16;
-      gemm_async<0, kSteps, kSteps>(MmaP{}, held_here(MmaP{}, shared.held_v, Int<ColumnsV>{}), fYv(_, _, _, stage),
-                                    fYv_low(_, _, _, stage), cdP, true);
-    } else {
-      gemm_async<Traits::HeadDimV / 16>(MmaP{}, fXv, fYv(_, _, _, stage), cdP, true);
-    }
+    gemm_async<Traits::HeadDimV / 16>(MmaP{}, fXv, fYv(_, _, _, stage), cdP, true);
+  };
+  // The same of a panel of columns in parts: of longer sums the tensor cores cut off so much that where all terms have
+  // one sign dP - delta errs more than on CUDA cores.
+  [[maybe_unused]] auto const issue_panel_of_dp = [&](auto& cdP, int stage, auto panel) {
+    constexpr int kSteps = kPanel / 16;
+    gemm_async<decltype(panel)::value * kSteps, kSteps, Traits::HeadDimV / 16>(
+        MmaP{}, held_here(MmaP{}, shared.held_v, Int<ColumnsV>{}), fYv(_, _, _, stage), fYv_low(_, _, _, stage), cdP,
+        true);
   };
   auto issue_dv = [&](int stage) { gemm_async<Step / 16>(MmaV{}, fP, fYvt(_, _, _, stage), cV, false); };
   auto issue_gradient = [&](int stage) { gemm_async<Step / 16>(MmaG{}, fdS, fYt(_, _, _, stage), cA, false); };
@@ -893,7 +895,10 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if (!Traits::Pairs && ++t == tiles.end) t = tiles.begin, ++head;
   };
   [[maybe_unused]] auto const take_turn_in_parts = [&](int turn) __attribute__((always_inline)) {
+    constexpr int kPanels = Traits::HeadDimV / kPanel;
+    static_assert(kPanels <= 2, "there are no registers for more sums of dP");
     Tensor cdP = scores_of_a_tile();
+    [[maybe_unused]] Tensor cdP_rest = scores_of_a_tile();
     int const stage = ring.stage;
     RingPosition<Traits::Stages> next = ring;
     next.advance();
@@ -907,11 +912,17 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     };
     auto const gradients = [&] {
       warpgroup_fence_operand(cdP);
-      split_gradients(
-          S, rows_and_columns(cdP), words_ds, scales.dp, [&](int i, int j) { return deltas_of(stage, i, j); }, of_rows);
+      if constexpr (kPanels > 1) warpgroup_fence_operand(cdP_rest);
+      Tensor dP = rows_and_columns(cdP), dP_rest = rows_and_columns(cdP_rest);
+      auto const difference = [&](int i, int j, float delta) {
+        float const first = fmaf(dP(i, j), scales.dp, -delta);
+        return kPanels == 1 ? first : fmaf(dP_rest(i, j), scales.dp, first);
+      };
+      split_gradients(S, words_ds, difference, [&](int i, int j) { return deltas_of(stage, i, j); }, of_rows);
     };
     shared.full_v[stage].wait_for(ring.phase);
-    if constexpr (SumsS) issue_dp(cdP, stage);
+    if constexpr (SumsS) issue_panel_of_dp(cdP, stage, _0{});
+    if constexpr (SumsS && kPanels > 1) issue_panel_of_dp(cdP_rest, stage, _1{});
     weigh(std::false_type{}, stage, t, head);
     if constexpr (SumsS) {
       wait_for_next();  // here, where its branches keep the weights in front of the wait for dP

@@ -28,12 +28,13 @@ struct RowScale {
   }
 };
 
-/// S, which holds P times 2^kShiftP, and dP become dS in parts, each row scaled by a power of two of its own: gradients
+/// S, which holds P times 2^kShiftP, becomes dS in parts, each row scaled by a power of two of its own: gradients
 /// of a sequence's rows differ in size as their weights do, and nothing bounds delta. `back` undoes the scales.
-/// `delta_of(i, j)`: of the rows of elements (i, j) and (i, j + 1).
-template <class ScoreTensor, class GradientTensor, class Words, class DeltaOf>
-CUTE_DEVICE void split_gradients(ScoreTensor& S, GradientTensor const& dP, Words& words, float of_dp,
-                                 DeltaOf const& delta_of, float (&back)[2]) {
+/// `difference(i, j, delta)`: dP - delta of element (i, j); `delta_of(i, j)`: of the rows of elements (i, j) and
+/// (i, j + 1).
+template <class ScoreTensor, class Words, class Difference, class DeltaOf>
+CUTE_DEVICE void split_gradients(ScoreTensor& S, Words& words, Difference const& difference, DeltaOf const& delta_of,
+                                 float (&back)[2]) {
   constexpr int kColumns = decltype(size<1>(S))::value;
   float largest[2] = {};
   CUTE_UNROLL
@@ -41,8 +42,8 @@ CUTE_DEVICE void split_gradients(ScoreTensor& S, GradientTensor const& dP, Words
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       float2 const delta = delta_of(i, j);
-      S(i, j) *= fmaf(dP(i, j), of_dp, -delta.x);
-      S(i, j + 1) *= fmaf(dP(i, j + 1), of_dp, -delta.y);
+      S(i, j) *= difference(i, j, delta.x);
+      S(i, j + 1) *= difference(i, j + 1, delta.y);
       largest[i] = fmaxf(largest[i], fmaxf(fabsf(S(i, j)), fabsf(S(i, j + 1))));
     }
   }
