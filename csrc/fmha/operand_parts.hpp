@@ -25,6 +25,9 @@ constexpr int kTop = 14;                    // log2 of the largest element, scal
 constexpr int kSpread = 15;                 // by which the largest of a row or a column may be smaller
 constexpr int kMostExponent = 64;           // of the largest element: factors of scores stay finite (kMostScale)
 constexpr float kMostScale = 1 << 20;       // ScoreMod::query_scale
+// Of a backward pass the exponents of the largest scores' factors together: scores then stay below 2^22, and P, of an
+// lse that float32 has rounded, in fp16's range.
+constexpr int kMostOfScores = 12;
 
 /// What is read, and where parts go. [batch, head, row, column]: high parts of `Cols` columns, then their low parts.
 struct Parts {
@@ -227,7 +230,8 @@ __global__ void __launch_bounds__(kThreads) split(__grid_constant__ Params const
       if (parts.dout) {
         Measured<Cols> const dout(maxima + DOut * (Cols + 1));
         int const of_dp = v.exponent() + dout.exponent();
-        if (abs(of_dp) > kMostExponent) *parts.out_of_range = 1;
+        int const of_scores = q.exponent() + measured.exponent() + ilogbf(ScoreMod::query_scale(params));
+        if (abs(of_dp) > kMostExponent || of_scores > kMostOfScores) *parts.out_of_range = 1;
         if (threadIdx.x == 0) {
           parts.gradient_scales[pair] = {parts.scales[pair].scores, ldexpf(1.f, of_dp - 2 * kTop),
                                          ldexpf(1.f, measured.exponent() - kTop), ldexpf(1.f, q.exponent() - kTop),
