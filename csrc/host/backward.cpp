@@ -114,9 +114,11 @@ BackwardPlan plan_backward(BackwardParams* params, Request const& request) {
   if (request.dtype == DType::Float32) on_cuda_cores.precision = Precision::Highest;
   Call const any{*params, on_any, current_device(), features}, call{*params, on_cuda_cores, any.device, features};
   // `High` is a wish here: a forward pass that had it may have gradients that parts are not for.
-  if (request.dtype == DType::Float32 && (request.precision == Precision::High || request.backend == "sm90")) {
-    BackwardPlan const in_parts = plan_in_parts(call);
-    if (in_parts) return in_parts;
+  bool const in_parts = request.precision == Precision::High || request.backend == "sm90" ||
+                        (request.precision == Precision::Any && parts_pay(*params));
+  if (request.dtype == DType::Float32 && in_parts) {
+    BackwardPlan const plan = plan_in_parts(call);
+    if (plan) return plan;
   }
   BackwardPlan plan;
   if (!request.deterministic && adds_to_queries(*params)) plan.of_keys = launch_of(call, Kind::AllGradients);

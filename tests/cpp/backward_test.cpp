@@ -158,15 +158,17 @@ TEST(BackwardPlan, MultipliesFloat32InPartsWhereThatIsAskedFor) {
   EXPECT_EQ(line_of(call(40).float32(Precision::High)), in_parts);
   EXPECT_EQ(line_of(call(64).float32(Precision::High).causal().sink().lengths().in_any_order()), in_parts);
   EXPECT_EQ(line_of(call(64).float32(Precision::Any).backend("sm90")), in_parts);
+  EXPECT_EQ(line_of(call(64).float32(Precision::Any)), in_parts) << "they pay";
   EXPECT_EQ(line_of(call(64).float32(Precision::High).head_dim_v(72)),
             "keys sm90 64x64 d128, 128 tiles, rows sm90 128x32 d128, 128 tiles");
   // A wish: what parts are not for is computed on CUDA cores.
   for (Call const& other :
        {call(64).float32(Precision::High).softcap(), call(64).float32(Precision::High).unaligned_dout(),
         call(64).float32(Precision::High).on(fake::kA100), call(64).float32(Precision::Highest),
-        call(64).float32(Precision::Any)}) {
+        call(64).float32(Precision::Any).backend("simt")}) {
     EXPECT_EQ(line_of(other), exact);
   }
+  EXPECT_EQ(line_of(Call(1, 100, 100, 2, 2, 64).float32(Precision::Any)).substr(0, 9), "keys simt");
   EXPECT_EQ(line_of(call(64).float32(Precision::Any).softcap().backend("sm90")).substr(0, 9), "softcap: ");
 }
 
