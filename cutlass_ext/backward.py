@@ -4,6 +4,8 @@ Autograd needs no such call (autograd.py). Sequence parallelism does: each rank 
 and `delta` that it needs are those of all.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -57,6 +59,7 @@ def fmha_backward(
     bias_grad: bool = True,
     key_start: int | Tensor = 0,
     out_dtype: torch.dtype | None = None,
+    precision: Literal["high", "highest"] | None = None,
 ) -> tuple[Tensor, ...]:
     r"""The gradients of `out, lse = fmha(..., return_lse=True)` in q, k, v, sink and bias, from those of out and lse.
 
@@ -89,6 +92,10 @@ def fmha_backward(
         key_start: as in the call of `fmha`.
         out_dtype: of dq, dk and dv: `torch.float32`, for sums of parts that are not to be rounded to 16 bits before, or
             None for that of q. No kernel takes it beside 16-bit inputs yet; PyTorch's operators do.
+        precision: as in `fmha`, of float32. `"high"` computes on a Hopper GPU's tensor cores, with workspace of the
+            size of q, k, v and dout, where it can (head dims up to 128, without softcap, slopes, bias, mask and
+            dropout, rows at multiples of 16 bytes), and on CUDA cores elsewhere; `"highest"` on CUDA cores. None:
+            `"high"` where `fmha` would have it.
 
     Returns:
         `(dq, dk, dv)`, contiguous, shapes and dtype of q, k and v, or out_dtype; with a sink then `dsink`, float32
@@ -115,6 +122,7 @@ def fmha_backward(
         max_seqlen_k, block_table, left, right, softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k,
         start_positions, 0, backend, deterministic or torch.are_deterministic_algorithms_enabled(), bias, mask,
         dropout_p, dropout_seed, head_start, sequence_start, key_start, key_starts, out_dtype,
+        precision,
     )  # fmt: skip
     operator = autograd.backward_torch if backend == "torch" else autograd.backward
     *gradients, dsink, dbias = run(autograd.differentiable(operator), arguments, NAMES)

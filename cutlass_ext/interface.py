@@ -165,7 +165,7 @@ def fmha(
             up to 64 or 128. Where numbers are too far apart for such parts, or not finite, the GPU sees it and computes
             the call on CUDA cores. `backend="sm90"` asks for it too. None: `"high"` where it can be had, is expected to
             be faster, and rows see 192 keys or more. Neither is TF32, whatever `torch.set_float32_matmul_precision`
-            says. Gradients are computed on CUDA cores.
+            says. Gradients go the same way where they can (`fmha_backward`), and elsewhere on CUDA cores.
         out_dtype: `torch.float32`, so that parts which are to be merged are not rounded to 16 bits before; None is the
             dtype of q. The gradient of such an `out` is rounded to q's dtype where the backward pass begins.
         out: where the result is written, and which is returned then: its shape, dtype of q, any strides. Kernels write

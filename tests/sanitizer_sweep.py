@@ -201,6 +201,9 @@ def gradient_cases():
             yield dtype, n_q, n_kv, 64, 64, PLAIN
         for lengths, d in itertools.product(LENGTHS, (64, 128)):
             yield dtype, *lengths, d, d, PACKED_FEATURES[1]
+    for d, d_v in ((64, 64), (128, 128), (40, 8)) if HOPPER else ():
+        yield torch.float32, 65, 129, d, d_v, HIGH
+        yield torch.float32, *LENGTHS[0], d, d_v, HIGH
     for dtype in HALVES:
         for d in (64, 128, 256):
             yield dtype, 65, 129, d, d, {"causal": True, "softcap": 20.0}
@@ -221,7 +224,7 @@ def compare_gradients(dtype, n_q, n_kv, d, d_v, features) -> None:
         options |= packing(q=n_q, k=n_kv)
     shapes = (*rows, 4, d_v), (*rows, 4, d), (*keys, 2, d), (*keys, 2, d_v)
     dout, q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
-    on_cpu = {name: x for name, x in options.items() if name != "backend"}
+    on_cpu = {name: x for name, x in options.items() if name not in ("backend", "precision")}
     out, lse = cutlass_ext.fmha(q, k, v, **on_cpu, return_lse=True)
     options["dlse"] = torch.randn(lse.shape)
 

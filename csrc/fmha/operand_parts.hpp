@@ -1,11 +1,12 @@
 // fp32 tensors in two fp16 parts, x * 2^s = high + low, for kernels of tensor cores: what is known of the range of q, k
-// and v, the powers of two that follow from it, and the parts. Launched by kernels/operand_parts.cu.
+// and v, and of dout in a backward pass, the powers of two that follow from it, and the parts. Launched by
+// kernels/operand_parts.cu.
 //
-// Of every sequence and key head, q (of all its query heads), k and v have a power of two each, with which the largest
-// element lies in [2^14, 2^15). An element then errs by 2^-23 of itself or by 2^-25, half of fp16's smallest number,
-// whichever is more. A row or a column whose largest element is 2^-15 of the head's or more so errs by 2^-24 of its own
-// largest, as fp32 does. Where one is smaller and not 0, where something is not finite, or where powers of two might
-// leave fp32, the call is computed on CUDA cores.
+// Of every sequence and key head, q (of all its query heads), k, v and dout have a power of two each, with which the
+// largest element lies in [2^14, 2^15). An element then errs by 2^-23 of itself or by 2^-25, half of fp16's smallest
+// number, whichever is more. A row or a column whose largest element is 2^-15 of the head's or more so errs by 2^-24 of
+// its own largest, as fp32 does. Where one is smaller and not 0, where something is not finite, or where powers of two
+// might leave fp32, the call is computed on CUDA cores.
 #pragma once
 
 #include <cstdint>
@@ -24,14 +25,24 @@ constexpr int kTop = 14;                    // log2 of the largest element, scal
 constexpr int kSpread = 15;                 // by which the largest of a row or a column may be smaller
 constexpr int kMostExponent = 64;           // of the largest element: factors of scores stay finite (kMostScale)
 constexpr float kMostScale = 1 << 20;       // ScoreMod::query_scale
+// Of a backward pass the exponents of the largest scores' factors together: scores then stay below 2^22, and P, of an
+// lse that float32 has rounded, in fp16's range.
+constexpr int kMostOfScores = 12;
 
 /// What is read, and where parts go. [batch, head, row, column]: high parts of `Cols` columns, then their low parts.
 struct Parts {
   __half *q, *k, *v;
-  uint32_t* maxima;    // [B, H_kv, 3, Cols + 1]: see `Measured`; zeros before
+  uint32_t* maxima;    // [B, H_kv, kTensors, Cols + 1]: see `Measured`; zeros before
   int* out_of_range;   // 0 before
   PartScales* scales;  // [B, H_kv]
+  // Of a backward pass; else null.
+  __half* dout;
+  float const* dout_from;
+  Strides dout_stride;
+  GradientScales* gradient_scales;  // [B, H_kv]
 };
+
+constexpr int kTensors = 4;
 
 /// Strides of a tensor of parts, in elements.
 CUTE_HOST_DEVICE Strides strides_of(int rows, int heads, int cols) {
@@ -42,10 +53,17 @@ CUTE_HOST_DEVICE Strides strides_of(int rows, int heads, int cols) {
 /// CTAs of a head then take in turn.
 struct Chunks {
   int heads_q, heads_kv, of_q, of_k;  // of a head
+  bool with_dout;
 
-  CUTE_HOST_DEVICE explicit Chunks(Params const& p)
-      : heads_q(p.heads_q), heads_kv(p.heads_kv), of_q(chunks_of(p.n_q)), of_k(chunks_of(p.n_kv)) {}
-  CUTE_HOST_DEVICE int64_t of_sequence() const { return int64_t(heads_q) * of_q + 2 * int64_t(heads_kv) * of_k; }
+  CUTE_HOST_DEVICE Chunks(Params const& p, bool with_dout)
+      : heads_q(p.heads_q),
+        heads_kv(p.heads_kv),
+        of_q(chunks_of(p.n_q)),
+        of_k(chunks_of(p.n_kv)),
+        with_dout(with_dout) {}
+  CUTE_HOST_DEVICE int64_t of_sequence() const {
+    return (1 + with_dout) * int64_t(heads_q) * of_q + 2 * int64_t(heads_kv) * of_k;
+  }
 
  private:
   CUTE_HOST_DEVICE static int chunks_of(int rows) { return rows > 0 ? (rows - 1) / kRows + 1 : 1; }
@@ -53,7 +71,7 @@ struct Chunks {
 
 #if defined(__CUDACC__)
 
-enum Which { Q, K, V };
+enum Which { Q, K, V, DOut };
 
 /// What a CTA works on.
 struct Chunk {
@@ -65,29 +83,34 @@ struct Chunk {
   int64_t stride;     // from row to row, in elements
   int64_t to;         // of row 0, element of the tensor of parts
 
-  CUTE_DEVICE Chunk(Params const& p, int padded_cols, int index) {
-    Chunks const chunks(p);
+  CUTE_DEVICE Chunk(Params const& p, Parts const& parts, int padded_cols, int index) {
+    Chunks const chunks(p, parts.dout);
     int const of_sequence = static_cast<int>(chunks.of_sequence()), b = index / of_sequence;
     int rest = index - b * of_sequence;
     batch = b;
     int const of_all_q = chunks.heads_q * chunks.of_q, of_all_k = chunks.heads_kv * chunks.of_k;
-    which = rest < of_all_q ? Q : rest < of_all_q + of_all_k ? K : V;
-    rest -= which == Q ? 0 : which == K ? of_all_q : of_all_q + of_all_k;
-    int const of_head = which == Q ? chunks.of_q : chunks.of_k;
+    which = rest < of_all_q ? Q : rest < of_all_q + of_all_k ? K : rest < of_all_q + 2 * of_all_k ? V : DOut;
+    rest -= which == Q ? 0 : which == K ? of_all_q : which == V ? of_all_q + of_all_k : of_all_q + 2 * of_all_k;
+    bool const of_rows = which == Q || which == DOut;
+    int const of_head = of_rows ? chunks.of_q : chunks.of_k;
     head = rest / of_head;
-    head_kv = which == Q ? p.heads_per_kv.div(head) : head;
+    head_kv = of_rows ? p.heads_per_kv.div(head) : head;
     first = (rest - head * of_head) * kRows;
     step = of_head * kRows;
 
     Sequence const sequence = sequence_of(p, b);
-    int const row = which == Q ? sequence.q_row0 : sequence.k_row0;
-    end = which == Q ? sequence.visibility.n_q : sequence.visibility.len_kv;
-    cols = which == V ? p.head_dim_v : p.head_dim;
-    Strides const& strides = which == Q ? p.q_stride : which == K ? p.k_stride : p.v_stride;
-    from = row_at<float const>(which == Q ? p.q : which == K ? p.k : p.v, strides, sequence.batch, row, head);
+    int const row = of_rows ? sequence.q_row0 : sequence.k_row0;
+    end = of_rows ? sequence.visibility.n_q : sequence.visibility.len_kv;
+    cols = which == V || which == DOut ? p.head_dim_v : p.head_dim;
+    Strides const& strides = which == Q   ? p.q_stride
+                             : which == K ? p.k_stride
+                             : which == V ? p.v_stride
+                                          : parts.dout_stride;
+    void const* const data = which == Q ? p.q : which == K ? p.k : which == V ? p.v : parts.dout_from;
+    from = row_at<float const>(data, strides, sequence.batch, row, head);
     stride = strides.row;
     Strides const of_parts =
-        strides_of(which == Q ? p.stored_rows() : p.stored_keys(), which == Q ? p.heads_q : p.heads_kv, padded_cols);
+        strides_of(of_rows ? p.stored_rows() : p.stored_keys(), of_rows ? p.heads_q : p.heads_kv, padded_cols);
     to = sequence.batch * of_parts.batch + row * of_parts.row + head * of_parts.head;
   }
 };
@@ -117,7 +140,7 @@ CUTE_DEVICE uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffff
 /// The largest magnitude of each column, and of the rows' largest that are not 0 the least, inverted: all grow.
 template <int Cols>
 __global__ void __launch_bounds__(kThreads) measure(__grid_constant__ Params const params, Parts const parts) {
-  Chunk const chunk(params, Cols, blockIdx.x);
+  Chunk const chunk(params, parts, Cols, blockIdx.x);
   if (chunk.first >= chunk.end) return;
   __shared__ uint32_t largest[Cols + 1];
   for (int i = threadIdx.x; i <= Cols; i += kThreads) largest[i] = 0;
@@ -148,13 +171,13 @@ __global__ void __launch_bounds__(kThreads) measure(__grid_constant__ Params con
   if (mine.col == 0) atomicMax(largest + Cols, inverted);
   __syncthreads();
   uint32_t* const to =
-      parts.maxima + ((int64_t(chunk.batch) * params.heads_kv + chunk.head_kv) * 3 + chunk.which) * (Cols + 1);
+      parts.maxima + ((int64_t(chunk.batch) * params.heads_kv + chunk.head_kv) * kTensors + chunk.which) * (Cols + 1);
   for (int i = threadIdx.x; i <= Cols; i += kThreads) {
     if (largest[i] > 0) atomicMax(to + i, largest[i]);
   }
 }
 
-/// What `measure` found of q, k or v of a head. By a whole warp.
+/// What `measure` found of q, k, v or dout of a head. By a whole warp.
 template <int Cols>
 struct Measured {
   uint32_t largest = 0, least = 0xffffffffu;  // of all elements; of rows and columns that have something
@@ -186,27 +209,44 @@ struct Measured {
 /// written last.
 template <int Cols>
 __global__ void __launch_bounds__(kThreads) split(__grid_constant__ Params const params, Parts const parts) {
-  Chunk const chunk(params, Cols, gridDim.x - 1 - blockIdx.x);
+  Chunk const chunk(params, parts, Cols, gridDim.x - 1 - blockIdx.x);
   if (chunk.first >= chunk.end) return;
   using Mine = Part<Cols>;
   Mine mine;
   mine.load(chunk, chunk.first);  // on its way while what was measured is read
   int64_t const pair = int64_t(chunk.batch) * params.heads_kv + chunk.head_kv;
-  uint32_t const* const maxima = parts.maxima + pair * 3 * (Cols + 1);
+  uint32_t const* const maxima = parts.maxima + pair * kTensors * (Cols + 1);
   Measured<Cols> const measured(maxima + chunk.which * (Cols + 1));
   if (chunk.first == 0 && threadIdx.x < 32) {
     if (!measured.is_held()) *parts.out_of_range = 1;
     if (chunk.which == K) {
       Measured<Cols> const q(maxima), v(maxima + V * (Cols + 1));
+      // Factors are to stay finite, and not 0; of P in parts dP is multiplied by a power of two.
+      if (abs(q.exponent() + measured.exponent()) > kMostExponent) *parts.out_of_range = 1;
       if (threadIdx.x == 0) {
         parts.scales[pair] = {ldexpf(1.f, q.exponent() + measured.exponent() - 2 * kTop),
                               ldexpf(1.f, v.exponent() - kTop)};
+      }
+      if (parts.dout) {
+        Measured<Cols> const dout(maxima + DOut * (Cols + 1));
+        int const of_dp = v.exponent() + dout.exponent();
+        int const of_scores = q.exponent() + measured.exponent() + ilogbf(ScoreMod::query_scale(params));
+        if (abs(of_dp) > kMostExponent || of_scores > kMostOfScores) *parts.out_of_range = 1;
+        if (threadIdx.x == 0) {
+          parts.gradient_scales[pair] = {parts.scales[pair].scores, ldexpf(1.f, of_dp - 2 * kTop),
+                                         ldexpf(1.f, measured.exponent() - kTop), ldexpf(1.f, q.exponent() - kTop),
+                                         ldexpf(1.f, dout.exponent() - kTop)};
+        }
       }
     }
   }
   float const scale = ldexpf(1.f, kTop - measured.exponent());
 
-  __half* const to = (chunk.which == Q ? parts.q : chunk.which == K ? parts.k : parts.v) + chunk.to + mine.col;
+  __half* const parts_of = chunk.which == Q   ? parts.q
+                           : chunk.which == K ? parts.k
+                           : chunk.which == V ? parts.v
+                                              : parts.dout;
+  __half* const to = parts_of + chunk.to + mine.col;
   for (int row0 = chunk.first; row0 < chunk.end; row0 += chunk.step) {
     if (row0 > chunk.first) mine.load(chunk, row0);
     CUTE_UNROLL

@@ -214,6 +214,11 @@ struct PartScales {
   float scores, out;
 };
 
+/// The same of a backward pass: of scores, dP, dQ, dK and dV.
+struct GradientScales {
+  float scores, dp, dq, dk, dv;
+};
+
 /// Of float32 calls on tensor cores, whose operands are in two parts of 16 bits (operand_parts.hpp), and of the
 /// launches on CUDA cores that compute what such parts do not hold.
 struct InParts {

@@ -2,12 +2,15 @@
 #include "backward.hpp"
 
 #include <algorithm>
+#include <optional>
 #include <tuple>
 
+#include "../fmha/operand_parts.hpp"
 #include "../fmha/pairs.hpp"
 #include "choice.hpp"
 #include "error.hpp"
 #include "gradient_steps.hpp"
+#include "operand_parts.hpp"
 
 namespace cutlass_ext {
 namespace {
@@ -98,12 +101,43 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   if (params.splits() > 1) finish_splits(kernel, params, stream);
 }
 
+/// Kernels that multiply float32 in parts, where they take the call, and those on CUDA cores for what parts do not
+/// hold.
+BackwardPlan plan_in_parts(Call const& call) {
+  Request request = call.request;
+  BackwardPlan plan;
+  if (ScoreMod::query_scale(call.params) > operand_parts::kMostScale) return plan;
+  request.precision = Precision::High;
+  Call const in_parts{call.params, request, call.device, call.features};
+  plan.of_keys = launch_of(in_parts, Kind::KeyGradients);
+  if (plan.of_keys.kernel) plan.of_queries = launch_of(in_parts, Kind::QueryGradients);
+  if (!plan) return plan;
+  request.precision = Precision::Highest;
+  request.backend = "simt";
+  Call const exact{call.params, request, call.device, call.features};
+  BackwardPlan other;
+  other.of_keys = launch_of(exact, Kind::KeyGradients);
+  other.of_queries = launch_of(exact, Kind::QueryGradients);
+  plan.out_of_range = std::make_shared<BackwardPlan const>(other);
+  return plan;
+}
+
 }  // namespace
 
 BackwardPlan plan_backward(BackwardParams* params, Request const& request) {
   params->heads_per_kv = cutlass::FastDivmod(params->heads_q / params->heads_kv);
   Features const features = features_of(*params) | (dout_is_aligned(*params) ? 0 : feature::UnalignedRows);
-  Call const call{*params, request, current_device(), features};
+  Request on_any = request, on_cuda_cores = request;
+  on_any.precision = Precision::Any;
+  if (request.dtype == DType::Float32) on_cuda_cores.precision = Precision::Highest;
+  Call const any{*params, on_any, current_device(), features}, call{*params, on_cuda_cores, any.device, features};
+  // `High` is a wish here: a forward pass that had it may have gradients that parts are not for.
+  bool const in_parts = request.precision == Precision::High || request.backend == "sm90" ||
+                        (request.precision == Precision::Any && parts_pay(*params));
+  if (request.dtype == DType::Float32 && in_parts) {
+    BackwardPlan const plan = plan_in_parts(call);
+    if (plan) return plan;
+  }
   BackwardPlan plan;
   if (!request.deterministic && adds_to_queries(*params)) plan.of_keys = launch_of(call, Kind::AllGradients);
   if (!plan.of_keys.kernel) {
@@ -115,7 +149,7 @@ BackwardPlan plan_backward(BackwardParams* params, Request const& request) {
         cheapest({Kind::BiasGradients}, request.dtype, [&](Kernel const& k) { return call.runs(k); }, cost_of);
   }
   if (!plan.of_keys.kernel || !plan)
-    plan.refusal = refusal_of(call, {plan.of_keys.kernel ? Kind::QueryGradients : Kind::KeyGradients});
+    plan.refusal = refusal_of(any, {plan.of_keys.kernel ? Kind::QueryGradients : Kind::KeyGradients});
   return plan;
 }
 
@@ -147,8 +181,19 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
     finish_dq(*plan.of_keys.kernel, params, stream);
     return;
   }
-  launch(plan.of_queries, params, stream, allocate);  // first: simt's leaves a better lse
+  std::optional<BackwardParams> exact;
+  if (plan.out_of_range) {
+    int const head_dim = plan.of_keys.kernel->head_dim;
+    exact = params;
+    params = make_parts(params, head_dim, allocate(bytes_of_parts(params, head_dim)), stream);
+    exact->out_of_range = params.out_of_range;
+    exact->if_out_of_range = true;
+  }
+  launch(plan.of_queries, params, stream, allocate);  // first: that of float32 leaves a better lse
   launch(plan.of_keys, params, stream, allocate);
+  if (!exact) return;
+  launch(plan.out_of_range->of_queries, *exact, stream, allocate);
+  launch(plan.out_of_range->of_keys, *exact, stream, allocate);
 }
 
 }  // namespace cutlass_ext

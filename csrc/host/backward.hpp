@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <string>
 
 #include "../fmha/backward/params.hpp"
@@ -24,7 +25,8 @@ struct GradientLaunch {
 struct BackwardPlan {
   GradientLaunch of_keys, of_queries;
   Kernel const* of_bias = nullptr;  // for dBias, where a kernel of the table has it; else there is one for every GPU
-  std::string refusal;              // where a kernel is missing, the argument that none takes, and what would do
+  std::shared_ptr<BackwardPlan const> out_of_range;  // of kernels that multiply parts: for what these do not hold
+  std::string refusal;  // where a kernel is missing, the argument that none takes, and what would do
 
   bool adds_to_queries() const { return of_keys.kernel && of_keys.kernel->kind == Kind::AllGradients; }
   explicit operator bool() const { return of_keys.kernel && (adds_to_queries() || of_queries.kernel); }

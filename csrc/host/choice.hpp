@@ -13,9 +13,7 @@
 namespace cutlass_ext {
 
 /// Whether a kernel multiplies float32 on tensor cores, in parts of 16 bits (fmha/operand_parts.hpp).
-inline bool multiplies_parts(Kernel const& kernel) {
-  return kernel.dtype == DType::Float32 && kernel.kind == Kind::Persistent;
-}
+inline bool multiplies_parts(Kernel const& kernel) { return kernel.dtype == DType::Float32 && wants_hopper(kernel); }
 
 /// A call on its way to a plan.
 struct Call {

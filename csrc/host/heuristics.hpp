@@ -50,7 +50,7 @@ inline int64_t longest_keys(Params const& p) { return p.longest_kv > 0 ? p.longe
 /// 35, against reading q, k and v twice and writing them once at 2.5 TB/s, and 12 us of launches. Milliseconds of an
 /// H200: (2, 8192, 16, 64) 2.28 for 12.9, (8, 512, 16, 64) causal 0.12 for 0.22, (1, 1024, 8, 64) causal 0.064 for
 /// 0.087. Only where rows see more keys than two tiles have, through a window too: sums of fewer are more exact on CUDA
-/// cores.
+/// cores. Of gradients, which have five products for two, the same: computed, to be measured.
 inline bool parts_pay(Params const& p) {
   constexpr double kOnTensorCores = 220e6, kOnCudaCores = 35e6, kBytes = 2.5e6, kLaunches = 12;  // a microsecond
   constexpr int kLeastKeys = 192;

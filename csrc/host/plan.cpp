@@ -302,8 +302,8 @@ Params after_append(Params const& params, void* turned_q) {
   return p;
 }
 
-std::string Plan::kernel_name() const {
-  return std::string(name_of(kernel->kind)) + (multiplies_parts(*kernel) ? "_fp16x2" : "");
+std::string kernel_name(Kernel const& kernel) {
+  return std::string(name_of(kernel.kind)) + (multiplies_parts(kernel) ? "_fp16x2" : "");
 }
 
 std::string Plan::reason(Params const& params, Request const& request) const {

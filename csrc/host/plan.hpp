@@ -41,11 +41,12 @@ struct Plan {
   std::string refusal;      // where there is no kernel, the argument that none takes, and what would do
   std::string passed_over;  // why a family that would have come first does not run the call
 
-  /// What the kernel is called: its kind, and what its operands are in where that is not the call's dtype.
-  std::string kernel_name() const;
   /// Why this kernel, in a sentence.
   std::string reason(Params const& params, Request const& request) const;
 };
+
+/// What a kernel is called: its kind, and what its operands are in where that is not the call's dtype.
+std::string kernel_name(Kernel const& kernel);
 
 /// One of several launches of a call.
 struct Step {

@@ -17,8 +17,8 @@ template <class Traits>
 struct Argument<sm90::BiasMaps, Traits> {
   static sm90::BiasMaps of(Params const& params) {
     int const cluster = Argument<BiasTiles, Traits>::of(params).cluster;
-    return maps_of_sides<typename Traits::Element>(static_cast<BackwardParams const&>(params), Traits::B_r / cluster,
-                                                   Traits::B_c);
+    return maps_of_sides<typename Traits::Element>(static_cast<BackwardParams const&>(params), params.head_dim,
+                                                   params.head_dim_v, Traits::B_r / cluster, Traits::B_c);
   }
 };
 

@@ -109,7 +109,7 @@ struct Argument<sm90::TensorMapsOfPairs, Traits> {
 
 /// Those of a backward pass: of q and dout in boxes of so many rows, of k and v of so many keys.
 template <class Element>
-sm90::BiasMaps maps_of_sides(BackwardParams const& p, int box_rows, int box_keys) {
+sm90::BiasMaps maps_of_sides(BackwardParams const& p, int cols, int cols_v, int box_rows, int box_keys) {
   auto const map = [&](void const* data, Strides const& stride, int cols, int rows, int heads, int box) {
     return tensor_map(map_dtype<Element>, data, cols,
                       {{rows, stride.row, box}, {heads, stride.head}, {p.stored_batch(), stride.batch}});
@@ -120,8 +120,8 @@ sm90::BiasMaps maps_of_sides(BackwardParams const& p, int box_rows, int box_keys
   auto const of_keys = [&](void const* data, Strides const& stride, int cols) {
     return map(data, stride, cols, p.stored_keys(), p.heads_kv, box_keys);
   };
-  return {of_rows(p.q, p.q_stride, p.head_dim), of_rows(p.dout, p.dout_stride, p.head_dim_v),
-          of_keys(p.k, p.k_stride, p.head_dim), of_keys(p.v, p.v_stride, p.head_dim_v)};
+  return {of_rows(p.q, p.q_stride, cols), of_rows(p.dout, p.dout_stride, cols_v), of_keys(p.k, p.k_stride, cols),
+          of_keys(p.v, p.v_stride, cols_v)};
 }
 
 /// The maps of one side's launch of the backward pass: tiles of B_c keys in hand and of B_r rows streamed, or the other
@@ -129,8 +129,10 @@ sm90::BiasMaps maps_of_sides(BackwardParams const& p, int box_rows, int box_keys
 template <class Traits>
 struct Argument<sm90::GradientMaps, Traits> {
   static sm90::GradientMaps of(Params const& params) {
-    auto const [q, dout, k, v] =
-        maps_of_sides<typename Traits::Element>(static_cast<BackwardParams const&>(params), Traits::B_r, Traits::B_c);
+    constexpr bool in_parts = Traits::Parts > 1;
+    auto const [q, dout, k, v] = maps_of_sides<typename Traits::Part>(
+        static_cast<BackwardParams const&>(params), in_parts ? Traits::ColumnsQK : params.head_dim,
+        in_parts ? Traits::ColumnsV : params.head_dim_v, Traits::B_r, Traits::B_c);
     return Traits::OfKeys ? sm90::GradientMaps{k, v, q, dout} : sm90::GradientMaps{q, dout, k, v};
   }
 };

@@ -254,9 +254,9 @@ Request request_of(Arguments const& a) {
           static_cast<int>(a.num_splits),
           a.is_cache(),
           a.deterministic,
-          !a.precision || a.is_backward() ? Precision::Any
-          : *a.precision == "high"        ? Precision::High
-                                          : Precision::Highest};
+          !a.precision             ? Precision::Any
+          : *a.precision == "high" ? Precision::High
+                                   : Precision::Highest};
 }
 
 }  // namespace cutlass_ext

@@ -202,10 +202,14 @@ void explain(Arguments const& a, StableIValue* results) {
              " keys" + (splits > 1 ? ", each in " + std::to_string(splits) + " splits" : "");
     };
     int const splits = planned.of_keys.splits.all();
-    return answer(keys.family, name_of(keys.kind), keys.block_r, keys.block_c, splits,
-                  planned.of_keys.scheduler.size() + planned.of_queries.scheduler.size(),
-                  "dK and dV by tiles that are " + tile(keys, splits) + "; dQ by tiles that are " +
-                      tile(queries, planned.adds_to_queries() ? splits : planned.of_queries.splits.all()));
+    std::string reason = "dK and dV by tiles that are " + tile(keys, splits) + "; dQ by tiles that are " +
+                         tile(queries, planned.adds_to_queries() ? splits : planned.of_queries.splits.all());
+    if (planned.out_of_range)
+      reason +=
+          "; operands in two fp16 parts, made by two launches before; where they do not hold the call, by tiles " +
+          ("that are " + tile(*planned.out_of_range->of_keys.kernel, 1));
+    return answer(keys.family, kernel_name(keys), keys.block_r, keys.block_c, splits,
+                  planned.of_keys.scheduler.size() + planned.of_queries.scheduler.size(), reason);
   }
   Params params = params_of(a);
   Request const request = request_of(a);
@@ -213,7 +217,7 @@ void explain(Arguments const& a, StableIValue* results) {
   if (!planned.kernel) fail("NotImplementedError", planned.refusal);
   Kernel const& kernel = *planned.kernel;
   dim3 const& ctas = planned.grid.ctas;
-  answer(kernel.family, planned.kernel_name(), kernel.block_r, kernel.block_c, planned.splits,
+  answer(kernel.family, kernel_name(kernel), kernel.block_r, kernel.block_c, planned.splits,
          int64_t(ctas.x) * ctas.y * ctas.z, planned.reason(params, request));
 }
 

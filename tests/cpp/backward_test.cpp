@@ -15,6 +15,7 @@
 #include "fmha/backward/bias_tiles.hpp"
 #include "host/backward.hpp"
 #include "host/gradient_steps.hpp"
+#include "host/operand_parts.hpp"
 
 namespace cutlass_ext {
 
@@ -24,6 +25,14 @@ static BackwardParams of_statistics;
 void compute_row_statistics(DType, BackwardParams const& params, cudaStream_t) {
   done.emplace_back("statistics");
   of_statistics = params;
+}
+size_t bytes_of_parts(BackwardParams const&, int head_dim) { return head_dim; }
+BackwardParams make_parts(BackwardParams const& params, int, void*, cudaStream_t) {
+  static int const flag = 0;
+  done.emplace_back("parts");
+  BackwardParams p = params;
+  p.out_of_range = &flag;
+  return p;
 }
 void turn_mask(BackwardParams const&, cudaStream_t) {}
 void map_tiles(BackwardParams const&, bool, int, int, cudaStream_t) {}
@@ -75,6 +84,11 @@ struct Call {
     p.bias.data = p.dbias = somewhere<void>();
     p.bias.type = BiasType::BFloat16;
     p.bias.key = 1;
+    return *this;
+  }
+  Call& float32(Precision precision) {
+    p.element_bytes = 4;
+    request.dtype = DType::Float32, request.precision = precision;
     return *this;
   }
   Call& pages() { return p.block_table = somewhere<int>(), *this; }
@@ -142,6 +156,27 @@ TEST(BackwardPlan, AddsToQueriesWhereItIsFasterAndTheOrderIsFree) {
     Call any_order = call;
     EXPECT_EQ(line_of(any_order.in_any_order()), line_of(call)) << "there is no such kernel";
   }
+}
+
+TEST(BackwardPlan, MultipliesFloat32InPartsWhereThatIsAskedFor) {
+  auto const call = [](int d) { return Call(2, 1000, 1000, 8, 4, d); };
+  std::string const in_parts = "keys sm90 64x128 d64, 64 tiles, rows sm90 128x64 d64, 128 tiles",
+                    exact = "keys simt 32x128 d64, 64 tiles, rows simt 64x32 d64, 256 tiles";
+  EXPECT_EQ(line_of(call(40).float32(Precision::High)), in_parts);
+  EXPECT_EQ(line_of(call(64).float32(Precision::High).causal().sink().lengths().in_any_order()), in_parts);
+  EXPECT_EQ(line_of(call(64).float32(Precision::Any).backend("sm90")), in_parts);
+  EXPECT_EQ(line_of(call(64).float32(Precision::Any)), in_parts) << "they pay";
+  EXPECT_EQ(line_of(call(64).float32(Precision::High).head_dim_v(72)),
+            "keys sm90 64x64 d128, 128 tiles, rows sm90 128x32 d128, 128 tiles");
+  // A wish: what parts are not for is computed on CUDA cores.
+  for (Call const& other :
+       {call(64).float32(Precision::High).softcap(), call(64).float32(Precision::High).unaligned_dout(),
+        call(64).float32(Precision::High).on(fake::kA100), call(64).float32(Precision::Highest),
+        call(64).float32(Precision::Any).backend("simt")}) {
+    EXPECT_EQ(line_of(other), exact);
+  }
+  EXPECT_EQ(line_of(Call(1, 100, 100, 2, 2, 64).float32(Precision::Any)).substr(0, 9), "keys simt");
+  EXPECT_EQ(line_of(call(64).float32(Precision::Any).softcap().backend("sm90")).substr(0, 9), "softcap: ");
 }
 
 TEST(BackwardPlan, CountsTilesOfPackedSequencesByTheLongest) {
@@ -384,6 +419,33 @@ TEST(BackwardRun, AddsUpWhatSplitsLeave) {
   EXPECT_EQ(workspace, statistics + 8 * a_split + 8 * 2 * a_split);
   EXPECT_EQ(run_of(Call(few).in_any_order(), &workspace), "statistics, keys, splits, dQ");
   EXPECT_EQ(workspace, statistics + 8 * 2 * a_split + a_split + sizeof(unsigned));
+}
+
+TEST(BackwardRun, MakesPartsAndHasLaunchesStandBy) {
+  BackwardParams p;
+  BackwardPlan plan = plan_of(Call(2, 1000, 1000, 8, 4, 128).float32(Precision::High), &p);
+  ASSERT_TRUE(plan.out_of_range);
+  EXPECT_STREQ(plan.out_of_range->of_keys.kernel->family, "simt");
+  EXPECT_STREQ(plan.out_of_range->of_queries.kernel->family, "simt");
+  BackwardPlan exact = *plan.out_of_range;
+  std::array<Kernel, 4> kernels;
+  size_t next = 0;
+  for (GradientLaunch* launch : {&plan.of_queries, &plan.of_keys, &exact.of_queries, &exact.of_keys}) {
+    Kernel& kernel = kernels[next++] = *launch->kernel;
+    kernel.launch = [](Params const& params, Grid const&, cudaStream_t) {
+      done.emplace_back(params.stands_aside() ? "stands by" : "computes");
+    };
+    launch->kernel = &kernel;
+  }
+  plan.out_of_range = std::make_shared<BackwardPlan const>(exact);
+  done.clear();
+  size_t workspace = 0;
+  run_backward(plan, p, nullptr, [&](size_t bytes) {
+    workspace += bytes;
+    return somewhere<void>();
+  });
+  EXPECT_EQ(done, (std::vector<std::string>{"statistics", "parts", "computes", "computes", "stands by", "stands by"}));
+  EXPECT_EQ(workspace, 2u * 8 * 1024 * sizeof(RowStatistics) + 128) << "bytes_of_parts, above";
 }
 
 TEST(BackwardRun, ClearsWhatMayLieOutsideEverySequence) {

@@ -152,6 +152,17 @@ Entered of_16_bits(DType t) {
 
 Entered const kHalf = of_16_bits(DType::Float16), kBFloat = of_16_bits(DType::BFloat16);
 Entered const kGradients = of_gradients(DType::BFloat16);
+Entered of_float_gradients(int d, int keys, int step) {
+  constexpr Features kPlain = Sink | Packed | kUnlike, kAll = kPlain | kScoreMods | kPairs | UnalignedRows;
+  constexpr Kind kKeys = Kind::KeyGradients, kRows = Kind::QueryGradients;
+  return {
+      gradients(kKeys, "sm90", DType::Float32, d, 64, keys, kPlain),
+      gradients(kRows, "sm90", DType::Float32, d, 128, step, kPlain),
+      gradients(kKeys, "simt", DType::Float32, d, 32, d == 64 ? 128 : 64, kAll),
+      gradients(kRows, "simt", DType::Float32, d, 64, 32, kAll),
+  };
+}
+Entered const kFloatGradients[] = {of_float_gradients(64, 128, 64), of_float_gradients(128, 64, 32)};
 Entered const kFloat{
     simt(32, 128, 64, 128, 65536),
     simt(32, 64, 32, 128, 24576),

@@ -44,7 +44,7 @@ def test_the_operators_have_the_defaults_of_the_functions(function, name):
     want = {n: p.default for n, p in parameters.items() if n not in ("start_pos", *engine_names(function))}
     want["window_left"], want["window_right"] = want.pop("window", None) or want.pop("window_size")
     want |= {"start_positions": None, "return_lse": want.pop("return_softmax_lse", False)}
-    want |= {CACHE: {"cache_len": None}, BACKWARD: {"num_splits": 0, "precision": None}}.get(function, {})
+    want |= {CACHE: {"cache_len": None}, BACKWARD: {"num_splits": 0}}.get(function, {})
     want |= {} if function is CACHE else {"key_starts": None}
     assert got == {n: x for n, x in want.items() if x is not inspect.Parameter.empty}
 

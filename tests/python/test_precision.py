@@ -1,16 +1,17 @@
 """float32 on tensor cores, in two fp16 parts (`precision="high"`), against the float64 oracle, on what such parts hold
-and on what they do not; who gets it; what `"highest"` is."""
+and on what they do not; who gets it; what `"highest"` is; and its gradients."""
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
 from conftest import GPU, NOT_HOPPER
-from oracle import assert_same_bits, expect, expect_packed
+from oracle import assert_same_bits, expect, expect_gradients, expect_gradients_packed, expect_packed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import cutlass_ext
+from cutlass_ext.measurement import peak_extra_bytes
 
 NAN, INF = float("nan"), float("inf")
 on_hopper = [pytest.mark.gpu, NOT_HOPPER]
@@ -250,15 +251,251 @@ def test_in_a_graph():
         assert_same_bits(got, high(*held))
 
 
+# ------------------------------------------------------------------------------------------------ gradients
+def forward_of(q, k, v, **options):
+    """What a backward call is given of the forward, exact, and a gradient of out and of lse."""
+    out, lse = exact(q, k, v, **options)
+    return torch.randn_like(out), out, lse, torch.randn_like(lse)
+
+
+def gradients(precision, dout, q, k, v, out, lse, dlse=None, **options):
+    return cutlass_ext.fmha_backward(dout, q, k, v, out, lse, dlse=dlse, precision=precision, **options)
+
+
+def explained(*arguments, **options):
+    return cutlass_ext.explain(cutlass_ext.fmha_backward, *arguments, **options)
+
+
 @pytest.mark.gpu
 @NOT_HOPPER
-def test_gradients():
-    """By CUDA cores, of what either computed."""
-    leaves = [t.requires_grad_() for t in qkv(1, 600, 2, 64)]
-    dout = torch.randn(1, 600, 2, 64, device=DEVICE)
-    runs = [
-        torch.autograd.grad(cutlass_ext.fmha(*leaves, causal=True, precision=p), leaves, dout)
-        for p in ("high", "highest")
+def test_who_gets_gradients_in_parts():
+    q, k, v = qkv(1, 100, 2, 64)
+    dout, out, lse, _ = forward_of(q, k, v)
+    kernel = explained(dout, q, k, v, out, lse, precision="high")
+    assert (kernel.backend, kernel.kernel) == ("sm90", "key_gradients_fp16x2") and "simt" in kernel.reason
+    assert explained(dout, q, k, v, out, lse, backend="sm90") == kernel
+    assert explained(dout, q, k, v, out, lse, precision="highest").backend == "simt"
+    for options in ({"softcap": 9.0}, {"alibi_slopes": torch.ones(2, device=DEVICE)}):
+        out, lse = exact(q, k, v, **options)
+        got, want = (gradients(p, dout, q, k, v, out, lse, **options) for p in ("high", "highest"))
+        assert_same_bits(got, want)
+        assert explained(dout, q, k, v, out, lse, precision="high", **options).backend == "simt"
+    q, k, v = qkv(1, 100, 2, 192)
+    dout, out, lse, _ = forward_of(q, k, v)
+    assert explained(dout, q, k, v, out, lse, precision="high").backend == "simt"
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_against_the_oracle(case):
+    shape, sizes, options = CASES[case]
+    q, k, v = qkv(*shape, **sizes)
+    sink = torch.randn(shape[2], device=DEVICE)
+    for more in ({}, {"sink": sink}):
+        dout, out, lse, dlse = forward_of(q, k, v, **options, **more)
+        got = gradients("high", dout, q, k, v, out, lse, dlse, **options, **more)
+        expect_gradients(q, k, v, dout, dlse, **options, **more).check(got, small=shape[1] < 100, what=case)
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@pytest.mark.parametrize("n_q", [1, 31, 63, 64, 65, 127, 128, 129, 257])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_gradients_around_tile_edges(d, causal, n_q):
+    for n_kv in (n_q, 33, 200):
+        q, k, v = qkv(2, n_q, 4, d, n_kv=n_kv, heads_kv=2)
+        options = {"causal": causal, "start_pos": "end"}
+        dout, out, lse, dlse = forward_of(q, k, v, **options)
+        got = gradients("high", dout, q, k, v, out, lse, dlse, **options)
+        expect_gradients(q, k, v, dout, dlse, **options).check(got, small=True, what=f"{n_kv} keys")
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@pytest.mark.parametrize("d", [64, 128])
+def test_gradients_of_packed(d):
+    lengths, keys = [1, 200, 0, 129, 64], [300, 200, 5, 1, 0]
+    q, k, v = (t[0] for t in qkv(1, sum(lengths), 6, d, n_kv=sum(keys), heads_kv=2))
+    ends = [torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(DEVICE) for x in (lengths, keys)]
+    options = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True)) | {
+        "max_seqlen_q": 200,
+        "max_seqlen_k": 300,
+    }
+    options |= {"causal": True, "start_pos": "end"}
+    dout, out, lse, dlse = forward_of(q, k, v, **options)
+    got = gradients("high", dout, q, k, v, out, lse, dlse, **options)
+    expect_gradients_packed(q, k, v, dout, dlse, **options).check(got, small=True)
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@pytest.mark.parametrize("plant", [NAN, INF, 3e38])
+@pytest.mark.parametrize("d", [64, 128])
+def test_gradients_where_nothing_counts(d, plant):
+    """Padding, and rows that see no key: as if they were not there, whatever stands in them."""
+    q, k, v = qkv(2, 150, 4, d, n_kv=300, heads_kv=2)
+    lengths = {"seqused_k": [200, 99], "leftpad_k": [7, 0]}
+    lengths = {name: torch.tensor(x, dtype=torch.int32, device=DEVICE) for name, x in lengths.items()}
+    dout, out, lse, _ = forward_of(q, k, v, **lengths)
+    want = gradients("high", dout, q, k, v, out, lse, **lengths)
+    for t in (k, v):
+        t[0, 200:], t[1, 99:], t[0, :7] = plant, plant, plant
+    assert_same_bits(gradients("high", dout, q, k, v, out, lse, **lengths), want)
+    assert all(t.isfinite().all() for t in want)
+    options = {"causal": True, "start_pos": -30}
+    dout, out, lse, _ = forward_of(q, k, v, **options, **lengths)
+    want = gradients("highest", dout, q, k, v, out, lse, **options, **lengths)
+    q[:, :30], dout[:, :30] = plant, plant
+    got = gradients("high", dout, q, k, v, out, lse, **options, **lengths)
+    assert_same_bits(got, want)  # q holds what parts do not
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@pytest.mark.parametrize("plant", [NAN, INF, -INF, 3e38, 1e-30])
+@pytest.mark.parametrize("which", [0, 1, 2, 3], ids=["dout", "q", "k", "v"])
+def test_gradients_of_what_parts_do_not_hold(which, plant):
+    """As on CUDA cores, bit for bit."""
+    q, k, v = qkv(2, 150, 4, 64, n_kv=300, heads_kv=2)
+    dout, out, lse, dlse = forward_of(q, k, v)
+    arguments = [dout, q, k, v]
+    arguments[which][1, 100, 1] = plant
+    got, want = (gradients(p, *arguments, out, lse, dlse) for p in ("high", "highest"))
+    assert_same_bits(got, want)
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@pytest.mark.parametrize("factor", [2.0**5, 2.0**11])
+def test_gradients_of_large_scores(factor):
+    """Whose lse is rounded so that P would leave fp16's range, if it were not for CUDA cores."""
+    q, k, v = (factor * t for t in qkv(1, 200, 2, 64))
+    dout, out, lse, dlse = forward_of(q, k, v)
+    got, want = (gradients(p, dout, q, k, v, out, lse, dlse) for p in ("high", "highest"))
+    assert all(t.isfinite().all() for t in got)
+    if factor > 2.0**8:
+        assert_same_bits(got, want)
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    scales=st.tuples(*[st.integers(-62, 62)] * 3),
+    rows=st.sampled_from([0, 5, 14, 17]),
+    causal=st.booleans(),
+)
+def test_gradients_whatever_scales(scales, rows, causal):
+    torch.manual_seed(0)
+    q, k, v = qkv(1, 150, 2, 64, n_kv=200)
+    q, k, v = q * 2.0 ** scales[0], k * 2.0 ** -scales[0], v * 2.0 ** scales[1]
+    for t in (k, v):
+        t[:, 3::4] *= 2.0**-rows
+    dout, out, lse, _ = forward_of(q, k, v, causal=causal)
+    dout *= 2.0 ** scales[2]
+    got = gradients("high", dout, q, k, v, out, lse, causal=causal)
+    want = gradients("highest", dout, q, k, v, out, lse, causal=causal)
+    for a, b in zip(got, want, strict=True):
+        if b.isfinite().all() and b.abs().max() > 1e-30:
+            assert (a.double() - b.double()).norm() <= 1e-5 * b.double().norm()
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+def test_gradients_of_rows_that_differ_in_size():
+    """Rows of dS, which parts hold by powers of two of their own: each row of dq, and each key's dk, as exact as the
+    largest. Of an lse, and a delta, of other keys too."""
+    q, k, v = qkv(1, 700, 2, 64)
+    dout, _, lse, _ = forward_of(q, k, v)
+    dout *= torch.exp2(-torch.arange(700, device=DEVICE) % 14.0)[:, None, None]
+    lse = lse + torch.arange(700, device=DEVICE) % 30
+    delta = torch.randn_like(lse) * torch.exp2(torch.arange(700, device=DEVICE) % 40.0)
+    got = cutlass_ext.fmha_backward(dout, q, k, v, None, lse, delta=delta, precision="high")
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 8
+    p = torch.exp(scores - lse.double()[..., None])
+    ds = p * (torch.einsum("bihd,bjhd->bhij", dout.double(), v.double()) - delta.double()[..., None]) / 8
+    want = (
+        torch.einsum("bhij,bjhd->bihd", ds, k.double()),
+        torch.einsum("bhij,bihd->bjhd", ds, q.double()),
+        torch.einsum("bhij,bihd->bjhd", p, dout.double()),
+    )
+    for a, b in zip(got, want, strict=True):
+        assert ((a.double() - b).norm(dim=-1) <= 1e-5 * b.norm(dim=-1)).all()
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+def test_gradients_of_parts_of_the_keys():
+    """An lse and a delta of all keys: what ranks that have a part of them compute."""
+    q, k, v = qkv(1, 300, 4, 64, n_kv=500, heads_kv=2)
+    dout, out, lse, _ = forward_of(q, k, v)
+    delta = (dout * out).sum(-1).transpose(1, 2).contiguous()
+    want = gradients("high", dout, q, k, v, out, lse)
+    parts = [
+        cutlass_ext.fmha_backward(dout, q, k[:, i:j], v[:, i:j], None, lse, delta=delta, precision="high")
+        for i, j in ((0, 200), (200, 500))
     ]
-    for a, b in zip(*runs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    got = parts[0][0] + parts[1][0], *(torch.cat([a, b], 1) for a, b in zip(*(p[1:] for p in parts), strict=True))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@pytest.mark.parametrize("family", ["normal", "uniform", "shifted", "spread"])
+@pytest.mark.parametrize("n", [512, 8192])
+@pytest.mark.parametrize("d", [64, 128])
+def test_gradients_as_exact_as_on_cuda_cores(family, n, d):
+    q, k, v = qkv(1, n, 1, d)
+    if family == "uniform":
+        for t in (q, k, v):
+            t.uniform_()
+    v += family == "shifted"
+    if family == "spread":
+        v *= torch.exp2(torch.randn_like(v) * 2).clamp(2**-6, 2**6)
+    dout, out, lse, _ = forward_of(q, k, v)
+    expected = expect_gradients(q, k, v, dout)
+    got, want = (gradients(p, dout, q, k, v, out, lse) for p in ("high", "highest"))
+    expected.check(got, what=family)
+    for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
+        oracle = expected.oracle[name]
+        of_parts, of_cuda_cores = (((t.double() - oracle).norm() / oracle.norm()).item() for t in (a, b))
+        assert of_parts <= 1.5 * of_cuda_cores, f"{name}: {of_parts:.2e}, on CUDA cores {of_cuda_cores:.2e}"
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+def test_gradients_are_autograds_in_a_graph_with_the_same_bits():
+    leaves = [t.requires_grad_() for t in qkv(2, 600, 4, 64, heads_kv=2)]
+    dout = torch.randn(2, 600, 4, 64, device=DEVICE)
+
+    def run():
+        out, lse = cutlass_ext.fmha(*leaves, causal=True, precision="high", return_lse=True)
+        return out, lse, *torch.autograd.grad(out, leaves, dout)
+
+    out, lse, *want = run()
+    for _ in range(10):
+        assert_same_bits(run()[2:], want)
+    held = [t.detach() for t in (dout, *leaves, out, lse)]
+    assert_same_bits(gradients("high", *held, causal=True), want)
+    held = [t.clone() for t in held]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = gradients("high", *held, causal=True)
+    for factor in (1.0, INF, 1.0, 3.0):
+        held[0].copy_(dout)
+        held[0][0, 5] *= factor
+        graph.replay()
+        assert_same_bits(got, gradients("high", *held, causal=True))
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+def test_gradients_take_workspace_of_the_size_of_the_inputs():
+    q, k, v = qkv(2, 2048, 8, 64)
+    dout, out, lse, _ = forward_of(q, k, v)
+    call = lambda: gradients("high", dout, q, k, v, out, lse)  # noqa: E731
+    parts, results, statistics = 4 * q.numel() * 4, 3 * q.numel() * 4, 2 * lse.numel() * 4
+    assert peak_extra_bytes(call, DEVICE) <= parts + results + statistics + 2**20

@@ -38,6 +38,7 @@ struct Gradients {
   // gone through for each; and what each split has summed up, laid out by SplitSums.
   cutlass::FastDivmod head_splits, tile_splits;
   float* split_sums = nullptr;
+  GradientScales const* gradient_scales = nullptr;  // [B, H_kv], where operands are in parts
 };
 
 /// Of Results, `o` and `lse` are read: what the forward gave.

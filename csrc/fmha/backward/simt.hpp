@@ -46,16 +46,6 @@ CUTE_DEVICE void change_p(float* sP, LanePlace place, Changed const& changed) {
   }
 }
 
-/// What the P of a row come to that is to be 1, as softmax's sum is: `sum` is that of all keys but the sink. lse is a
-/// float32 that has been rounded three times on its way here, an error that all of a row's P have in common and that
-/// nothing else takes out: of 50 keys it made the errors of gradients up to 2.3 times those of the formula written out.
-/// A sum that is further from 1 than rounding explains is that of a part of the keys that lse is of: it stays.
-CUTE_DEVICE float sum_for_one(float sum, float sink_log2, float lse_log2) {
-  float const all = sum + exp2_approx(sink_log2 - lse_log2);
-  float const rounding = fminf(0x1p-22f * (4.f + fabsf(lse_log2)), 0x1p-10f);
-  return fabsf(all - 1.f) <= rounding ? all : 1.f;
-}
-
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
     backward_kernel(__grid_constant__ BackwardParams const params) {
@@ -66,6 +56,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   extern __shared__ __align__(128) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
 
+  if (params.stands_aside()) return;
   {
     WorkItem const work = params.scheduler(blockIdx.x);
     Sequence sequence = sequence_of(params, work.batch);

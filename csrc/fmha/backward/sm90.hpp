@@ -21,6 +21,7 @@
 #include "../softmax.hpp"
 #include "params.hpp"
 #include "sm90_pairs.hpp"
+#include "sm90_parts.hpp"
 
 namespace cutlass_ext::sm90 {
 
@@ -131,10 +132,12 @@ struct BackwardTraits {
   static constexpr int TilesKnown = Persistent ? 2 : 1;
   // Whether what pairs have is taken beside score modifications: wider heads have no registers left.
   static constexpr bool Pairs = ScoreMods && HeadDim <= 128 && HeadDimV <= 128;
+  using Element = Element_;
+  using Part = typename Operand<Element>::Part;
+  static constexpr int Parts = Operand<Element>::Parts;
   // Whether several CTAs may share a tile in hand: each goes through some of the heads, and of the tiles (backward.cpp
   // asks the same).
-  static constexpr bool Splits = !Pairs;
-  using Element = Element_;
+  static constexpr bool Splits = !Pairs && Parts == 1;
   static constexpr int Held = OfKeys ? B_c : B_r, Step = OfKeys ? B_r : B_c;  // rows in hand, and of a streamed tile
   /// Whether each of two warpgroups sums up one of dK and dV, for the same keys; S^T is computed by both.
   static constexpr bool Apart = OfKeys && Held == kAtomRows;
@@ -144,16 +147,16 @@ struct BackwardTraits {
 
   template <int Columns>
   static constexpr int Padded = (Columns + kPanel - 1) / kPanel * kPanel;  // in shared memory: whole panels
-  static constexpr int ColumnsQK = Padded<HeadDim>, ColumnsV = Padded<HeadDimV>;
+  static constexpr int ColumnsQK = Padded<HeadDim> * Parts, ColumnsV = Padded<HeadDimV> * Parts;  // high parts first
 
   template <int Columns>
-  using LayoutHeld = LayoutAlongColumns<Element, Held, Columns>;
+  using LayoutHeld = LayoutAlongColumns<Part, Held, Columns>;
   template <int Columns>
   using LayoutStreamed =
-      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<Step>, Int<Columns>, Int<Stages>>{}));
+      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Part>{}, Shape<Int<Step>, Int<Columns>, Int<Stages>>{}));
   // The same bytes, transposed, as the second products want them.
   template <int Columns>
-  using LayoutAcross = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
+  using LayoutAcross = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Part>{},
                                               Shape<Int<Columns>, Int<Step>, Int<Stages>>{}, cute::Step<_2, _1, _3>{}));
 
   // Whether tiles that a mask leaves whole have a body of the loop of their own, where nothing else changes scores.
@@ -166,13 +169,12 @@ struct BackwardTraits {
   using ShapeOfScores = Shape<Int<kAtomRows>, Int<Step>, Int<Columns>>;
   template <int Columns>
   using MmaScores = decltype(make_tiled_mma(
-      std::conditional_t<HoldsInRegisters,
-                         decltype(GMMA::rs_op_selector<Element, Element, float, ShapeOfScores<Columns>>()),
-                         decltype(GMMA::ss_op_selector<Element, Element, float, ShapeOfScores<Columns>>())>{}));
+      std::conditional_t<HoldsInRegisters, decltype(GMMA::rs_op_selector<Part, Part, float, ShapeOfScores<Columns>>()),
+                         decltype(GMMA::ss_op_selector<Part, Part, float, ShapeOfScores<Columns>>())>{}));
   template <int Columns>
-  using MmaGradient = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<Columns>, Int<Step>>, GMMA::Major::K,
-                           GMMA::Major::MN>()));
+  using MmaGradient =
+      decltype(make_tiled_mma(GMMA::rs_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<Columns>, Int<Step>>,
+                                                   GMMA::Major::K, GMMA::Major::MN>()));
 
   // What a tile adds to dQ: dS of all keys in hand, as the warpgroups leave it, times K; of each warpgroup a part of
   // the columns. It is multiplied a turn after it was left, so that no warpgroup waits for another within a turn; with
@@ -184,27 +186,27 @@ struct BackwardTraits {
   // Whether the copy engine adds it, out of `staging`: the registers are free at once. Wider heads have neither room
   // there nor time of shared memory.
   static constexpr bool StagesSums = TakesTurns;
-  static constexpr int Staged = 16 * (StagesSums ? kPanel * sizeof(float) / sizeof(Element) : kPanel);  // of a warp
+  static constexpr int Staged = 16 * (StagesSums ? kPanel * sizeof(float) / sizeof(Part) : kPanel);  // of a warp
   using LayoutDS =
-      decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{}, Shape<Int<B_r>, Int<B_c>, Int<BuffersDS>>{}));
-  using MmaKeys = decltype(make_tiled_mma(
-      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<HeadDim>, Int<B_r>>, GMMA::Major::K,
-                           GMMA::Major::MN>()));
+      decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Part>{}, Shape<Int<B_r>, Int<B_c>, Int<BuffersDS>>{}));
+  using MmaKeys =
+      decltype(make_tiled_mma(GMMA::ss_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<HeadDim>, Int<B_r>>,
+                                                   GMMA::Major::K, GMMA::Major::MN>()));
   template <int Columns>
   using MmaQueries =
-      decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Shape<Int<B_r>, Int<Columns>, Int<B_c>>,
+      decltype(make_tiled_mma(GMMA::ss_op_selector<Part, Part, float, Shape<Int<B_r>, Int<Columns>, Int<B_c>>,
                                                    GMMA::Major::MN, GMMA::Major::MN>()));
 
   // Whether a tile of bias, or its part, lies apart from `staging`: where that is too small, or in use.
   static constexpr bool StagesPairs = Pairs && (Step > kPanel || StagesSums);
   struct SharedStorage {
-    alignas(1024) Element held[Held * ColumnsQK];
-    alignas(1024) Element held_v[Held * ColumnsV];
-    alignas(1024) Element streamed[Stages * Step * ColumnsQK];
-    alignas(1024) Element streamed_v[Stages * Step * ColumnsV];
-    alignas(1024) Element ds[AddsToQueries ? BuffersDS * B_r * B_c : 8];
-    alignas(256) Element staging[4 * Consumers * Staged];  // 16 rows of a panel for each consumer warp
-    alignas(256) Element pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
+    alignas(1024) Part held[Held * ColumnsQK];
+    alignas(1024) Part held_v[Held * ColumnsV];
+    alignas(1024) Part streamed[Stages * Step * ColumnsQK];
+    alignas(1024) Part streamed_v[Stages * Step * ColumnsV];
+    alignas(1024) Part ds[AddsToQueries ? BuffersDS * B_r * B_c : 8];
+    alignas(256) Part staging[Parts == 1 ? 4 * Consumers * Staged : 8];  // 16 rows of a panel for each consumer warp
+    alignas(256) Part pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
     alignas(16) uint8_t drawn[Pairs && !OfKeys ? 8 * Consumers * Step : 16];  // a bit for what dropout keeps
     StreamedTile at[Pairs ? Stages : 1];                                      // what the stages hold
     alignas(16) RowStatistics statistics[Stages][OfKeys ? Step : 1];
@@ -223,6 +225,8 @@ struct BackwardTraits {
                     (B_r == SumsOfTile<HeadDim>::kRows && (TakesTurns || Consumers == SumsOfTile<HeadDim>::kParts)),
                 "the order of the sums");
   static_assert(Held % kAtomRows == 0 && Step % 16 == 0, "WGMMA's rows, and its steps");
+  static_assert(Parts == 1 || !(ScoreMods || AddsToQueries), "float32 is multiplied plainly");
+  static_assert(Parts == 1 || (HeadDim % kPanel == 0 && HeadDimV % kPanel == 0), "low parts begin with a panel");
 };
 
 /// What `store_rows` has to know of sums with `Columns` columns.
@@ -297,7 +301,7 @@ struct TileTaker {
 /// rows, or of v and dout.
 template <class Traits, bool OfValues>
 struct StreamCopy {
-  using Element = typename Traits::Element;
+  using Part = typename Traits::Part;
   using Shared = typename Traits::SharedStorage;
   static constexpr int Held = Traits::Held, Step = Traits::Step;
   static constexpr int Columns = OfValues ? Traits::ColumnsV : Traits::ColumnsQK;
@@ -317,8 +321,8 @@ struct StreamCopy {
     constexpr int StatisticsBytes = WithStatistics ? Step * sizeof(RowStatistics) : 0;
     CUtensorMap const& map_held = OfValues ? maps.held_v : maps.held;
     CUtensorMap const& map_streamed = OfValues ? maps.streamed_v : maps.streamed;
-    Element* const held = OfValues ? shared.held_v : shared.held;
-    Element* const streamed = OfValues ? shared.streamed_v : shared.streamed;
+    Part* const held = OfValues ? shared.held_v : shared.held;
+    Part* const streamed = OfValues ? shared.streamed_v : shared.streamed;
     Barrier& held_full = OfValues ? shared.held_v_full : shared.held_full;
     auto& full = OfValues ? shared.full_v : shared.full;
     auto& empty = OfValues ? shared.empty_v : shared.empty;
@@ -381,7 +385,7 @@ struct StreamCopy {
                 if constexpr (Traits::AddsToQueries)
                   shared.at[ring.stage].sums = params.dq_sums + (statistics + first) * Traits::HeadDim;
               }
-              barrier.arrive_and_expect_tx(Step * Columns * sizeof(Element) + StatisticsBytes);
+              barrier.arrive_and_expect_tx(Step * Columns * sizeof(Part) + StatisticsBytes);
               copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
               if constexpr (WithStatistics) {
                 SM90_BULK_COPY_G2S::copy(params.row_statistics + statistics + first,
@@ -508,32 +512,39 @@ template <class Traits, Sums What>
 CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::SharedStorage& shared,
                             GradientTile<Traits> const& tile, int row_block, Standing<Traits>& standing) {
   using Element = typename Traits::Element;
+  using Part = typename Traits::Part;
   constexpr int Step = Traits::Step, ColumnsQK = Traits::ColumnsQK, ColumnsV = Traits::ColumnsV;
   constexpr bool SumsP = What == Sums::KeysAndValues || What == Sums::Values || What == Sums::All;  // A2 += P Y2
   constexpr bool SumsS = What != Sums::Values;                                                      // A1 += dS Y1
   constexpr bool AddsQ = What == Sums::All;
   // Wide heads have no registers to spare: dK's product reads dS from shared memory, where it lies for dQ.
   [[maybe_unused]] constexpr bool kReadsDS = AddsQ && Traits::HeadDim > 64;
+  constexpr bool kInParts = Traits::Parts > 1;
   using MmaS = typename Traits::template MmaScores<Traits::HeadDim>;
   using MmaP = typename Traits::template MmaScores<Traits::HeadDimV>;
   using MmaG = typename Traits::template MmaGradient<Traits::HeadDim>;
   using MmaV = typename Traits::template MmaGradient<Traits::HeadDimV>;
 
-  auto const operand_held = [&](auto mma, Element* data, auto columns) {
+  auto const operand_held = [&](auto mma, Part* data, auto columns) {
     if constexpr (Traits::HoldsInRegisters)
-      return make_tensor<Element>(partition_shape_A(mma, Shape<Int<kAtomRows>, decltype(columns)>{}));
+      return make_tensor<Part>(partition_shape_A(mma, Shape<Int<kAtomRows>, decltype(columns)>{}));
     using Layout = typename Traits::template LayoutHeld<decltype(columns)::value>;
     Tensor rows = local_tile(make_tensor(make_smem_ptr(data), Layout{}), Shape<Int<kAtomRows>, decltype(columns)>{},
                              make_coord(row_block, _0{}));
     return mma.get_slice(0).partition_fragment_A(rows);
   };
-  auto const operand_b = [&](auto mma, Element* data, auto layout) {
+  auto const operand_b = [&](auto mma, Part* data, auto layout) {
     return mma.get_slice(0).partition_fragment_B(make_tensor(make_smem_ptr(data), layout));
   };
   Tensor fX = operand_held(MmaS{}, shared.held, Int<ColumnsQK>{});
   Tensor fXv = operand_held(MmaP{}, shared.held_v, Int<ColumnsV>{});
   Tensor fY = operand_b(MmaS{}, shared.streamed, typename Traits::template LayoutStreamed<ColumnsQK>{});
   Tensor fYv = operand_b(MmaP{}, shared.streamed_v, typename Traits::template LayoutStreamed<ColumnsV>{});
+  // Their low parts, where they are in parts: the second half of a tile's columns.
+  Tensor fY_low =
+      operand_b(MmaS{}, shared.streamed + Step * ColumnsQK / 2, typename Traits::template LayoutStreamed<ColumnsQK>{});
+  Tensor fYv_low =
+      operand_b(MmaP{}, shared.streamed_v + Step * ColumnsV / 2, typename Traits::template LayoutStreamed<ColumnsV>{});
   Tensor fYt = operand_b(typename Traits::template MmaGradient<ColumnsQK>{}, shared.streamed,
                          typename Traits::template LayoutAcross<ColumnsQK>{});
   Tensor fYvt = operand_b(typename Traits::template MmaGradient<ColumnsV>{}, shared.streamed_v,
@@ -541,8 +552,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   Tensor cS = partition_fragment_C(MmaS{}, Shape<Int<kAtomRows>, Int<Step>>{});
   Tensor cA = partition_fragment_C(MmaG{}, Shape<Int<kAtomRows>, Int<Traits::HeadDim>>{});
   Tensor cV = partition_fragment_C(MmaV{}, Shape<Int<kAtomRows>, Int<Traits::HeadDimV>>{});
-  Tensor fP = make_tensor<Element>(partition_shape_A(MmaV{}, Shape<Int<kAtomRows>, Int<Step>>{}));
-  Tensor fdS = make_tensor<Element>(partition_shape_A(MmaG{}, Shape<Int<kAtomRows>, Int<Step>>{}));
+  Tensor fP = make_tensor<Part>(partition_shape_A(MmaV{}, Shape<Int<kAtomRows>, Int<Traits::Parts * Step>>{}));
+  Tensor fdS = make_tensor<Part>(partition_shape_A(MmaG{}, Shape<Int<kAtomRows>, Int<Traits::Parts * Step>>{}));
   Tensor S = rows_and_columns(cS);
   Tensor A = rows_and_columns(cA);
   Tensor V = rows_and_columns(cV);
@@ -558,12 +569,23 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   auto const first_row_of = [&](ConsumerThread const& thread) {
     return tile.work.row0 + thread.warp_row % Traits::Held + thread.lane / 4;
   };
-  float const query_scale = ScoreMod::query_scale(params);
+  int const turns = tile.turns(params);
+  // What products are to be multiplied by where operands were scaled; made where there are keys.
+  [[maybe_unused]] GradientScales scales{};
+  if constexpr (kInParts) {
+    if (turns > 0) scales = params.gradient_scales[tile.work.batch * params.heads_kv + tile.head_kv];
+  }
+  float query_scale = ScoreMod::query_scale(params);
+  if constexpr (kInParts) {
+    query_scale = fmaf(query_scale, kCutOffScores, query_scale) * scales.scores;
+    scales.dp = fmaf(scales.dp, kCutOffScores, scales.dp);
+  }
   // Statistics of the thread's columns, two neighbours at a time, where those are query rows. A tile's are read in the
   // turn before, in front of what this adds to dQ: behind it they would wait until memory has taken that. As far as
   // registers allow it: `lses` of heads of up to 128, where pairs have nothing, `deltas` of up to 64.
-  constexpr bool kReadsAhead = Traits::OfKeys && Traits::HeadDim <= (Traits::Pairs && !Traits::TwoBodies ? 64 : 128);
-  constexpr bool kKeepsDeltas = Traits::OfKeys && Traits::HeadDim <= 64;
+  constexpr bool kReadsAhead =
+      Traits::OfKeys && !kInParts && Traits::HeadDim <= (Traits::Pairs && !Traits::TwoBodies ? 64 : 128);
+  constexpr bool kKeepsDeltas = kReadsAhead && Traits::HeadDim <= 64;
   constexpr int kPairs = kReadsAhead ? Step / 8 : 1, kPairsAhead = Traits::TwoBodies && !kKeepsDeltas ? 4 : kPairs;
   float2 lses[kPairs] = {};
   [[maybe_unused]] float2 deltas[kPairs] = {};
@@ -627,6 +649,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     float4 const x = statistics_of(stage, j / 2);
     return make_float2(x.y, x.w);
   };
+  [[maybe_unused]] float row_sum[2] = {};  // of P in parts, where rows are in hand
   // From the products in S to P, an operand, and in S to P times the derivative of the score.
   auto weigh = [&](auto changed, int stage, int t, int head) __attribute__((always_inline)) {
     constexpr bool kChanged = decltype(changed)::value;
@@ -659,13 +682,14 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       mask.apply(S);
     }
     auto const exponentiate = [&](auto capped) {
+      [[maybe_unused]] float of_tile[2] = {};
       CUTE_UNROLL
       for (int j = 0; j < Step / 4; j += 2) {
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
           float2 const of_rows = lses_of(changed, stage, i, j);
           auto const weight = [&](int j, float lse) {
-            float const score = S(i, j), p = exp2_approx(fmaf(score, scale, -lse));
+            float const score = S(i, j), p = exp2_approx(fmaf(score, scale, kInParts ? kShiftP - lse : -lse));
             S(i, j) = p;
             if constexpr (decltype(capped)::value)
               S(i, j) *= score == -INFINITY ? 0.f : score_mod.derivative(score, offset + offset_of(i, j));
@@ -673,8 +697,10 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
           };
           float const left = weight(j, of_rows.x), right = weight(j + 1, of_rows.y);
           if constexpr (SumsP) put_operand<Element>(words_p, i, j, left, right);
+          if constexpr (kInParts && !Traits::OfKeys) of_tile[i] += left + right;
         }
       }
+      if constexpr (kInParts && !Traits::OfKeys) row_sum[0] += of_tile[0], row_sum[1] += of_tile[1];
     };
     using Capped = std::bool_constant<kChanged && SumsS>;
     if (Capped::value && ScoreMod::caps(params)) {
@@ -708,9 +734,32 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       multiply([&](int i, int j, float delta) { return dP(i, j) - delta; });
     }
   };
-  auto issue_s = [&](int stage) { gemm_async<Traits::HeadDim / 16>(MmaS{}, fX, fY(_, _, _, stage), cS, true); };
+  // Of the rows in hand, in parts: worked out where it is wanted, or all addresses are kept in registers.
+  [[maybe_unused]] auto const held_here = [&](auto mma, Part* data, auto columns) {
+    using Layout = typename Traits::template LayoutHeld<decltype(columns)::value>;
+    Tensor rows = local_tile(make_tensor(make_smem_ptr(data + anew(0)), Layout{}),
+                             Shape<Int<kAtomRows>, decltype(columns)>{}, make_coord(row_block, _0{}));
+    return mma.get_slice(0).partition_fragment_A(rows);
+  };
+  auto issue_s = [&](int stage) {
+    if constexpr (kInParts) {
+      constexpr int kSteps = Traits::HeadDim / 16;
+      gemm_async<0, kSteps, kSteps>(MmaS{}, held_here(MmaS{}, shared.held, Int<ColumnsQK>{}), fY(_, _, _, stage),
+                                    fY_low(_, _, _, stage), cS, true);
+    } else {
+      gemm_async<Traits::HeadDim / 16>(MmaS{}, fX, fY(_, _, _, stage), cS, true);
+    }
+  };
   auto issue_dp = [&](auto& cdP, int stage) {
     gemm_async<Traits::HeadDimV / 16>(MmaP{}, fXv, fYv(_, _, _, stage), cdP, true);
+  };
+  // The same of a panel of columns in parts: of longer sums the tensor cores cut off so much that where all terms have
+  // one sign dP - delta errs more than on CUDA cores.
+  [[maybe_unused]] auto const issue_panel_of_dp = [&](auto& cdP, int stage, auto panel) {
+    constexpr int kSteps = kPanel / 16;
+    gemm_async<decltype(panel)::value * kSteps, kSteps, Traits::HeadDimV / 16>(
+        MmaP{}, held_here(MmaP{}, shared.held_v, Int<ColumnsV>{}), fYv(_, _, _, stage), fYv_low(_, _, _, stage), cdP,
+        true);
   };
   auto issue_dv = [&](int stage) { gemm_async<Step / 16>(MmaV{}, fP, fYvt(_, _, _, stage), cV, false); };
   auto issue_gradient = [&](int stage) { gemm_async<Step / 16>(MmaG{}, fdS, fYt(_, _, _, stage), cA, false); };
@@ -718,7 +767,6 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
 
   // WGMMAs in flight forbid a branch around their issue, and are not to be in flight at the end of a turn: what is
   // issued for a tile behind the last is of whatever lies there.
-  int const turns = tile.turns(params);
   int t = tiles.begin, head = tile.head_q;
   // What the next tile that is due adds to dQ. Where, is worked out when it is wanted: registers of what is being
   // added, its address among them, wait for memory before they are written again.
@@ -853,9 +901,66 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     ring = next;
     if (!Traits::Pairs && ++t == tiles.end) t = tiles.begin, ++head;
   };
+  [[maybe_unused]] auto const take_turn_in_parts = [&](int turn) __attribute__((always_inline)) {
+    constexpr int kPanels = Traits::HeadDimV / kPanel;
+    static_assert(kPanels <= 2, "there are no registers for more sums of dP");
+    Tensor cdP = scores_of_a_tile();
+    [[maybe_unused]] Tensor cdP_rest = scores_of_a_tile();
+    int const stage = ring.stage;
+    RingPosition<Traits::Stages> next = ring;
+    next.advance();
+    float of_rows[2] = {1.f, 1.f};
+    auto const wait_for_next = [&] {
+      if (turn + 1 < turns) shared.full[next.stage].wait_for(next.phase);
+    };
+    auto const issue_next = [&] {
+      if constexpr (!SumsS) wait_for_next();
+      issue_s(next.stage);
+    };
+    auto const gradients = [&] {
+      warpgroup_fence_operand(cdP);
+      if constexpr (kPanels > 1) warpgroup_fence_operand(cdP_rest);
+      Tensor dP = rows_and_columns(cdP), dP_rest = rows_and_columns(cdP_rest);
+      auto const difference = [&](int i, int j, float delta) {
+        float const first = fmaf(dP(i, j), scales.dp, -delta);
+        return kPanels == 1 ? first : fmaf(dP_rest(i, j), scales.dp, first);
+      };
+      split_gradients(S, words_ds, difference, [&](int i, int j) { return deltas_of(stage, i, j); }, of_rows);
+    };
+    shared.full_v[stage].wait_for(ring.phase);
+    if constexpr (SumsS) issue_panel_of_dp(cdP, stage, _0{});
+    if constexpr (SumsS && kPanels > 1) issue_panel_of_dp(cdP_rest, stage, _1{});
+    weigh(std::false_type{}, stage, t, head);
+    if constexpr (SumsS) {
+      wait_for_next();  // here, where its branches keep the weights in front of the wait for dP
+      warpgroup_wait<0>();
+    }
+    if constexpr (SumsP) {
+      float const ones[2] = {1.f, 1.f};
+      if constexpr (SumsS) {
+        add_product<Traits, ColumnsV, false>(V, fP, shared.streamed_v, stage, ones, gradients);
+      } else {
+        add_product<Traits, ColumnsV, true>(V, fP, shared.streamed_v, stage, ones, issue_next);
+      }
+    } else {
+      gradients();
+    }
+    release(shared.empty_v[stage]);
+    if constexpr (SumsS) add_product<Traits, ColumnsQK, true>(A, fdS, shared.streamed, stage, of_rows, issue_next);
+    warpgroup_wait<0>();
+    if constexpr (Traits::OfKeys) {
+      shared.empty[stage].arrive();  // every lane for itself: each has read statistics
+    } else {
+      release(shared.empty[stage]);
+    }
+    ring = next;
+    if (++t == tiles.end) t = tiles.begin, ++head;
+  };
   CUTE_NO_UNROLL
   for (int turn = 0; turn < turns; ++turn) {
-    if constexpr (Traits::TwoBodies) {
+    if constexpr (kInParts) {
+      take_turn_in_parts(turn);
+    } else if constexpr (Traits::TwoBodies) {
       // No WGMMA is in flight here, and the assembler is to see that a warp does not part.
       if (__any_sync(0xffffffffu, changed_next)) {
         take_turn(std::true_type{}, turn);
@@ -894,51 +999,94 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
 
   ConsumerThread const thread;
   int const lane = thread.lane, warp_row = thread.warp_row % Traits::Held;
-  auto* const staging = shared.staging + threadIdx.x / 32 % (4 * Traits::Consumers) * Traits::Staged;
-  auto const store = [&](void* data, Strides const& stride, auto const& sums, int cols, auto head_dim) {
-    int64_t const row = tile.held_row0 + tile.work.row0 + warp_row + lane / 8;
-    auto* const to = static_cast<Element*>(data) + tile.sequence.batch * stride.batch +
-                     (Traits::OfKeys ? tile.head_kv : tile.head_q) * stride.head + row * stride.row;
-    store_rows<Stored<Traits, decltype(head_dim)::value>>(
-        to, [&](int pass) { return pass * 4 * stride.row; }, tile.rows() - warp_row, cols, sums, staging, lane);
-  };
-  // What a split has is added up, in their order, by the launch that follows (sums.hpp): accumulators as they are.
-  [[maybe_unused]] auto const leave = [&](auto const& sums, int64_t from, auto head_dim) {
-    constexpr int kColumns = decltype(head_dim)::value;
-    using Order = SumsOfTile<kPanel>;
-    int const head = Traits::OfKeys ? tile.head_kv : tile.head_q;
-    int const row = tile.work.row0 + warp_row / kAtomRows * kAtomRows;
-    auto* const to = reinterpret_cast<float4*>(
-        params.split_sums + from +
-        SplitSums(params, Traits::Of)
-            .first(params, tile.sequence, tile.work.batch, head, row, tile.work.split, kColumns));
-    CUTE_UNROLL
-    for (int e = 0; e < size(sums); e += 4) {
-      constexpr int kOfAPanel = kPanel / 2;  // of a thread
-      to[Order::first(e / kOfAPanel, warp_row % kAtomRows / 16) + e % kOfAPanel * 8 + lane] =
-          make_float4(sums(e), sums(e + 1), sums(e + 2), sums(e + 3));
+  if constexpr (kInParts) {
+    // What the tensor cores cut off is made up for, where sums have a tile's terms.
+    float factors[2];
+    auto const factor_of = [&](float scale) {
+      int const row = tile.work.row0 + warp_row + lane / 4;
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        bool const sums_up = tile.view.keys_of_row(row + row_of(i)).size() >= Step;
+        factors[i] = (sums_up ? fmaf(scale, kCutOffSum, scale) : scale) * (1.f / (1 << kShiftP));
+      }
+    };
+    auto const store = [&](void* data, Strides const& stride, auto const& sums, int cols, int head) {
+      float* const to = static_cast<float*>(data) + tile.sequence.batch * stride.batch + head * stride.head +
+                        (int64_t(tile.held_row0) + tile.work.row0 + warp_row) * stride.row;
+      store_floats(to, stride.row, tile.rows() - warp_row, cols, sums, factors, lane);
+    };
+    float const scale = ScoreMod::gradient_scale(params);
+    if constexpr (SumsP) {
+      factor_of(scales.dv);
+      store(params.dv, params.dv_stride, V, params.head_dim_v, tile.head_kv);
     }
-  };
-  if constexpr (SumsP && Traits::Pairs) {
-    CUTE_UNROLL
-    for (int e = 0; e < size(V); ++e) V(e) *= params.dropout.scale;
-  }
-  bool const is_split = Traits::Splits && params.splits() > 1;
-  if constexpr (SumsP) {
-    if (is_split) {
-      leave(cV, SplitSums(params, Traits::Of).size(params.splits(), Traits::HeadDim), Int<Traits::HeadDimV>{});
-    } else {
-      store(params.dv, params.dv_stride, V, params.head_dim_v, Int<Traits::HeadDimV>{});
+    if constexpr (SumsS && Traits::OfKeys) {
+      factor_of(scale * scales.dk);
+      store(params.dk, params.dk_stride, A, params.head_dim, tile.head_kv);
     }
-  }
-  if constexpr (SumsS) {
-    CUTE_UNROLL
-    for (int e = 0; e < size(A); ++e) A(e) *= ScoreMod::gradient_scale(params);
-    Strides const& stride = Traits::OfKeys ? params.dk_stride : params.dq_stride;
-    if (is_split) {
-      leave(cA, 0, Int<Traits::HeadDim>{});
-    } else {
-      store(Traits::OfKeys ? params.dk : params.dq, stride, A, params.head_dim, Int<Traits::HeadDim>{});
+    if constexpr (!Traits::OfKeys) {
+      factor_of(scale * scales.dq);
+      // What P lacks to sum to 1: dQ gets it here, dK and dV from the lse that is left for their launch.
+      float const sink_log2 = params.sink_of(tile.head_q) * kLog2e;
+      RowStatistics* const rows = params.row_statistics +
+                                  StatisticsRows(params).first(params, tile.sequence, tile.work.batch, tile.head_q) +
+                                  tile.work.row0 + warp_row + lane / 4;
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        float const sum = sum_for_one(warp_sum<4, 1>(row_sum[i]) * (1.f / (1 << kShiftP)), sink_log2, mine[i].lse_log2);
+        factors[i] *= reciprocal(sum);
+        if (lane % 4 == 0 && lane / 4 + row_of(i) < tile.rows() - warp_row)
+          rows[row_of(i)].lse_log2 = mine[i].lse_log2 + log2f(sum);
+      }
+      store(params.dq, params.dq_stride, A, params.head_dim, tile.head_q);
+    }
+  } else {
+    auto* const staging = shared.staging + threadIdx.x / 32 % (4 * Traits::Consumers) * Traits::Staged;
+    auto const store = [&](void* data, Strides const& stride, auto const& sums, int cols, auto head_dim) {
+      int64_t const row = tile.held_row0 + tile.work.row0 + warp_row + lane / 8;
+      auto* const to = static_cast<Element*>(data) + tile.sequence.batch * stride.batch +
+                       (Traits::OfKeys ? tile.head_kv : tile.head_q) * stride.head + row * stride.row;
+      store_rows<Stored<Traits, decltype(head_dim)::value>>(
+          to, [&](int pass) { return pass * 4 * stride.row; }, tile.rows() - warp_row, cols, sums, staging, lane);
+    };
+    // What a split has is added up, in their order, by the launch that follows (sums.hpp): accumulators as they are.
+    [[maybe_unused]] auto const leave = [&](auto const& sums, int64_t from, auto head_dim) {
+      constexpr int kColumns = decltype(head_dim)::value;
+      using Order = SumsOfTile<kPanel>;
+      int const head = Traits::OfKeys ? tile.head_kv : tile.head_q;
+      int const row = tile.work.row0 + warp_row / kAtomRows * kAtomRows;
+      auto* const to = reinterpret_cast<float4*>(
+          params.split_sums + from +
+          SplitSums(params, Traits::Of)
+              .first(params, tile.sequence, tile.work.batch, head, row, tile.work.split, kColumns));
+      CUTE_UNROLL
+      for (int e = 0; e < size(sums); e += 4) {
+        constexpr int kOfAPanel = kPanel / 2;  // of a thread
+        to[Order::first(e / kOfAPanel, warp_row % kAtomRows / 16) + e % kOfAPanel * 8 + lane] =
+            make_float4(sums(e), sums(e + 1), sums(e + 2), sums(e + 3));
+      }
+    };
+    if constexpr (SumsP && Traits::Pairs) {
+      CUTE_UNROLL
+      for (int e = 0; e < size(V); ++e) V(e) *= params.dropout.scale;
+    }
+    bool const is_split = Traits::Splits && params.splits() > 1;
+    if constexpr (SumsP) {
+      if (is_split) {
+        leave(cV, SplitSums(params, Traits::Of).size(params.splits(), Traits::HeadDim), Int<Traits::HeadDimV>{});
+      } else {
+        store(params.dv, params.dv_stride, V, params.head_dim_v, Int<Traits::HeadDimV>{});
+      }
+    }
+    if constexpr (SumsS) {
+      CUTE_UNROLL
+      for (int e = 0; e < size(A); ++e) A(e) *= ScoreMod::gradient_scale(params);
+      Strides const& stride = Traits::OfKeys ? params.dk_stride : params.dq_stride;
+      if (is_split) {
+        leave(cA, 0, Int<Traits::HeadDim>{});
+      } else {
+        store(Traits::OfKeys ? params.dk : params.dq, stride, A, params.head_dim, Int<Traits::HeadDim>{});
+      }
     }
   }
 }
@@ -950,6 +1098,9 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if constexpr (Traits::Parts > 1) {
+    if (params.stands_aside()) return;
+  }
   if constexpr (!Traits::Persistent) {
     GradientTile<Traits> const here(params, blockIdx.x);
     if (here.rows() <= 0) return;  // packed: the launch counts the tiles of the longest sequence for each

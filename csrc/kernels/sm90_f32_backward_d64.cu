@@ -1,0 +1,11 @@
+// Gradients of fp32 on Hopper's tensor cores (WGMMA), each operand in two fp16 parts, head_dim up to 64.
+#include "../fmha/backward/sm90.hpp"
+#include "kernel.hpp"
+#include "tensor_maps.hpp"
+
+namespace cutlass_ext {
+static Entered const kernels_here{
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, float, 4, false>>(),
+    kernel_of<sm90::Backward<Axis::Rows, 128, 64, 64, 64, float, 4, false>>(),
+};
+}  // namespace cutlass_ext
