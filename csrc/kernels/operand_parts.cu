@@ -11,9 +11,9 @@ using operand_parts::Parts;
 
 /// What the workspace holds, one after the other.
 struct Places {
-  size_t flag, maxima, scales, q, k, v, end;
+  size_t flag, maxima, scales, pages, q, k, v, end;
 
-  Places(Params const& p, int cols) {
+  Places(Params const& p, int cols, int cols_v) {
     constexpr size_t kAligned = 256;
     size_t at = 0;
     auto const place = [&](size_t bytes) {
@@ -21,30 +21,35 @@ struct Places {
       at += (bytes + kAligned - 1) / kAligned * kAligned;
       return here;
     };
-    auto const parts = [&](int rows, int heads) {
-      return place(size_t(p.stored_batch()) * operand_parts::strides_of(rows, heads, cols).batch * sizeof(__half));
+    auto const parts = [&](int batch, int rows, int heads, int cols) {
+      return place(size_t(batch) * operand_parts::strides_of(rows, heads, cols).batch * sizeof(__half));
     };
+    int const batch_of_keys = p.paged() ? p.batch : p.stored_batch();
     size_t const pairs = size_t(p.batch) * p.heads_kv;
     flag = place(sizeof(int));
-    maxima = place(pairs * 3 * (cols + 1) * sizeof(uint32_t));
+    maxima = place(pairs * 3 * operand_parts::kMaxima * sizeof(uint32_t));
     scales = place(pairs * sizeof(PartScales));
-    q = parts(p.stored_rows(), p.heads_q);
-    k = parts(p.stored_keys(), p.heads_kv);
-    v = parts(p.stored_keys(), p.heads_kv);
+    pages = place(p.paged() ? p.batch * sizeof(int) : 0);
+    q = parts(p.stored_batch(), p.stored_rows(), p.heads_q, cols);
+    k = parts(batch_of_keys, p.stored_keys(), p.heads_kv, cols);
+    v = parts(batch_of_keys, p.stored_keys(), p.heads_kv, cols_v);
     end = at;
   }
 };
 
 }  // namespace
 
-size_t bytes_of_parts(Params const& params, int head_dim) { return Places(params, head_dim).end; }
+size_t bytes_of_parts(Params const& params, int head_dim, int head_dim_v) {
+  return Places(params, head_dim, head_dim_v).end;
+}
 
-Params make_parts(Params const& params, int head_dim, void* workspace, cudaStream_t stream) {
-  Places const places(params, head_dim);
+Params make_parts(Params const& params, int head_dim, int head_dim_v, void* workspace, cudaStream_t stream) {
+  Places const places(params, head_dim, head_dim_v);
   auto const at = [&](size_t place) { return static_cast<char*>(workspace) + place; };
   Parts const parts{reinterpret_cast<__half*>(at(places.q)), reinterpret_cast<__half*>(at(places.k)),
                     reinterpret_cast<__half*>(at(places.v)), reinterpret_cast<uint32_t*>(at(places.maxima)),
-                    reinterpret_cast<int*>(at(places.flag)), reinterpret_cast<PartScales*>(at(places.scales))};
+                    reinterpret_cast<int*>(at(places.flag)), reinterpret_cast<PartScales*>(at(places.scales)),
+                    reinterpret_cast<int*>(at(places.pages))};
   int64_t const ctas = params.batch * operand_parts::Chunks(params).of_sequence();
   if (ctas > INT32_MAX) fail("ValueError", "q: has more rows than one launch can split; use precision=\"highest\"");
   check_cuda(cudaMemsetAsync(workspace, 0, places.scales, stream), "clearing what is known of the operands");
@@ -55,16 +60,24 @@ Params make_parts(Params const& params, int head_dim, void* workspace, cudaStrea
     check_cuda(cudaGetLastError(), "splitting the operands");
   };
   if (ctas > 0) {
-    if (head_dim == 64)
-      launch(operand_parts::measure<64>, operand_parts::split<64>);
-    else
-      launch(operand_parts::measure<128>, operand_parts::split<128>);
+    if (head_dim == 64) {
+      launch(operand_parts::measure<64, 64>, operand_parts::split<64, 64>);
+    } else if (head_dim == 128) {
+      launch(operand_parts::measure<128, 128>, operand_parts::split<128, 128>);
+    } else {
+      launch(operand_parts::measure<192, 128>, operand_parts::split<192, 128>);
+    }
   }
 
   Params p = params;
   p.q = parts.q, p.k = parts.k, p.v = parts.v;
   p.q_stride = operand_parts::strides_of(p.stored_rows(), p.heads_q, head_dim);
-  p.k_stride = p.v_stride = operand_parts::strides_of(p.stored_keys(), p.heads_kv, head_dim);
+  p.k_stride = operand_parts::strides_of(p.stored_keys(), p.heads_kv, head_dim);
+  p.v_stride = operand_parts::strides_of(p.stored_keys(), p.heads_kv, head_dim_v);
+  if (p.paged()) {
+    p.set_one_page_each(parts.pages, p.n_kv);
+    p.pages = p.batch;
+  }
   p.part_scales = parts.scales;
   p.out_of_range = parts.out_of_range;
   return p;
