@@ -159,13 +159,14 @@ def fmha(
             with the last of these keys). Bias, mask, `seqused_k` and `leftpad_k` are those of these keys, counted from
             0. Dropout is slower where key_start is no multiple of 8.
         precision: of float32: `"highest"` computes on CUDA cores; `"high"` on a Hopper GPU's tensor cores, each operand
-            in two fp16 parts with a power-of-two scale: two to seven times as fast, and as exact as CUDA cores from
-            some 200 keys on. For head dims up to 128, without softcap, slopes, bias, mask, dropout, pages and
+            in two fp16 parts with a power-of-two scale: plain calls two to seven times as fast, and as exact as CUDA
+            cores from some 200 keys on. For head dims up to 128 (of q and k 192), without bias, mask, dropout and
             num_splits; in other calls it is an error. It takes workspace of the size of q, k and v, head dims rounded
-            up to 64 or 128. Where numbers are too far apart for such parts, or not finite, the GPU sees it and computes
-            the call on CUDA cores. `backend="sm90"` asks for it too. None: `"high"` where it can be had, is expected to
-            be faster, and rows see 192 keys or more. Neither is TF32, whatever `torch.set_float32_matmul_precision`
-            says. Gradients go the same way where they can (`fmha_backward`), and elsewhere on CUDA cores.
+            up to 64, 128 or 192, of pages of all that the table has room for. Where numbers are too far apart for such
+            parts, or not finite, the GPU sees it and computes the call on CUDA cores. `backend="sm90"` asks for it too.
+            None: `"high"` where it can be had, is expected to be faster, and rows see 192 keys or more. Neither is
+            TF32, whatever `torch.set_float32_matmul_precision` says. Gradients go the same way where they can
+            (`fmha_backward`), and elsewhere on CUDA cores.
         out_dtype: `torch.float32`, so that parts which are to be merged are not rounded to 16 bits before; None is the
             dtype of q. The gradient of such an `out` is rounded to q's dtype where the backward pass begins.
         out: where the result is written, and which is returned then: its shape, dtype of q, any strides. Kernels write

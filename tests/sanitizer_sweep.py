@@ -78,9 +78,10 @@ def padded_cases():
         yield torch.float32, n_q, 129, d, d, options
     for d, d_v in ((4, 36), (100, 100), (192, 128)):
         yield torch.float32, 65, 129, d, d_v, CAUSAL
-    for d, d_v in ((64, 64), (128, 128), (40, 8)) if HOPPER else ():
+    for d, d_v in ((64, 64), (128, 128), (192, 128), (40, 8)) if HOPPER else ():
         yield torch.float32, 65, 129, d, d_v, HIGH
-    for features in (*FEATURES[4:6], {"sink": FEATURES[6]["sink"]}) if HOPPER else ():
+        yield torch.float32, 130, 200, d, d_v, HIGH | FEATURES[6]
+    for features in (*FEATURES[3:6], {"sink": FEATURES[6]["sink"]}) if HOPPER else ():
         yield torch.float32, 130, 200, 64, 64, HIGH | features
     for i, features in enumerate((*FEATURES, *({"out_dtype": torch.float32, "num_splits": n} for n in (1, 3)))):
         yield HALVES[i % 2], 130, 200, 64, 64, {"num_splits": 1} | features
@@ -165,6 +166,10 @@ def paged_cases(many):
         for d in (64, 128):
             yield dtype, [1, 0, 1], [140, 33, 200], 16, d, d, PACKED_FEATURES[1], False
         yield dtype, *MIX, 16, 64, 64, {"leftpad_k": pads, "causal": True}, False
+    for d, d_v in ((64, 64), (128, 128), (192, 128)) if HOPPER else ():
+        yield torch.float32, *MIX, 16, d, d_v, HIGH | {"start_pos": "end"}, False
+        yield torch.float32, [130] * 3, [200, 0, 130], 48, d, d_v, HIGH, True
+        yield torch.float32, *MIX, 16, d, d_v, HIGH | {"leftpad_k": pads}, False
     for dtype, d in itertools.product(HALVES, (64, 128, 256) if many else ()):
         yield dtype, *MANY_LENGTHS, 16, d, d, PACKED_FEATURES[1], False
 

@@ -35,7 +35,7 @@ struct Lengths {
   int batch = 0;       // sequences
   int n_q = 0;         // query rows of a sequence; packed: of the longest, and no row past it is computed
   int n_kv = 0;        // keys that a sequence has room for; packed keys: of the longest, for the choice of splits alone
-  int longest_kv = 0;  // keys of the longest sequence, for the choice of splits alone; 0: as many as there is room for
+  int longest_kv = 0;  // keys of the longest sequence, as a hint of what is fast; 0: as many as there is room for
   int start_pos = 0;
   StartPos start_pos_kind = StartPos::Scalar;
   int window_left = -1;                  // -1: unbounded
@@ -205,6 +205,12 @@ struct Cache {
   Rotary rotary;
 
   CUTE_HOST_DEVICE bool paged() const { return block_table; }
+  /// Makes all `rows` keys of a sequence a page, the one that `page_of` [B] names.
+  void set_one_page_each(int const* page_of, int rows) {
+    block_table = page_of;
+    block_table_stride = 1;
+    page_rows = cutlass::FastDivmod(rows > 0 ? rows : 1);
+  }
   /// The pages of sequence `b`; null: contiguous.
   CUTE_HOST_DEVICE int const* pages_of(int b) const { return paged() ? block_table + b * block_table_stride : nullptr; }
 };

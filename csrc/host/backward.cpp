@@ -183,9 +183,9 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   }
   std::optional<BackwardParams> exact;
   if (plan.out_of_range) {
-    int const head_dim = plan.of_keys.kernel->head_dim;
+    int const cols = plan.of_keys.kernel->head_dim, cols_v = plan.of_keys.kernel->head_dim_v;
     exact = params;
-    params = make_parts(params, head_dim, allocate(bytes_of_parts(params, head_dim)), stream);
+    params = make_parts(params, cols, cols_v, allocate(bytes_of_parts(params, cols, cols_v)), stream);
     exact->out_of_range = params.out_of_range;
     exact->if_out_of_range = true;
   }

@@ -46,24 +46,35 @@ inline bool is_tiny(Params const& p, Device const& device) {
 /// Keys of the longest sequence, as far as the host knows.
 inline int64_t longest_keys(Params const& p) { return p.longest_kv > 0 ? p.longest_kv : p.n_kv; }
 
+/// Columns, of q and of v together, that kernels of parts multiply.
+inline int columns_in_parts(Params const& p) {
+  int const most = std::max(p.head_dim, p.head_dim_v);
+  return most <= 64 ? 128 : most <= 128 ? 256 : 320;
+}
+
 /// Whether float32 is computed faster in two fp16 parts than on CUDA cores, where both can: products at 220 TFLOP/s for
 /// 35, against reading q, k and v twice and writing them once at 2.5 TB/s, and 12 us of launches. Milliseconds of an
 /// H200: (2, 8192, 16, 64) 2.28 for 12.9, (8, 512, 16, 64) causal 0.12 for 0.22, (1, 1024, 8, 64) causal 0.064 for
 /// 0.087. Only where rows see more keys than two tiles have, through a window too: sums of fewer are more exact on CUDA
-/// cores. Of gradients, which have five products for two, the same: computed, to be measured.
+/// cores. Of keys in pages every sequence has room for parts of as many as its row of the table has room for: no more
+/// in all than the pages have, unless it is asked for. Of gradients, which have five products for two, the same:
+/// computed, to be measured.
 inline bool parts_pay(Params const& p) {
   constexpr double kOnTensorCores = 220e6, kOnCudaCores = 35e6, kBytes = 2.5e6, kLaunches = 12;  // a microsecond
   constexpr int kLeastKeys = 192;
+  if (p.paged() && int64_t(p.batch) * p.n_kv > int64_t(p.pages) * p.page_rows.divisor) return false;
   double seen = static_cast<double>(longest_keys(p));
   if (p.window_left >= 0 && p.window_right >= 0)
     seen = std::min<double>(seen, double(p.window_left) + p.window_right + 1);
   if (seen < kLeastKeys) return false;
   if (p.window_left < 0 && p.window_right >= 0) seen = std::max(seen / 2, seen - p.n_q / 2.);
   double const rows = double(p.stored_batch()) * p.stored_rows(),
-               stored_keys = double(p.stored_batch()) * p.stored_keys();
-  double const columns = p.head_dim + p.head_dim_v, flops = 2 * columns * p.heads_q * rows * seen,
+               stored_keys = p.paged() ? double(p.batch) * longest_keys(p) : double(p.stored_batch()) * p.stored_keys();
+  double const columns = p.head_dim + p.head_dim_v, pairs = p.heads_q * rows * seen,
+               on_tensor_cores = 2 * columns_in_parts(p) * pairs / kOnTensorCores,
+               on_cuda_cores = 2 * columns * pairs / kOnCudaCores,
                bytes = 3 * 4 * columns * (p.heads_q * rows / 2 + p.heads_kv * stored_keys);
-  return flops / kOnTensorCores + bytes / kBytes + kLaunches < flops / kOnCudaCores;
+  return on_tensor_cores + bytes / kBytes + kLaunches < on_cuda_cores;
 }
 
 /// How many warpgroups a query tile gets in the short kernels of Hopper; 0 where the persistent ones are faster. For

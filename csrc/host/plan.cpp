@@ -92,7 +92,8 @@ void lay_out(Device const& device, Params* params, Plan* plan) {
   p.heads_a_tile = cutlass::FastDivmod(tiles.heads_a_tile);
   if (persistent && p.paged()) {
     // A box that begins in a page of all of a sequence's keys ends there too: past the page it is filled with zeros.
-    bool const one_page = p.page_rows.divisor >= p.n_kv;
+    // Parts lie in such pages, whatever the keys did.
+    bool const one_page = p.page_rows.divisor >= p.n_kv || multiplies_parts(kernel);
     p.box_rows = one_page                                ? kernel.block_c
                  : features_of(p) & feature::LeftPadding ? 1
                                                          : std::gcd(p.page_rows.divisor, kernel.block_c);
@@ -207,9 +208,7 @@ void plan_chunk(Call const& call, Plan* plan) {
   Params& p = call.params;
   Params after = after_append(p, nullptr);
   if (after.batch_idx) {
-    after.block_table = after.batch_idx;
-    after.block_table_stride = 1;
-    after.page_rows = cutlass::FastDivmod(std::max(after.n_kv, 1));
+    after.set_one_page_each(after.batch_idx, after.n_kv);
     after.batch_idx = nullptr;
   }
   Plan prefill;
@@ -250,7 +249,7 @@ void plan_mixed(Call const& call, Plan* plan) {
     return;
   }
   if (decoded.kernel) p.least_q = few + 1;
-  plan_prefill(call, plan);
+  plan_tiles(call, plan);
   if (!decoded.kernel || !plan->kernel) return;
   plan->few = std::make_shared<Step const>(Step{decoding, decoded});
 }
@@ -341,8 +340,9 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
   }
   std::optional<Step> exact;
   if (plan.out_of_range) {
-    void* const parts = allocate(bytes_of_parts(params, plan.kernel->head_dim));
-    Params const in_parts = make_parts(params, plan.kernel->head_dim, parts, stream);
+    int const cols = plan.kernel->head_dim, cols_v = plan.kernel->head_dim_v;
+    void* const parts = allocate(bytes_of_parts(params, cols, cols_v));
+    Params const in_parts = make_parts(params, cols, cols_v, parts, stream);
     exact = *plan.out_of_range;
     static_cast<Results&>(exact->params) = params;
     exact->params.out_of_range = in_parts.out_of_range;
@@ -365,13 +365,13 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
     run(step.plan, step.params, on, allocate);
   };
   std::optional<Fork> fork;
-  if (plan.few && !plan.merges_apart) decode_few(fork.emplace(device, stream).beside());
+  // Merges write all rows: what decodes comes behind them.
+  bool const merges = plan.merges_apart || (exact && exact->plan.merges_apart);
+  if (plan.few && !merges) decode_few(fork.emplace(device, stream).beside());
   plan.kernel->launch(params, plan.grid, stream);
-  if (plan.merges_apart) {
-    merge_splits(plan.kernel->dtype, params, stream);
-    if (plan.few) decode_few(stream);  // behind the merge, which writes all rows
-  }
+  if (plan.merges_apart) merge_splits(plan.kernel->dtype, params, stream);
   if (exact) run(exact->plan, exact->params, stream, allocate);
+  if (plan.few && merges) decode_few(stream);
 }
 
 }  // namespace cutlass_ext

@@ -26,8 +26,8 @@ void compute_row_statistics(DType, BackwardParams const& params, cudaStream_t) {
   done.emplace_back("statistics");
   of_statistics = params;
 }
-size_t bytes_of_parts(BackwardParams const&, int head_dim) { return head_dim; }
-BackwardParams make_parts(BackwardParams const& params, int, void*, cudaStream_t) {
+size_t bytes_of_parts(BackwardParams const&, int head_dim, int) { return head_dim; }
+BackwardParams make_parts(BackwardParams const& params, int, int, void*, cudaStream_t) {
   static int const flag = 0;
   done.emplace_back("parts");
   BackwardParams p = params;

@@ -34,9 +34,10 @@ Kernel sm90(DType dtype, int d, int d_v, int b_r, int b_c, int shared, Features 
   return {"sm90",        Kind::Persistent, dtype,       d,       d_v,    b_r, b_c, kPersistent | more,
           2 * b_r + 128, shared,           new_entry(), nullptr, nullptr};
 }
-Kernel in_parts(int d, int b_c, int shared) {
-  constexpr Features kTakes = kPersistent & ~(Pages | FixedSplits);
-  return {"sm90", Kind::Persistent, DType::Float32, d, d, 128, b_c, kTakes, 384, shared, new_entry(), nullptr, nullptr};
+Kernel in_parts(int d, int d_v, int b_c, int shared, Features more = 0) {
+  Features const takes = (kPersistent & ~(FixedSplits | Float32Results)) | more;
+  return {"sm90", Kind::Persistent, DType::Float32, d,       d_v,    128, b_c, takes,
+          384,    shared,           new_entry(),    nullptr, nullptr};
 }
 Kernel brief(DType dtype, int d, int warpgroups, int shared) {
   int const threads = 128 * warpgroups + 32;
@@ -179,8 +180,12 @@ Entered const kFloat{
     simt(224, 32, 32, 64, 90112),
     simt(256, 128, 32, 256, 212992),
     simt(256, 64, 32, 128, 139264),
-    in_parts(64, 128, 197760),
-    in_parts(128, 64, 197760),
+    in_parts(64, 64, 128, 197760),
+    in_parts(64, 64, 128, 197760, kScoreMods),
+    in_parts(128, 128, 64, 197760),
+    in_parts(128, 128, 64, 197760, kScoreMods),
+    in_parts(192, 128, 48, 222336),
+    in_parts(192, 128, 48, 222336, kScoreMods),
     decode(DType::Float32, 64, 16, 8, 128, 70784),
     decode(DType::Float32, 128, 16, 8, 128, 74880),
     decode(DType::Float32, 256, 16, 8, 64, 82560),

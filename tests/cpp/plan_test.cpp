@@ -31,8 +31,8 @@ unsigned* zero_counters(int, cudaStream_t, size_t count, std::function<void*(siz
   return counters;
 }
 void merge_splits(DType, Params const&, cudaStream_t) { ++merges; }
-size_t bytes_of_parts(Params const&, int head_dim) { return head_dim; }
-Params make_parts(Params const& params, int, void*, cudaStream_t) {
+size_t bytes_of_parts(Params const&, int head_dim, int) { return head_dim; }
+Params make_parts(Params const& params, int, int, void*, cudaStream_t) {
   ++parts_made;
   return params;
 }
@@ -251,7 +251,23 @@ TEST(Plan, OfFloat32) {
            "sm90 persistent 128x128 d64 plain, 1 split, grid 1, 2 counters"),
       CASE(fmha32(1, 1, 64, 1, 1, 40).backend("sm90"),
            "sm90 persistent 128x128 d64 plain, 1 split, grid 1, 2 counters"),
-      CASE(fmha32(2, 4096, 4096, 16, 16, 64).softcap(), "simt tiles 128x64 d64, 1 split, grid 1024"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 64).softcap(), "sm90 persistent 128x128 d64, 1 split, grid 132, 2 counters"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 64).splits(1), "simt tiles 128x64 d64, 1 split, grid 1024"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 192).head_dim_v(128),
+           "sm90 persistent 128x48 d192 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 160).head_dim_v(72).softcap(),
+           "sm90 persistent 128x48 d192, 1 split, grid 132, 2 counters"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 192), "simt tiles 64x32 d192, 1 split, grid 2048"),
+      // Over pages, where parts of all that the table has room for are no more than the pages hold; and asked for.
+      CASE(fmha32(4, 1000, 4096, 16, 4, 64).packed(4000, 0).lengths().pages(32),
+           "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha32(8, 1000, 4096, 16, 4, 64).packed(8000, 0).lengths().pages(32),
+           "simt tiles 128x64 d64, 1 split, grid 1024"),
+      CASE(fmha32(8, 1000, 4096, 16, 4, 64).packed(8000, 0).lengths().pages(32).precision(Precision::High),
+           "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha32(8, 1000, 4096, 16, 4, 64).lengths().pages(64),
+           "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha32(8, 20, 4096, 4, 4, 64).lengths().pages(64), "simt tiles 64x32 d64, 16 splits, grid 512, merged apart"),
   });
 }
 
@@ -385,8 +401,8 @@ TEST(Plan, OfNone) {
       {fmha32(2, 4096, 4096, 16, 16, 256).on(fake::kA40), "q: no kernel for this GPU takes float32 with head_dim 256"},
       {fmha32(2, 4096, 4096, 16, 16, 192).precision(Precision::High), "precision: no kernel for this GPU computes"},
       {fmha32(2, 4096, 4096, 16, 16, 64).on(fake::kA100).precision(Precision::High), "precision: no kernel for this"},
-      {fmha32(2, 4096, 4096, 16, 16, 64).softcap().precision(Precision::High),
-       "precision: no kernel of tensor cores takes float32 together with softcap"},
+      {fmha32(2, 4096, 4096, 16, 16, 64).unaligned().precision(Precision::High),
+       "precision: no kernel of tensor cores takes float32 together with q, k, v"},
       {fmha32(2, 4096, 4096, 16, 16, 64).splits(2).precision(Precision::High),
        "precision: no kernel of tensor cores takes float32 together with num_splits"},
       {kvcache(4, 1, 4096, 32, 8, 128).on(fake::kA100).backend("sm90"), R"(q: no kernel of backend "sm90" for this)"},
@@ -612,6 +628,11 @@ void launch_of(Call const& call, size_t* bytes) {
     launched.params = params;
   };
   plan.kernel = &kernel;
+  if (plan.few) {
+    Step few = *plan.few;
+    few.plan.kernel = &kernel;
+    plan.few = std::make_shared<Step const>(few);
+  }
   if (plan.out_of_range) {
     Step exact = *plan.out_of_range;
     exact.plan.kernel = &kernel;
@@ -651,6 +672,20 @@ TEST(Run, MakesPartsAndHasALaunchStandBy) {
   EXPECT_EQ(launched.times, 2);
   EXPECT_TRUE(launched.params.if_out_of_range) << "the second is on CUDA cores";
   EXPECT_FALSE(launched.params.stands_aside()) << "without a flag there is nothing to stand aside for";
+}
+
+TEST(Run, DecodesBesideChunksInParts) {
+  size_t bytes;
+  launch_of(fmha32(4, 1000, 4096, 16, 4, 64).packed(2500, 0).lengths().pages(32), &bytes);
+  EXPECT_EQ(parts_made, 1);
+  EXPECT_EQ(launched.times, 3) << "what decodes, the chunks in parts, and on CUDA cores";
+  EXPECT_TRUE(launched.params.if_out_of_range);
+  EXPECT_EQ(launched.params.least_q, 5) << "rows that decode are not its own";
+  EXPECT_EQ(launched.params.page_rows.divisor, 32);
+
+  launch_of(fmha32(4, 1000, 4096, 16, 4, 64).packed(2500, 0).lengths().pages(32).precision(Precision::High), &bytes);
+  EXPECT_EQ(launched.times, 2) << "all rows in parts";
+  EXPECT_EQ(launched.params.least_q, 0);
 }
 
 TEST(Run, WritesWhatIsNewBeforeAPrefillKernelReadsIt) {

@@ -5,8 +5,9 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
-from conftest import GPU, NOT_HOPPER
+from conftest import GPU, NOT_HOPPER, Target
 from oracle import assert_same_bits, expect, expect_gradients, expect_gradients_packed, expect_packed
+from test_pages import build
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -80,7 +81,7 @@ def test_highest_is_cuda_cores(d):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "options", [{"softcap": 3.0}, {"num_splits": 2}, {"dropout_p": 0.5}, {"mask": True}, {"bias": True}], ids=str
+    "options", [{"softcap": 1e-9}, {"num_splits": 2}, {"dropout_p": 0.5}, {"mask": True}, {"bias": True}], ids=str
 )
 def test_what_it_does_not_take(options):
     q, k, v = qkv(1, 70, 2, 64)
@@ -102,7 +103,10 @@ def test_who_gets_it_unasked():
         return cutlass_ext.explain(*qkv(*shape), **options).kernel
 
     assert kernel(2, 4096, 8, 64) == kernel(1, 4096, 8, 128, causal=True) == "persistent_fp16x2"
-    assert kernel(1, 100, 2, 64) == kernel(2, 4096, 8, 64, softcap=9.0) == kernel(2, 4096, 8, 256) == "tiles"
+    assert kernel(2, 4096, 8, 64, softcap=9.0) == "persistent_fp16x2"
+    assert kernel(1, 100, 2, 64) == kernel(2, 4096, 8, 64, num_splits=2) == kernel(2, 4096, 8, 256) == "tiles"
+    latent = qkv(2, 4096, 8, 192, d_v=128)
+    assert cutlass_ext.explain(*latent).kernel == "persistent_fp16x2"
     assert kernel(2, 4096, 8, 64, window=(100, 0)) == "tiles", "sums of a few keys"
     assert kernel(1, 8, 1, 16, precision="high") == kernel(1, 8, 1, 16, backend="sm90") == "persistent_fp16x2"
 
@@ -116,6 +120,11 @@ CASES = {
     "windows": ((1, 600, 2, 96), {}, {"window": (100, 30)}),
     "splits": ((1, 64, 1, 64), {"n_kv": 6000}, {}),
     "no keys": ((2, 64, 2, 64), {"n_kv": 40}, {"causal": True, "start_pos": -30}),
+    "latent": ((2, 300, 4, 192), {"d_v": 128}, {"causal": True}),
+    "latent, grouped": ((1, 333, 6, 160), {"n_kv": 700, "heads_kv": 2, "d_v": 72}, {}),
+    "latent, windows": ((1, 600, 2, 136), {"d_v": 128}, {"window": (100, 30)}),
+    "latent, splits": ((1, 64, 1, 192), {"n_kv": 6000, "d_v": 128}, {}),
+    "latent, few keys": ((2, 70, 2, 192), {"n_kv": 33, "d_v": 64}, {"causal": True, "start_pos": -30}),
 }
 
 
@@ -128,6 +137,113 @@ def test_against_the_oracle(case):
     sink = torch.randn(shape[2], device=DEVICE)
     for more in ({}, {"sink": sink}):
         expect(q, k, v, **options, **more).check(*high(q, k, v, **options, **more))
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@pytest.mark.parametrize("changes", ["softcap", "slopes", "both"])
+@pytest.mark.parametrize("d, d_v", [(64, 64), (128, 40), (192, 128)], ids=str)
+def test_score_changes(d, d_v, changes):
+    heads = 4
+    slopes = {"alibi_slopes": torch.exp2(-torch.arange(1.0, heads + 1, device=DEVICE))}
+    changed = {"softcap": {"softcap": 5.0}, "slopes": slopes, "both": {"softcap": 5.0} | slopes}[changes]
+    for shape, sizes, options in (
+        ((2, 300, heads, d), {"heads_kv": 2}, {}),
+        ((1, 517, heads, d), {"n_kv": 700}, {"causal": True, "start_pos": "end"}),
+        ((1, 600, heads, d), {"heads_kv": 1}, {"window": (100, 30)}),
+        ((1, 64, heads, d), {"n_kv": 6000}, {"start_pos": 3000}),
+        ((2, 40, heads, d), {}, {"causal": True, "start_pos": -30}),
+    ):
+        q, k, v = qkv(*shape, d_v=d_v, **sizes)
+        q *= 4  # scores that a softcap of 5 bends
+        options = options | changed | {"sink": torch.randn(heads, device=DEVICE)}
+        assert cutlass_ext.explain(q, k, v, precision="high", **options).kernel == "persistent_fp16x2"
+        expect(q, k, v, **options).check(*high(q, k, v, **options), small=True, what=str(shape))
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@pytest.mark.parametrize("d, d_v", [(64, 64), (128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize("changes", [{"softcap": 20.0}, {"alibi": True}, {}], ids=str)
+def test_score_changes_as_exact_as_cuda_cores(d, d_v, changes):
+    q, k, v = qkv(1, 1024, 16, d, n_kv=4096, d_v=d_v)
+    most = 2 if "alibi" in changes else 1.4  # steep slopes leave rows a few keys, of which parts err by more
+    if "alibi" in changes:
+        changes = {"alibi_slopes": torch.exp2(-torch.arange(1.0, 17, device=DEVICE) / 2), "start_pos": "end"}
+    rows = torch.arange(0, 1024, 32, device=DEVICE)
+    expected = expect(q, k, v, rows=rows, **changes)
+    of_parts, of_cuda_cores = (
+        ((out[:, rows].double() - expected.out).norm() / expected.out.norm()).item()
+        for out in (high(q, k, v, **changes)[0], exact(q, k, v, **changes)[0])
+    )
+    assert of_parts <= most * of_cuda_cores, f"{of_parts:.2e}, on CUDA cores {of_cuda_cores:.2e}"
+
+
+CUDA_CORES = Target("cuda", "simt", torch.float32) if GPU else None
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+@pytest.mark.parametrize("page", [16, 48, 256])
+@pytest.mark.parametrize("d, d_v", [(64, 64), (128, 40), (160, 100)], ids=str)
+def test_pages(page, d, d_v):
+    """Which become parts that lie one after the other; the others hold NaN."""
+    paged = build(CUDA_CORES, [1, 200, 0, 129, 64], [300, 513, 5, 1000, 0], page=page, d=d, d_v=d_v)
+    for options in (
+        {"causal": True, "start_pos": "end"},
+        {"max_seqlen_k": 200},  # a hint that is wrong
+        {"softcap": 5.0, "window": (100, 30)},
+    ):
+        assert cutlass_ext.explain(**paged.arguments, **options, precision="high").kernel == "persistent_fp16x2"
+        got = high(**paged.arguments, **options)
+        options.pop("max_seqlen_k", None)
+        paged.expected(**options).check(*got, small=True)
+    padded = build(CUDA_CORES, [150] * 3, [300, 513, 0], page=page, d=d, d_v=d_v)
+    out, lse = high(**padded.padded, causal=True, start_pos="end")
+    got = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    padded.expected(causal=True, start_pos="end").check(*got, small=True)
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+def test_pages_behind_padding():
+    paged = build(CUDA_CORES, [100] * 2, [300, 513], page=16, d=64)
+    leftpad = CUDA_CORES.int32([37, 0])
+    for t in (paged.k_pages, paged.v_pages):  # nobody is to see them
+        t[paged.lengths["block_table"][0, :2].long()] = NAN
+    options = {"causal": True, "start_pos": "end", "leftpad_k": leftpad}
+    got, want = high(**paged.arguments, **options), exact(**paged.arguments, **options)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@NOT_HOPPER
+def test_decoding_beside_chunks():
+    """Each by kernels of its own; also where parts do not hold the chunks, whatever keys the others have."""
+    lengths_q, lengths_k = [1, 1500, 2, 1, 900], [700, 3000, 64, 3000, 2000]
+    paged = build(CUDA_CORES, lengths_q, lengths_k, page=16, heads=(8, 2), more_columns=0)
+    # Pages for all that the table has room for: so that nobody has to ask for parts.
+    paged.k_pages, paged.v_pages = (
+        torch.cat([t, t.new_full((5 * 188 - len(t) + 1, *t.shape[1:]), NAN)]) for t in (paged.k_pages, paged.v_pages)
+    )
+    options = {"causal": True, "start_pos": "end"}
+    explanation = cutlass_ext.explain(**paged.arguments, **options)
+    assert explanation.kernel == "persistent_fp16x2" and "decode" in explanation.reason, explanation
+    run = lambda: cutlass_ext.fmha(**paged.arguments, return_lse=True, **options)  # noqa: E731
+    want = run()
+    paged.expected(**options).check(*want, small=True)
+    page = paged.lengths["block_table"][0, 3].long()  # of a sequence that decodes
+    held = paged.v_pages[page, 2].clone()
+    paged.v_pages[page, 2] = INF
+    others = slice(1, None)
+    assert_same_bits([t[..., others, :, :] for t in run()[:1]], [t[..., others, :, :] for t in want[:1]])
+    paged.v_pages[page, 2] = held
+    page = paged.lengths["block_table"][1, 3].long()  # of a chunk
+    paged.v_pages[page, 2] = 3e38
+    got, of_cuda_cores = run(), exact(**paged.arguments, **options)
+    chunk, first = slice(1, 1501), slice(0, 1)
+    assert_same_bits([got[0][chunk]], [of_cuda_cores[0][chunk]])
+    assert_same_bits([got[0][first]], [want[0][first]])
 
 
 @pytest.mark.gpu

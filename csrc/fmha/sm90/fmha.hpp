@@ -66,7 +66,8 @@ CUTE_DEVICE Results finish(Params const& params, typename Traits::Job const& job
     if constexpr (Traits::Parts > 1) {
       // Of sums of fewer keys less is cut off, down to nothing.
       Range const keys = job.visibility.keys_of_row(job.token0 + tile_rows.token(warp_row + row));
-      if (keys.size() >= Traits::KeysOfSum) results.factor[i] = fmaf(results.factor[i], kCutOffSum, results.factor[i]);
+      constexpr float kCutOff = kCutOffSum * Traits::KeysOfSum / kKeysOfCutOff;
+      if (keys.size() >= Traits::KeysOfSum) results.factor[i] = fmaf(results.factor[i], kCutOff, results.factor[i]);
     }
     if (exists && lane % 4 == 0) store_lse(params, job.result_row0 + at, finished);
   }
@@ -319,8 +320,9 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Tr
       int const first_key = tile * B_c + lane % 4 * 2, token = job.token0 + ConsumerThread().warp_row + lane / 4;
       CUTE_UNROLL
       for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
-      job.score_mod.template apply<true>(S, job.visibility.start_pos + token - first_key,
-                                         [&](int i, int j) { return row_of(i) - key_of(j); });
+      // float32 has the hyperbolic tangent that CUDA cores have.
+      job.score_mod.template apply<Traits::Parts == 1>(S, job.visibility.start_pos + token - first_key,
+                                                       [&](int i, int j) { return row_of(i) - key_of(j); });
       if (Traits::Pairs && has_bias(params) && ScoreMod::caps(params) && !copies_bias) {
         change_in_memory(S, [&](float (&x)[kQuadColumns], int i, int j) {
           job.pairs.add_bias(x, params, job.visibility, token + row_of(i), first_key + key_of(j), key_of_quad);
@@ -437,6 +439,13 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
     rings.release_v();
     if constexpr (in_parts) add_pv();
   };
+  auto finish_pv = [&] {
+    warpgroup_wait<0>();
+    release_v();
+  };
+  // Whether P V is done before scores are changed: beside both parts of P, O and the sum under way that would take more
+  // registers than there are (24 to 32 bytes spilled, in the loop).
+  constexpr bool changes_alone = in_parts && Traits::ScoreMods;
   // Issues the first Q K^T of a job, past the tiles that are hidden from this warpgroup alone. Where the job sees no
   // key or there is none, of whatever the buffers hold: WGMMAs in flight forbid a branch here.
   auto begin_job = [&](typename Traits::Job const& job, TilesOfRows const& mine) {
@@ -542,11 +551,11 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         if (!plain) look_at(tile, hiding);
         warpgroup_wait<1>();
         take_products(tile);
+        if constexpr (changes_alone) finish_pv();
         if (!plain) to_scores(tile, hiding);
         // The branch keeps the compiler from moving all exponentials past the wait for P V, beside which they are free.
         if (!softmax.begin_update(S, scale)) warpgroup_wait<0>();
-        warpgroup_wait<0>();
-        release_v();
+        if constexpr (!changes_alone) finish_pv();
         softmax.template update<Element>(S, words, O, scale);
         if constexpr (Traits::Pairs) {
           if (drops) dropping.drop(words);
@@ -662,11 +671,11 @@ struct FMHA {
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Persistent;
-  // Parts are made of tensors, not of pages; and whether they hold a sequence may depend on the others of the batch.
-  static constexpr Features kTakes =
-      (ScoreMods ? feature::kScoreMods : 0) | (Traits::Pairs ? feature::kPairs : 0) | feature::Sink | feature::Packed |
-      feature::kUnlike | feature::FewerKeys |
-      (Traits::Parts == 1 ? feature::Pages | feature::FixedSplits | feature::Float32Results : 0);
+  // Whether parts hold a sequence may depend on the others of the batch.
+  static constexpr Features kTakes = (ScoreMods ? feature::kScoreMods : 0) | (Traits::Pairs ? feature::kPairs : 0) |
+                                     feature::Sink | feature::Packed | feature::kUnlike | feature::FewerKeys |
+                                     feature::Pages |
+                                     (Traits::Parts == 1 ? feature::FixedSplits | feature::Float32Results : 0);
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
   static_assert(Traits::Consumers > 1, "warpgroups take turns with each other");
 };

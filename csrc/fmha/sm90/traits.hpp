@@ -77,7 +77,7 @@ struct Traits {
   // Keys of one sum P V in the tensor cores. They cut off what an accumulator has no bits for, step after step, and
   // more of sums of one sign: of operands in parts 64 keys are as exact as CUDA cores are, 128 lose up to five times as
   // much.
-  static constexpr int KeysOfSum = Parts == 1 ? B_c : 64;
+  static constexpr int KeysOfSum = Parts == 1 || B_c < 64 ? B_c : 64;
   static_assert(KeysOfSum == B_c || 2 * KeysOfSum == B_c, "the keys of a tile are summed at once, or in halves");
 
   static_assert(std::is_same_v<Part, half_t> || std::is_same_v<Part, bfloat16_t>, "WGMMA takes 16-bit operands");
