@@ -1001,13 +1001,14 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   int const lane = thread.lane, warp_row = thread.warp_row % Traits::Held;
   if constexpr (kInParts) {
     // What the tensor cores cut off is made up for, where sums have a tile's terms.
+    constexpr float kCutOff = kCutOffSum * Step / kKeysOfCutOff;
     float factors[2];
     auto const factor_of = [&](float scale) {
       int const row = tile.work.row0 + warp_row + lane / 4;
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         bool const sums_up = tile.view.keys_of_row(row + row_of(i)).size() >= Step;
-        factors[i] = (sums_up ? fmaf(scale, kCutOffSum, scale) : scale) * (1.f / (1 << kShiftP));
+        factors[i] = (sums_up ? fmaf(scale, kCutOff, scale) : scale) * (1.f / (1 << kShiftP));
       }
     };
     auto const store = [&](void* data, Strides const& stride, auto const& sums, int cols, int head) {
