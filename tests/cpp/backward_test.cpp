@@ -196,6 +196,9 @@ TEST(BackwardPlan, SplitsTilesWhereCtasAreFew) {
             "keys sm90 64x128 d128, 1 tiles in 8 by 2, rows sm90 128x64 d128, 8 tiles");
   EXPECT_EQ(line_of(Call(1, 100, 100, 1, 1, 128)), "keys sm90 64x128 d128, 1 tiles, rows sm90 128x64 d128, 1 tiles");
   EXPECT_EQ(line_of(Call(8, 4096, 4096, 16, 1, 128).in_any_order()), "all sm90 64x128 d128, 256 tiles");
+  EXPECT_EQ(line_of(Call(1, 4096, 4096, 1, 1, 128).float32(Precision::High)),
+            "keys sm90 64x64 d128, 64 tiles, rows sm90 128x32 d128, 32 tiles")
+      << "sums in parts are scaled before they are stored";
   EXPECT_EQ(line_of(Call(1, 4096, 4096, 1, 1, 128).backend("sm80")),
             "keys sm80 64x32 d128, 128 tiles, rows sm80 64x64 d128, 64 tiles");
 }
