@@ -227,6 +227,7 @@ struct BackwardTraits {
   static_assert(Held % kAtomRows == 0 && Step % 16 == 0, "WGMMA's rows, and its steps");
   static_assert(Parts == 1 || !(ScoreMods || AddsToQueries), "float32 is multiplied plainly");
   static_assert(Parts == 1 || (HeadDim % kPanel == 0 && HeadDimV % kPanel == 0), "low parts begin with a panel");
+  static_assert(Parts == 1 || HeadDimV <= 2 * kPanel, "there are no registers for more sums of dP");
 };
 
 /// What `store_rows` has to know of sums with `Columns` columns.
@@ -903,7 +904,6 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   };
   [[maybe_unused]] auto const take_turn_in_parts = [&](int turn) __attribute__((always_inline)) {
     constexpr int kPanels = Traits::HeadDimV / kPanel;
-    static_assert(kPanels <= 2, "there are no registers for more sums of dP");
     Tensor cdP = scores_of_a_tile();
     [[maybe_unused]] Tensor cdP_rest = scores_of_a_tile();
     int const stage = ring.stage;
