@@ -154,9 +154,11 @@ class _Fused(NamedTuple):
 
 
 def _with_whole_rows(*tensors: Tensor) -> list[Tensor]:
-    """With a last stride of 1, which PyTorch's fused attention takes for granted. `x.float()` of an expanded `x` may
-    have another: where its first size is 1, whatever stride stands there decides the order of the copy's dimensions."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    """With rows as PyTorch's fused attention takes for granted: contiguous, and apart from each other. Rows that are
+    expanded are not; and `x.float()` of an expanded `x` may put another dimension than the last one innermost."""
+    return [
+        x if x.stride(-1) == 1 and (x.shape[-2] < 2 or x.stride(-2) >= x.shape[-1]) else x.contiguous() for x in tensors
+    ]
 
 
 def _added(bias: Tensor | None, mask: Tensor | None, j: slice) -> Tensor:

@@ -167,15 +167,24 @@ def test_strides_of_dimensions_of_one_mean_nothing(target):
     expect(q, k, v).check(out, lse, small=True)
 
 
+EXPANDED = {
+    "heads": lambda x: x[:1, :, :1].expand(1, -1, 4, -1),
+    # Where a batch of one has a stride of 1, PyTorch puts head_dim outside in a float32 copy.
+    "heads of one sequence": lambda x: x[0, :, 0].as_strided((1, x.shape[1], 4, 64), (1, x.stride(1), 0, 1)),
+    "rows": lambda x: x[:, :1].expand(-1, x.shape[1], -1, -1),
+    "overlapping rows": lambda x: x.flatten().as_strided(x.shape, (x.stride(0), 8, 8, 1)),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_expanded_heads_of_one_sequence(dtype):
-    """On a CPU 16 bits become float32 for lse and gradients. Where the batch of one has a stride of 1, PyTorch lays
-    that copy out with head_dim outside, which its fused attention reads past its end."""
-    q, k, v, dout = (torch.randn(rows, 64, dtype=dtype) for rows in (77, 40, 40, 77))
-    strange = [x.as_strided((1, len(x), 4, 64), (1, 64, 0, 1)) for x in (q, k, v, dout)]
+@pytest.mark.parametrize("how", EXPANDED)
+def test_expanded_on_a_cpu(how, dtype):
+    """PyTorch's fused attention takes rows that are contiguous, and apart from each other, for granted."""
+    strange = [EXPANDED[how](torch.randn(2, rows, 4, 64, dtype=dtype)) for rows in (77, 40, 40, 77)]
     q, k, v, dout = (x.contiguous() for x in strange)
     out, lse = cutlass_ext.fmha(*strange[:3], return_lse=True)
     expect(q, k, v).check(out, lse, small=True)
+    assert torch.equal(cutlass_ext.fmha(*strange[:3]), cutlass_ext.fmha(q, k, v))
     gradients = cutlass_ext.fmha_backward(strange[3], *strange[:3], out, lse)
     for got, want in zip(gradients, cutlass_ext.fmha_backward(dout, q, k, v, out, lse), strict=True):
         assert torch.equal(got, want)
