@@ -175,6 +175,21 @@ def test_gradients_of_a_bias_with_many_tiles(target, d):
         check(target, q, k, v, bias=bias, **options, skips=False)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("n_q,n_kv", [(128, 136), (300, 520), (600, 136)])
+def test_gradients_of_a_bias_of_one_row(target, n_q, n_kv, d, deterministic):
+    """Its copies are short, so that warpgroups reach the end of a tile apart: none may write where another's bias or
+    gradients lie, as one did on Hopper, in some of the calls."""
+    q, k, v = target.qkv(3, n_q, 6, d, n_kv=n_kv, heads_kv=3)
+    dout, dlse = of_out(target, q, v)
+    options = {"bias": bias_of(target, (1, 6, 1, n_kv), target.dtype)}
+    expected = expect_gradients(q, k, v, dout, dlse, **options)
+    for _ in range(1 if target.device == "cpu" else 8):
+        run = functools.partial(target.gradients, q, k, v, dout, dlse, deterministic=deterministic, **options)
+        expected.check(tried(target, run, backward=True), small=True)
+
+
 @pytest.mark.parametrize("n_kv", [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257])
 @pytest.mark.parametrize("n_q", [1, 2, 17, 64, 130])
 def test_lengths_around_words_and_tiles(target, n_q, n_kv):

@@ -464,8 +464,7 @@ struct QuerySums {
   template <class Sums>
   CUTE_DEVICE void add(Sums const& sums, float* to) const {
     if constexpr (Traits::StagesSums) {
-      auto* const warps =
-          reinterpret_cast<float4*>(shared.staging + threadIdx.x / 32 % (4 * Traits::Consumers) * Traits::Staged);
+      auto* const warps = reinterpret_cast<float4*>(shared.staging + part_of_warp<Traits>() * Traits::Staged);
       tma_store_wait<0>();  // what the warp left there last has been read: by the thread that had it copied
       __syncwarp();
       CUTE_UNROLL
@@ -1042,7 +1041,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       store(params.dq, params.dq_stride, A, params.head_dim, tile.head_q);
     }
   } else {
-    auto* const staging = shared.staging + threadIdx.x / 32 % (4 * Traits::Consumers) * Traits::Staged;
+    auto* const staging = shared.staging + part_of_warp<Traits>() * Traits::Staged;
     auto const store = [&](void* data, Strides const& stride, auto const& sums, int cols, auto head_dim) {
       int64_t const row = tile.held_row0 + tile.work.row0 + warp_row + lane / 8;
       auto* const to = static_cast<Element*>(data) + tile.sequence.batch * stride.batch +

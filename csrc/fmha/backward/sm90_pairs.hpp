@@ -20,6 +20,13 @@ struct StreamedTile {
   float* sums;  // of dQ of its rows, where that is added to
 };
 
+/// Which part of shared memory that every consumer warp has one of is the calling warp's. Bias, sums of dQ and finished
+/// gradients pass through the same memory, so that all ask this.
+template <class Traits>
+CUTE_DEVICE int part_of_warp() {
+  return threadIdx.x / 32 % (4 * Traits::Consumers);
+}
+
 /// What pairs have in a warp's scores of a tile: its 16 rows or keys in hand, `Step` of the other side.
 template <class Traits>
 class TilePairs {
@@ -40,7 +47,6 @@ class TilePairs {
       int const held = tile.work.row0 + thread.warp_row % Traits::Held, streamed = streamed_tile * Step;
       row = OfKeys ? streamed : held, key = OfKeys ? held : streamed;
     }
-    CUTE_DEVICE int warp() const { return thread.warp_row / 16; }
     CUTE_DEVICE PairMod pairs(BackwardParams const& params, int head) const {
       return OfKeys ? tile.pairs.of_head(params, head - tile.head_q) : tile.pairs;
     }
@@ -127,16 +133,17 @@ class TilePairs {
   CUTE_DEVICE static uint32_t at(uint32_t row, uint32_t eight) {
     return OfKeys ? row * 32 + (eight ^ (row / 4 % 2)) * 16 : row * (Step * 2) + (eight ^ (row % 8)) * 16;
   }
-  template <class Shared, class Place>
-  CUTE_DEVICE static unsigned char* staged(Shared& shared, Place const& place) {
+  template <class Shared>
+  CUTE_DEVICE static unsigned char* staged(Shared& shared) {
+    static_assert(Traits::StagesPairs || kStagedBytes == Traits::Staged * sizeof(uint16_t), "a warp's own part");
     auto* const staging = Traits::StagesPairs ? shared.pairs_staging : shared.staging;
-    return reinterpret_cast<unsigned char*>(staging) + place.warp() % (4 * Traits::Consumers) * kStagedBytes;
+    return reinterpret_cast<unsigned char*>(staging) + part_of_warp<Traits>() * kStagedBytes;
   }
 
   template <class Shared, class Place>
   CUTE_DEVICE static void copy_bias(BackwardParams const& params, Shared& shared, Place const& place,
                                     PairMod const& pairs) {
-    uint32_t const to = cast_smem_ptr_to_uint(staged(shared, place)), lane = place.thread.lane;
+    uint32_t const to = cast_smem_ptr_to_uint(staged(shared)), lane = place.thread.lane;
     __syncwarp();  // what is there has been read
     CUTE_UNROLL
     for (int k = 0; k < ChunksOfLane; ++k) {
@@ -153,7 +160,7 @@ class TilePairs {
   CUTE_DEVICE static void add_chunks(ScoreTensor& S, float factor, Shared& shared, Place const& place, Low const& low,
                                      High const& high) {
     int const lane = place.thread.lane;
-    uint32_t const from = cast_smem_ptr_to_uint(staged(shared, place)) +
+    uint32_t const from = cast_smem_ptr_to_uint(staged(shared)) +
                           (OfKeys ? at(lane / 16 * 8 + lane % 8, lane / 8 % 2) : at(lane % 16, lane / 16));
     cp_async_wait<0>();
     __syncwarp();
@@ -232,7 +239,7 @@ class TilePairs {
   template <class Shared, class Place>
   CUTE_DEVICE void draw(Shared& shared, Place const& place, PairMod const& pairs) {
     int const lane = place.thread.lane, first = place.key + pairs.origin, shift = first & 7;
-    uint8_t* const bytes = shared.drawn + place.warp() % (4 * Traits::Consumers) * kDrawnBytes;
+    uint8_t* const bytes = shared.drawn + part_of_warp<Traits>() * kDrawnBytes;
     __syncwarp();  // what is there has been read
     CUTE_UNROLL
     for (int k = 0; k < ChunksOfLane; ++k) {
