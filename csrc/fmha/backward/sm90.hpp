@@ -691,8 +691,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
           auto const weight = [&](int j, float lse) {
             float const score = S(i, j), p = exp2_approx(fmaf(score, scale, kInParts ? kShiftP - lse : -lse));
             S(i, j) = p;
-            if constexpr (decltype(capped)::value)
-              S(i, j) *= score == -INFINITY ? 0.f : score_mod.derivative(score, offset + offset_of(i, j));
+            if constexpr (decltype(capped)::value) S(i, j) *= score_mod.derivative(score, offset, offset_of(i, j));
             return p;
           };
           float const left = weight(j, of_rows.x), right = weight(j + 1, of_rows.y);
