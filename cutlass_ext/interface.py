@@ -137,9 +137,10 @@ def fmha(
         deterministic: the same gradients, bit for bit, run after run; without it `dq` may differ in its last bits.
             `torch.use_deterministic_algorithms(True)` does the same. `out` and `lse` always have the same bits.
         bias: `[1 or B, 1 or H_q, 1 or N_q, N_kv]`, float32, float16 or bfloat16 whatever q is (float64 beside float64),
-            any strides: added to the scores; -inf hides a key. Row `i` and key `j` are those of the sequence, padding
-            in front counted. It may require grad, alone too: its gradient has its own shape, so a bias that is shared
-            by sequences, heads or rows should be given with dimensions of 1, not expanded.
+            any strides: added to the scores; -inf hides a key. Beside 16-bit inputs one of float32 is slower. Row `i`
+            and key `j` are those of the sequence, padding in front counted. It may require grad, alone too: its
+            gradient has its own shape, so a bias that is shared by sequences, heads or rows should be given with
+            dimensions of 1, not expanded.
         mask: bool `[1 or B, 1 or H_q, 1 or N_q, N_kv]`, any strides: true where a key is visible. It goes with causal,
             windows and lengths, each of which may hide a key. A NaN that bias has where a mask hides does not count.
         block_mask: a `torch.nn.attention.flex_attention.BlockMask`, instead of mask. What it shows is kept with it,
@@ -159,14 +160,14 @@ def fmha(
             with the last of these keys). Bias, mask, `seqused_k` and `leftpad_k` are those of these keys, counted from
             0. Dropout is slower where key_start is no multiple of 8.
         precision: of float32: `"highest"` computes on CUDA cores; `"high"` on a Hopper GPU's tensor cores, each operand
-            in two fp16 parts with a power-of-two scale: plain calls two to seven times as fast, and as exact as CUDA
-            cores from some 200 keys on. For head dims up to 128 (of q and k 192), without bias, mask, dropout and
-            num_splits; in other calls it is an error. It takes workspace of the size of q, k and v, head dims rounded
-            up to 64, 128 or 192, of pages of all that the table has room for. Where numbers are too far apart for such
-            parts, or not finite, the GPU sees it and computes the call on CUDA cores. `backend="sm90"` asks for it too.
-            None: `"high"` where it can be had, is expected to be faster, and rows see 192 keys or more. Neither is
-            TF32, whatever `torch.set_float32_matmul_precision` says. Gradients go the same way where they can
-            (`fmha_backward`), and elsewhere on CUDA cores.
+            in two fp16 parts with a power-of-two scale: large plain calls two to seven times as fast, with errors of
+            the size of those of CUDA cores, measured from 512 keys on (docs/semantics.md). For head dims up to 128 (of
+            q and k 192), without bias, mask, dropout and num_splits; in other calls it is an error. It takes workspace
+            of the size of q, k and v, head dims rounded up to 64, 128 or 192, of pages of all that the table has room
+            for. Where numbers are too far apart for such parts, or not finite, the GPU sees it and computes the call on
+            CUDA cores. `backend="sm90"` asks for it too. None: `"high"` where it can be had, is expected to be faster,
+            and rows see 192 keys or more. Neither is TF32, whatever `torch.set_float32_matmul_precision` says.
+            Gradients go the same way where they can (`fmha_backward`), and elsewhere on CUDA cores.
         out_dtype: `torch.float32`, so that parts which are to be merged are not rounded to 16 bits before; None is the
             dtype of q. The gradient of such an `out` is rounded to q's dtype where the backward pass begins.
         out: where the result is written, and which is returned then: its shape, dtype of q, any strides. Kernels write
