@@ -95,6 +95,7 @@ inline __global__ void __launch_bounds__(kStatisticsThreads)
   int const b = blockIdx.z, head = blockIdx.y, row0 = blockIdx.x * kTile, lane = threadIdx.x % 16;
   Sequence const sequence = sequence_of(params, b);
   int const n_q = sequence.visibility.n_q;
+  if (row0 >= n_q) return;  // the place of such rows may be another sequence's
   int64_t const first = StatisticsRows(params).first(params, sequence, b, head) + row0,
                 result_row0 = sequence.result_row0(params, head, 0);
   float const logit = params.sink_of(head), least = logit == -INFINITY ? logit : logit + 1e-4f * (1.f + fabsf(logit));
