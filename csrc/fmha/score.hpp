@@ -31,13 +31,11 @@ CUTE_HOST_DEVICE float tanh_of(float x) {
 
 struct ScoreMod {
   float softcap_log2;      // softcap * log2(e); 0: off
-  float per_softcap_log2;  // 1 over it; 0: off
   float alibi_slope_log2;  // slope * log2(e); 0: off
   float sink_log2;         // sink * log2(e); -inf: none
 
   CUTE_HOST_DEVICE ScoreMod(Scores const& scores, int batch, int head)
       : softcap_log2(scores.softcap * kLog2e),
-        per_softcap_log2(caps(scores) ? 1.f / softcap_log2 : 0.f),
         alibi_slope_log2(scores.alibi_slopes ? scores.alibi_slopes[batch * scores.alibi_batch_stride + head] * kLog2e
                                              : 0.f),
         sink_log2(scores.sink_of(head) * kLog2e) {}
@@ -68,34 +66,43 @@ struct ScoreMod {
       CUTE_UNROLL
       for (int i = 0; i < cute::size<0>(S); ++i) {
         CUTE_UNROLL
-        for (int j = 0; j < cute::size<1>(S); ++j) S(i, j) -= alibi(first_offset, offset(i, j));
+        for (int j = 0; j < cute::size<1>(S); ++j) S(i, j) -= alibi(first_offset + offset(i, j));
       }
     }
   }
 
-  /// The derivative of a score that `apply` made by softmax_scale <q, k>: of softcap 1 - (s / softcap)^2, 0 where the
-  /// score has been hidden since; of ALiBi, which shifts s, 1.
-  CUTE_HOST_DEVICE float derivative(float score, int first_offset, int offset) const {
-    float const tanh = (score + alibi(first_offset, offset)) * per_softcap_log2;
+  /// The derivative of a score that `apply` made, not hidden, by softmax_scale <q, k>: of softcap 1 - (s / softcap)^2,
+  /// of ALiBi, which shifts s, 1. `offset` is its p - j.
+  CUTE_HOST_DEVICE float derivative(float score, int offset) const {
+    if (softcap_log2 == 0.f) return 1.f;
+    float const tanh = (score + alibi(offset)) / softcap_log2;
+    return 1.f - tanh * tanh;
+  }
+
+  /// The same where there is softcap alone, without a division or a branch: `per_softcap_log2` is 1 over softcap_log2.
+  /// Of a score that has been hidden since it is 0.
+  CUTE_HOST_DEVICE static float derivative_of_softcap(float score, float per_softcap_log2) {
+    float const tanh = score * per_softcap_log2;
     return fmaxf(fmaf(-tanh, tanh, 1.f), 0.f);
   }
 
-  /// Multiplies `dS` by the derivatives of the scores `S`.
+  /// Multiplies `dS` by the derivatives of the scores `S`: those of `derivative` with one division for all.
   template <class GradientTensor, class ScoreTensor, class Offset>
   CUTE_HOST_DEVICE void differentiate(GradientTensor& dS, ScoreTensor const& S, int first_offset, Offset offset) const {
     if (softcap_log2 == 0.f) return;
+    float const inverse = 1.f / softcap_log2;
     CUTE_UNROLL
     for (int i = 0; i < cute::size<0>(S); ++i) {
       CUTE_UNROLL
-      for (int j = 0; j < cute::size<1>(S); ++j) dS(i, j) *= derivative(S(i, j), first_offset, offset(i, j));
+      for (int j = 0; j < cute::size<1>(S); ++j) {
+        float const tanh = (S(i, j) + alibi(first_offset + offset(i, j))) * inverse;
+        dS(i, j) *= 1.f - tanh * tanh;
+      }
     }
   }
 
  private:
-  /// The first offset is converted once for all of a thread's.
-  CUTE_HOST_DEVICE float alibi(int first_offset, int offset) const {
-    return alibi_slope_log2 * fabsf(static_cast<float>(first_offset) + static_cast<float>(offset));
-  }
+  CUTE_HOST_DEVICE float alibi(int offset) const { return alibi_slope_log2 * fabsf(static_cast<float>(offset)); }
 };
 
 }  // namespace cutlass_ext

@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
         for (int e = 0; e < size(S); ++e) weight[anew(e)] = S(e);
         CUTE_NO_UNROLL
         for (int e = 0; e < size(S); ++e)
-          weight[e] = score_mod.derivative(weight[e], offset, offset_of(e % Rows, e / Rows));
+          weight[e] = score_mod.derivative(weight[e], offset + offset_of(e % Rows, e / Rows));
       }
     }
     if (Traits::Pairs && changed() && changes_scores(params)) {

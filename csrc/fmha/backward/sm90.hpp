@@ -149,11 +149,12 @@ struct BackwardTraits {
   static constexpr int Consumers = Apart ? 2 : Held / kAtomRows;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
   // Whether the two warps that copy no tiles bring what pairs have, a warpgroup's each: the consumers' instructions are
-  // what the kernel takes time for then. Wider heads have no room for it.
-  static constexpr bool Assists = Pairs && AddsToQueries && HeadDim <= 64 && HeadDimV <= 64;
-  using TilesAhead = std::conditional_t<Assists, Ahead<Consumers>, NothingAhead>;
-  static constexpr int ProducerRegisters = Assists ? 40 : 24,
-                       ConsumerRegisters = Assists ? 232 : 240;  // 504 are there, as in traits.hpp
+  // what the kernel takes time for then. Wider heads have room for the draws alone, of one tile.
+  static constexpr bool Assists = Pairs && AddsToQueries, AssistsWithAll = Assists && HeadDim <= 64 && HeadDimV <= 64;
+  using TilesAhead =
+      std::conditional_t<Assists, Ahead<Consumers, AssistsWithAll ? 2 : 1, AssistsWithAll>, NothingAhead>;
+  static constexpr int ProducerRegisters = AssistsWithAll ? 40 : 24,
+                       ConsumerRegisters = AssistsWithAll ? 232 : 240;  // 504 are there, as in traits.hpp
 
   template <int Columns>
   static constexpr int Padded = (Columns + kPanel - 1) / kPanel * kPanel;  // in shared memory: whole panels
@@ -216,9 +217,9 @@ struct BackwardTraits {
     alignas(1024) Part streamed_v[Stages * Step * ColumnsV];
     alignas(1024) Part ds[AddsToQueries ? BuffersDS * B_r * B_c : 8];
     alignas(256) Part staging[Parts == 1 ? 4 * Consumers * Staged : 8];  // 16 rows of a panel for each consumer warp
-    alignas(256) Part pairs_staging[StagesPairs ? TilesAhead::kTiles * Consumers * kAtomRows * Step : 8];
-    alignas(16) uint8_t drawn[Pairs && !OfKeys ? 8 * Consumers * Step : 16];  // a bit for what dropout keeps
-    StreamedTile at[Pairs ? Stages : 1];                                      // what the stages hold
+    alignas(256) Part pairs_staging[StagesPairs ? TilesAhead::kTiles * Consumers * kAtomRows * Step : 0];
+    alignas(16) uint8_t drawn[Pairs && !OfKeys ? 8 * Consumers * Step : 0];  // a bit for what dropout keeps
+    StreamedTile at[Pairs ? Stages : 1];                                     // what the stages hold
     TilesAhead ahead;
     alignas(16) RowStatistics statistics[Stages][OfKeys ? Step : 1];
     GradientTile<BackwardTraits> tiles[TilesKnown];
@@ -235,6 +236,7 @@ struct BackwardTraits {
   static_assert(!AddsToQueries ||
                     (B_r == SumsOfTile<HeadDim>::kRows && (TakesTurns || Consumers == SumsOfTile<HeadDim>::kParts)),
                 "the order of the sums");
+  static_assert(!TakesTurns || Consumers == 2, "every other turn is a warpgroup's");
   static_assert(Held % kAtomRows == 0 && Step % 16 == 0, "WGMMA's rows, and its steps");
   static_assert(Parts == 1 || !(ScoreMods || AddsToQueries), "float32 is multiplied plainly");
   static_assert(Parts == 1 || (HeadDim % kPanel == 0 && HeadDimV % kPanel == 0), "low parts begin with a panel");
@@ -692,7 +694,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       if constexpr (AddsQ) mask.hide_rows_from(tile.view.n_q, rows);
       mask.apply(S);
     }
-    auto const exponentiate = [&](auto capped) {
+    auto const exponentiate = [&](auto capped, auto const& derivative) {
       [[maybe_unused]] float of_tile[2] = {};
       CUTE_UNROLL
       for (int j = 0; j < Step / 4; j += 2) {
@@ -702,7 +704,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
           auto const weight = [&](int j, float lse) {
             float const score = S(i, j), p = exp2_approx(fmaf(score, scale, kInParts ? kShiftP - lse : -lse));
             S(i, j) = p;
-            if constexpr (decltype(capped)::value) S(i, j) *= score_mod.derivative(score, offset, offset_of(i, j));
+            if constexpr (decltype(capped)::value) S(i, j) *= derivative(score, i, j);
             return p;
           };
           float const left = weight(j, of_rows.x), right = weight(j + 1, of_rows.y);
@@ -714,9 +716,20 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     };
     using Capped = std::bool_constant<kChanged && SumsS>;
     if (Capped::value && ScoreMod::caps(params)) {
-      exponentiate(Capped{});
+      // Without a branch an element where there are registers for it: 20 bytes spilled beside 128 keys a tile, 44
+      // beside dK and dV of wide heads.
+      constexpr bool kUnbranched = Step <= 64 && (Traits::HeadDim <= 128 || !Traits::OfKeys);
+      if (kUnbranched && !params.alibi_slopes) {
+        float const per_softcap = reciprocal(score_mod.softcap_log2);
+        exponentiate(Capped{},
+                     [&](float score, int, int) { return ScoreMod::derivative_of_softcap(score, per_softcap); });
+      } else {
+        exponentiate(Capped{}, [&](float score, int i, int j) {
+          return score == -INFINITY ? 0.f : score_mod.derivative(score, offset + offset_of(i, j));
+        });
+      }
     } else {
-      exponentiate(std::false_type{});
+      exponentiate(std::false_type{}, nullptr);
     }
     if constexpr (SumsP && kChanged && Traits::Pairs) {
       if (has_dropout(params)) tile_pairs.drop(words_p);

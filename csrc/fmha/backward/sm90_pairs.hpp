@@ -27,24 +27,25 @@ struct TileLook {
   bool seen, mixed;
 };
 
-/// What assisting warps leave for the consumers, a warp for each warpgroup, up to `kTiles` streamed tiles ahead: for
-/// each consumer warp the mask's two words of its 16 keys, side by side, and each lane's draws; the bias lies in
-/// `pairs_staging`.
-template <int Warpgroups>
+/// What assisting warps leave for the consumers, a warp for each warpgroup, up to `Tiles` streamed tiles ahead: for
+/// each consumer warp each lane's draws and, where they bring `All`, the mask's two words of its 16 keys, side by side;
+/// the bias lies in `pairs_staging` then.
+template <int Warpgroups, int Tiles, bool All>
 struct Ahead {
-  static constexpr int kTiles = 2, kWarps = kWarpgroup / 32;
+  static constexpr int kTiles = Tiles, kWarps = kWarpgroup / 32, kOfAll = All ? 1 : 0;
   struct Words {
-    uint32_t seen[kWarps][32], kept[kWarps][32];
+    uint32_t kept[kWarps][32], seen[kWarps * kOfAll][32];
   };
-  alignas(16) Words words[Warpgroups][kTiles];
-  Barrier words_full[Warpgroups][kTiles], words_empty[Warpgroups][kTiles];
-  Barrier bias_full[Warpgroups][kTiles], bias_empty[Warpgroups][kTiles];
+  alignas(16) Words words[Warpgroups][Tiles];
+  Barrier words_full[Warpgroups][Tiles], words_empty[Warpgroups][Tiles];
+  Barrier bias_full[Warpgroups * kOfAll][Tiles], bias_empty[Warpgroups * kOfAll][Tiles];
 
   CUTE_DEVICE void init() {
     for (int warpgroup = 0; warpgroup < Warpgroups; ++warpgroup) {
-      for (int i = 0; i < kTiles; ++i) {
+      for (int i = 0; i < Tiles; ++i) {
         words_full[warpgroup][i].init(1), words_empty[warpgroup][i].init(kWarps);
-        bias_full[warpgroup][i].init(32), bias_empty[warpgroup][i].init(kWarps);  // each lane's copies
+        // Each lane's copies.
+        if constexpr (All) bias_full[warpgroup][i].init(32), bias_empty[warpgroup][i].init(kWarps);
       }
     }
   }
@@ -91,21 +92,21 @@ class TilePairs {
   CUTE_DEVICE void ask(BackwardParams const& params, Shared& shared, Tile const& tile, StreamedTile const& next) {
     Place<Tile> const place(tile, next.tile);
     auto const pairs = [&] { return place.pairs(params, next.head); };
-    if constexpr (Traits::Assists) {
-      take_words<Changed>(params, shared, place, next);
-    } else {
+    if constexpr (!Traits::AssistsWithAll) {
       if (Changed && has_bias(params) && tile.bias_in_chunks) {
         __syncwarp();  // what is there has been read
         copy_bias(params, staged(shared, 0), tile.sequence.visibility, place.row, place.key, pairs(),
                   place.thread.lane);
       }
       if (next.mixed) read_mask(params, place, pairs(), next);
-      if (Changed && has_dropout(params)) {
-        if constexpr (OfKeys) {
-          kept_[0] = drawn_across(params, pairs(), place.row, place.key, place.thread.lane);
-        } else {
-          draw(shared, place, pairs());
-        }
+    }
+    if constexpr (Traits::Assists) {
+      take_words<Changed>(params, shared, place, next);
+    } else if (Changed && has_dropout(params)) {
+      if constexpr (OfKeys) {
+        kept_[0] = drawn_across(params, pairs(), place.row, place.key, place.thread.lane);
+      } else {
+        draw(shared, place, pairs());
       }
     }
   }
@@ -114,8 +115,9 @@ class TilePairs {
   template <class Shared, class Tile>
   CUTE_DEVICE static void assist(BackwardParams const& params, Shared& shared, Tile const& tile, int warpgroup) {
     constexpr int kWarps = kWarpgroup / 32;
-    bool const copies = has_bias(params) && tile.bias_in_chunks;
-    if (!copies && !has_mask(params) && !has_dropout(params)) return;
+    constexpr bool kAll = Traits::AssistsWithAll;
+    bool const copies = kAll && has_bias(params) && tile.bias_in_chunks;
+    if (!copies && !(kAll && has_mask(params)) && !has_dropout(params)) return;
     auto& ahead = shared.ahead;
     int const lane = threadIdx.x % 32;
     RingPosition<kAhead> words, bias;
@@ -126,24 +128,28 @@ class TilePairs {
         TileLook const look = tile.look_at(params, head, t);
         if (!look.seen) continue;
         auto const key_of_warp = [&](int warp) { return tile.work.row0 + warpgroup * kAtomRows + warp * 16; };
-        if (copies) {
-          ahead.bias_empty[warpgroup][bias.stage].wait_for(bias.phase ^ 1);
-          CUTE_NO_UNROLL
-          for (int warp = 0; warp < kWarps; ++warp) {
-            copy_bias(params, staged(shared, bias.stage, warpgroup * kWarps + warp), tile.sequence.visibility, t * Step,
-                      key_of_warp(warp), pairs, lane);
+        if constexpr (kAll) {
+          if (copies) {
+            ahead.bias_empty[warpgroup][bias.stage].wait_for(bias.phase ^ 1);
+            CUTE_NO_UNROLL
+            for (int warp = 0; warp < kWarps; ++warp) {
+              copy_bias(params, staged(shared, bias.stage, warpgroup * kWarps + warp), tile.sequence.visibility,
+                        t * Step, key_of_warp(warp), pairs, lane);
+            }
+            ahead.bias_full[warpgroup][bias.stage].arrive_when_copied();
+            bias.advance();
           }
-          ahead.bias_full[warpgroup][bias.stage].arrive_when_copied();
-          bias.advance();
         }
-        if (!look.mixed && !has_dropout(params)) continue;
+        if (!(kAll && look.mixed) && !has_dropout(params)) continue;
         ahead.words_empty[warpgroup][words.stage].wait_for(words.phase ^ 1);
         auto& to = ahead.words[warpgroup][words.stage];
         CUTE_NO_UNROLL
         for (int warp = 0; warp < kWarps; ++warp) {
           int const key = key_of_warp(warp);
-          if (look.mixed)
-            to.seen[warp][lane] = mask_word(params, pairs, tile.work.batch, head, key + lane / 2, t, lane % 2);
+          if constexpr (kAll) {
+            if (look.mixed)
+              to.seen[warp][lane] = mask_word(params, pairs, tile.work.batch, head, key + lane / 2, t, lane % 2);
+          }
           if (has_dropout(params)) to.kept[warp][lane] = drawn_across(params, pairs, t * Step, key, lane);
         }
         __syncwarp();
@@ -163,13 +169,13 @@ class TilePairs {
       return;
     }
     int const lane = place.thread.lane, warpgroup = place.thread.warp_row / kAtomRows;
-    if constexpr (Traits::Assists) {
+    if constexpr (Traits::AssistsWithAll) {
       shared.ahead.bias_full[warpgroup][bias_.stage].wait_for(bias_.phase);
     } else {
       cp_async_wait<0>();
       __syncwarp();
     }
-    unsigned char const* const staging = staged(shared, Traits::Assists ? bias_.stage : 0);
+    unsigned char const* const staging = staged(shared, Traits::AssistsWithAll ? bias_.stage : 0);
     if (dtype_of_bias(params) == BiasType::Float16) {
       auto const of = [](uint32_t x) { return __half2float(__ushort_as_half(static_cast<uint16_t>(x))); };
       add_chunks(S, factor, staging, lane, of, [&](uint32_t x) { return of(x >> 16); });
@@ -178,7 +184,7 @@ class TilePairs {
           S, factor, staging, lane, [](uint32_t x) { return __uint_as_float(x << 16); },
           [](uint32_t x) { return __uint_as_float(x & 0xffff0000u); });
     }
-    if constexpr (Traits::Assists) {
+    if constexpr (Traits::AssistsWithAll) {
       __syncwarp();
       if (elect_one_sync()) shared.ahead.bias_empty[warpgroup][bias_.stage].arrive();
       bias_.advance();
@@ -317,18 +323,20 @@ class TilePairs {
   template <bool Changed, class Shared, class Place>
   CUTE_DEVICE void take_words(BackwardParams const& params, Shared& shared, Place const& place,
                               StreamedTile const& next) {
-    static_assert(!OfKeys || Words == 2, "of a key");
     bool const draws = Changed && has_dropout(params);
-    if (!next.mixed && !draws) return;
+    if (!(Traits::AssistsWithAll && next.mixed) && !draws) return;
     auto const [lane, warp_row] = place.thread;
     int const warpgroup = warp_row / kAtomRows, warp = warp_row / 16 % (kWarpgroup / 32);
     shared.ahead.words_full[warpgroup][words_.stage].wait_for(words_.phase);
     auto const& from = shared.ahead.words[warpgroup][words_.stage];
-    if (next.mixed) {
-      CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        uint2 const of_key = reinterpret_cast<uint2 const*>(from.seen[warp])[lane / 4 + row_of(i)];
-        seen_[i][0] = of_key.x >> lane % 4 * 2, seen_[i][1] = of_key.y >> lane % 4 * 2;
+    if constexpr (Traits::AssistsWithAll) {
+      static_assert(Words == 2, "of a key");
+      if (next.mixed) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          uint2 const of_key = reinterpret_cast<uint2 const*>(from.seen[warp])[lane / 4 + row_of(i)];
+          seen_[i][0] = of_key.x >> lane % 4 * 2, seen_[i][1] = of_key.y >> lane % 4 * 2;
+        }
       }
     }
     if (draws) kept_[0] = from.kept[warp][lane];
