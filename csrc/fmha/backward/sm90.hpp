@@ -4,8 +4,8 @@
 // 3.1, algorithm 2, with the sums of dQ in a launch of their own). Every sum then has one owner, so that its order, and
 // its bits, are fixed, and P and dS pass from accumulators to operands in registers: seven products. A third kernel, of
 // five, goes by keys and adds what each tile makes of dQ to memory, in any order: dS passes through shared memory, so
-// that the warpgroups share out dS K. One warp copies each of the two streams by TMA; two more bring what pairs have
-// (sm90_pairs.hpp), where there is room. Instantiated by csrc/kernels/sm90_backward_*.cu.
+// that the warpgroups share out dS K. One warp copies each of the two streams by TMA. Instantiated by
+// csrc/kernels/sm90_backward_*.cu.
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
@@ -106,11 +106,6 @@ struct GradientTile {
     TileMap const of(params, Traits::OfKeys, Traits::Held, Traits::Step);
     return params.tile_map + of.first(work.batch, head, work.row0 / Traits::Held, plane);
   }
-  CUTE_DEVICE TileLook look_at(BackwardParams const& params, int head, int streamed_tile) const {
-    uint32_t const *const seen = map(params, head, TileMap::Seen), *const whole = map(params, head, TileMap::Whole);
-    auto const bit = [&](uint32_t const* of) { return __ldg(of + streamed_tile / 32) >> streamed_tile % 32 & 1; };
-    return {!seen || bit(seen), whole && !bit(whole)};
-  }
   /// Counts them, a warp for all.
   CUTE_DEVICE int count_seen(BackwardParams const& params) const {
     int count = 0;
@@ -148,13 +143,7 @@ struct BackwardTraits {
   static constexpr bool Apart = OfKeys && Held == kAtomRows;
   static constexpr int Consumers = Apart ? 2 : Held / kAtomRows;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
-  // Whether the two warps that copy no tiles bring what pairs have, a warpgroup's each: the consumers' instructions are
-  // what the kernel takes time for then. Wider heads have room for the draws alone, of one tile.
-  static constexpr bool Assists = Pairs && AddsToQueries, AssistsWithAll = Assists && HeadDim <= 64 && HeadDimV <= 64;
-  using TilesAhead =
-      std::conditional_t<Assists, Ahead<Consumers, AssistsWithAll ? 2 : 1, AssistsWithAll>, NothingAhead>;
-  static constexpr int ProducerRegisters = AssistsWithAll ? 40 : 24,
-                       ConsumerRegisters = AssistsWithAll ? 232 : 240;  // 504 are there, as in traits.hpp
+  static constexpr int ProducerRegisters = 24, ConsumerRegisters = 240;  // 504 are there, as in traits.hpp
 
   template <int Columns>
   static constexpr int Padded = (Columns + kPanel - 1) / kPanel * kPanel;  // in shared memory: whole panels
@@ -217,10 +206,9 @@ struct BackwardTraits {
     alignas(1024) Part streamed_v[Stages * Step * ColumnsV];
     alignas(1024) Part ds[AddsToQueries ? BuffersDS * B_r * B_c : 8];
     alignas(256) Part staging[Parts == 1 ? 4 * Consumers * Staged : 8];  // 16 rows of a panel for each consumer warp
-    alignas(256) Part pairs_staging[StagesPairs ? TilesAhead::kTiles * Consumers * kAtomRows * Step : 0];
-    alignas(16) uint8_t drawn[Pairs && !OfKeys ? 8 * Consumers * Step : 0];  // a bit for what dropout keeps
-    StreamedTile at[Pairs ? Stages : 1];                                     // what the stages hold
-    TilesAhead ahead;
+    alignas(256) Part pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
+    alignas(16) uint8_t drawn[Pairs && !OfKeys ? 8 * Consumers * Step : 16];  // a bit for what dropout keeps
+    StreamedTile at[Pairs ? Stages : 1];                                      // what the stages hold
     alignas(16) RowStatistics statistics[Stages][OfKeys ? Step : 1];
     GradientTile<BackwardTraits> tiles[TilesKnown];
     bool is_last[TilesKnown];  // there is no tile
@@ -477,7 +465,7 @@ struct QuerySums {
   template <class Sums>
   CUTE_DEVICE void add(Sums const& sums, float* to) const {
     if constexpr (Traits::StagesSums) {
-      auto* const warps = reinterpret_cast<float4*>(shared.staging + part_of_warp() * Traits::Staged);
+      auto* const warps = reinterpret_cast<float4*>(shared.staging + part_of_warp<Traits>() * Traits::Staged);
       tma_store_wait<0>();  // what the warp left there last has been read: by the thread that had it copied
       __syncwarp();
       CUTE_UNROLL
@@ -1064,7 +1052,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       store(params.dq, params.dq_stride, A, params.head_dim, tile.head_q);
     }
   } else {
-    auto* const staging = shared.staging + part_of_warp() * Traits::Staged;
+    auto* const staging = shared.staging + part_of_warp<Traits>() * Traits::Staged;
     auto const store = [&](void* data, Strides const& stride, auto const& sums, int cols, auto head_dim) {
       int64_t const row = tile.held_row0 + tile.work.row0 + warp_row + lane / 8;
       auto* const to = static_cast<Element*>(data) + tile.sequence.batch * stride.batch +
@@ -1143,7 +1131,6 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       for (auto* barrier : {&shared.held_full, &shared.held_v_full, &shared.tail, &shared.tail_v}) barrier->init(1);
       for (auto* barrier : {&shared.held_empty, &shared.held_v_empty}) barrier->init(kReaders);
       for (auto& barrier : shared.ds_full) barrier.init(kReaders);
-      shared.ahead.init();
       for (auto& barrier : shared.tile_full) barrier.init(1);
       for (auto& barrier : shared.tile_empty) barrier.init(kReaders + 1);  // and the other warp that copies
       CUTE_UNROLL
@@ -1174,9 +1161,6 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
         if (!tile) break;
         copy(*tile);
       } while (tiles.release());
-    }
-    if constexpr (Traits::Assists) {
-      if (warp >= 2) TilePairs<Traits>::assist(params, shared, shared.tiles[0], warp - 2);
     }
     return;
   }

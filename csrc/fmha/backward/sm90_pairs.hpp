@@ -1,6 +1,5 @@
 // What pairs have, in the scores of Hopper's backward kernels: their accumulators see pairs from the side of the rows
-// or from that of the keys. What a tile wants of memory, and its draws, are asked for a turn ahead, or brought by warps
-// that assist. Used by sm90.hpp.
+// or from that of the keys. What a tile wants of memory, and its draws, are asked for a turn ahead. Used by sm90.hpp.
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
@@ -9,7 +8,6 @@
 #include "../copy/cp_async.hpp"
 #include "../mma/wgmma.hpp"
 #include "../pairs.hpp"
-#include "../sm90/pipeline.hpp"
 #include "../sm90/warpgroup.hpp"
 #include "params.hpp"
 
@@ -22,44 +20,12 @@ struct StreamedTile {
   float* sums;  // of dQ of its rows, where that is added to
 };
 
-/// What a mask's map says of it.
-struct TileLook {
-  bool seen, mixed;
-};
-
-/// What assisting warps leave for the consumers, a warp for each warpgroup, up to `Tiles` streamed tiles ahead: for
-/// each consumer warp each lane's draws and, where they bring `All`, the mask's two words of its 16 keys, side by side;
-/// the bias lies in `pairs_staging` then.
-template <int Warpgroups, int Tiles, bool All>
-struct Ahead {
-  static constexpr int kTiles = Tiles, kWarps = kWarpgroup / 32, kOfAll = All ? 1 : 0;
-  struct Words {
-    uint32_t kept[kWarps][32], seen[kWarps * kOfAll][32];
-  };
-  alignas(16) Words words[Warpgroups][Tiles];
-  Barrier words_full[Warpgroups][Tiles], words_empty[Warpgroups][Tiles];
-  Barrier bias_full[Warpgroups * kOfAll][Tiles], bias_empty[Warpgroups * kOfAll][Tiles];
-
-  CUTE_DEVICE void init() {
-    for (int warpgroup = 0; warpgroup < Warpgroups; ++warpgroup) {
-      for (int i = 0; i < Tiles; ++i) {
-        words_full[warpgroup][i].init(1), words_empty[warpgroup][i].init(kWarps);
-        // Each lane's copies.
-        if constexpr (All) bias_full[warpgroup][i].init(32), bias_empty[warpgroup][i].init(kWarps);
-      }
-    }
-  }
-};
-
-/// Of kernels whose warps do not assist.
-struct NothingAhead {
-  static constexpr int kTiles = 1;
-  CUTE_DEVICE void init() {}
-};
-
-/// Which part of shared memory that every consumer warp has one of is the calling warp's, counted as ConsumerThread
-/// counts. Bias, sums of dQ and finished gradients pass through the same memory, so that all ask this.
-CUTE_DEVICE int part_of_warp() { return threadIdx.x / 32 - kWarpgroup / 32; }
+/// Which part of shared memory that every consumer warp has one of is the calling warp's. Bias, sums of dQ and finished
+/// gradients pass through the same memory, so that all ask this.
+template <class Traits>
+CUTE_DEVICE int part_of_warp() {
+  return threadIdx.x / 32 % (4 * Traits::Consumers);
+}
 
 /// What pairs have in a warp's scores of a tile: its 16 rows or keys in hand, `Step` of the other side.
 template <class Traits>
@@ -69,7 +35,6 @@ class TilePairs {
   static constexpr int ChunksOfLane = 16 * Eights / 32;  // vectors of eight keys of a row in the warp's scores
 
  public:
-  static constexpr int kAhead = Traits::TilesAhead::kTiles;
   static constexpr int kStagedBytes = 16 * Step * 2, kDrawnBytes = 16 * Eights;  // of a warp in shared memory
 
   /// `held`: the warp's first row or key in hand.
@@ -92,69 +57,13 @@ class TilePairs {
   CUTE_DEVICE void ask(BackwardParams const& params, Shared& shared, Tile const& tile, StreamedTile const& next) {
     Place<Tile> const place(tile, next.tile);
     auto const pairs = [&] { return place.pairs(params, next.head); };
-    if constexpr (!Traits::AssistsWithAll) {
-      if (Changed && has_bias(params) && tile.bias_in_chunks) {
-        __syncwarp();  // what is there has been read
-        copy_bias(params, staged(shared, 0), tile.sequence.visibility, place.row, place.key, pairs(),
-                  place.thread.lane);
-      }
-      if (next.mixed) read_mask(params, place, pairs(), next);
-    }
-    if constexpr (Traits::Assists) {
-      take_words<Changed>(params, shared, place, next);
-    } else if (Changed && has_dropout(params)) {
+    if (Changed && has_bias(params) && tile.bias_in_chunks) copy_bias(params, shared, place, pairs());
+    if (next.mixed) read_mask(params, place, pairs(), next);
+    if (Changed && has_dropout(params)) {
       if constexpr (OfKeys) {
-        kept_[0] = drawn_across(params, pairs(), place.row, place.key, place.thread.lane);
+        draw_across(params, place, pairs());
       } else {
         draw(shared, place, pairs());
-      }
-    }
-  }
-
-  /// Brings what a consumer warpgroup wants of all streamed tiles in turn. By a whole warp.
-  template <class Shared, class Tile>
-  CUTE_DEVICE static void assist(BackwardParams const& params, Shared& shared, Tile const& tile, int warpgroup) {
-    constexpr int kWarps = kWarpgroup / 32;
-    constexpr bool kAll = Traits::AssistsWithAll;
-    bool const copies = kAll && has_bias(params) && tile.bias_in_chunks;
-    if (!copies && !(kAll && has_mask(params)) && !has_dropout(params)) return;
-    auto& ahead = shared.ahead;
-    int const lane = threadIdx.x % 32;
-    RingPosition<kAhead> words, bias;
-    for (int g = 0; g < tile.heads; ++g) {
-      int const head = tile.head_q + g;
-      PairMod const pairs = tile.pairs.of_head(params, g);
-      for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {
-        TileLook const look = tile.look_at(params, head, t);
-        if (!look.seen) continue;
-        auto const key_of_warp = [&](int warp) { return tile.work.row0 + warpgroup * kAtomRows + warp * 16; };
-        if constexpr (kAll) {
-          if (copies) {
-            ahead.bias_empty[warpgroup][bias.stage].wait_for(bias.phase ^ 1);
-            CUTE_NO_UNROLL
-            for (int warp = 0; warp < kWarps; ++warp) {
-              copy_bias(params, staged(shared, bias.stage, warpgroup * kWarps + warp), tile.sequence.visibility,
-                        t * Step, key_of_warp(warp), pairs, lane);
-            }
-            ahead.bias_full[warpgroup][bias.stage].arrive_when_copied();
-            bias.advance();
-          }
-        }
-        if (!(kAll && look.mixed) && !has_dropout(params)) continue;
-        ahead.words_empty[warpgroup][words.stage].wait_for(words.phase ^ 1);
-        auto& to = ahead.words[warpgroup][words.stage];
-        CUTE_NO_UNROLL
-        for (int warp = 0; warp < kWarps; ++warp) {
-          int const key = key_of_warp(warp);
-          if constexpr (kAll) {
-            if (look.mixed)
-              to.seen[warp][lane] = mask_word(params, pairs, tile.work.batch, head, key + lane / 2, t, lane % 2);
-          }
-          if (has_dropout(params)) to.kept[warp][lane] = drawn_across(params, pairs, t * Step, key, lane);
-        }
-        __syncwarp();
-        if (elect_one_sync()) ahead.words_full[warpgroup][words.stage].arrive();
-        words.advance();
       }
     }
   }
@@ -162,32 +71,17 @@ class TilePairs {
   /// Adds the bias times `factor` to scores.
   template <class Shared, class Tile, class ScoreTensor>
   CUTE_DEVICE void add_bias(ScoreTensor& S, float factor, BackwardParams const& params, Shared& shared,
-                            Tile const& tile, StreamedTile const& here) {
+                            Tile const& tile, StreamedTile const& here) const {
     Place<Tile> const place(tile, here.tile);
     if (!tile.bias_in_chunks) {
       add_elements(S, factor, params, place, place.pairs(params, here.head));
-      return;
-    }
-    int const lane = place.thread.lane, warpgroup = place.thread.warp_row / kAtomRows;
-    if constexpr (Traits::AssistsWithAll) {
-      shared.ahead.bias_full[warpgroup][bias_.stage].wait_for(bias_.phase);
-    } else {
-      cp_async_wait<0>();
-      __syncwarp();
-    }
-    unsigned char const* const staging = staged(shared, Traits::AssistsWithAll ? bias_.stage : 0);
-    if (dtype_of_bias(params) == BiasType::Float16) {
+    } else if (dtype_of_bias(params) == BiasType::Float16) {
       auto const of = [](uint32_t x) { return __half2float(__ushort_as_half(static_cast<uint16_t>(x))); };
-      add_chunks(S, factor, staging, lane, of, [&](uint32_t x) { return of(x >> 16); });
+      add_chunks(S, factor, shared, place, of, [&](uint32_t x) { return of(x >> 16); });
     } else {
       add_chunks(
-          S, factor, staging, lane, [](uint32_t x) { return __uint_as_float(x << 16); },
+          S, factor, shared, place, [](uint32_t x) { return __uint_as_float(x << 16); },
           [](uint32_t x) { return __uint_as_float(x & 0xffff0000u); });
-    }
-    if constexpr (Traits::AssistsWithAll) {
-      __syncwarp();
-      if (elect_one_sync()) shared.ahead.bias_empty[warpgroup][bias_.stage].arrive();
-      bias_.advance();
     }
   }
 
@@ -240,31 +134,36 @@ class TilePairs {
     return OfKeys ? row * 32 + (eight ^ (row / 4 % 2)) * 16 : row * (Step * 2) + (eight ^ (row % 8)) * 16;
   }
   template <class Shared>
-  CUTE_DEVICE static unsigned char* staged(Shared& shared, int stage, int warp = part_of_warp()) {
+  CUTE_DEVICE static unsigned char* staged(Shared& shared) {
     static_assert(Traits::StagesPairs || kStagedBytes == Traits::Staged * sizeof(uint16_t), "a warp's own part");
     auto* const staging = Traits::StagesPairs ? shared.pairs_staging : shared.staging;
-    return reinterpret_cast<unsigned char*>(staging) + (stage * 4 * Traits::Consumers + warp) * kStagedBytes;
+    return reinterpret_cast<unsigned char*>(staging) + part_of_warp<Traits>() * kStagedBytes;
   }
 
-  /// Asks for the bias of a warp's scores, whose first are of `first_row` and `first_key`.
-  CUTE_DEVICE static void copy_bias(BackwardParams const& params, unsigned char* staging, Visibility const& visibility,
-                                    int first_row, int first_key, PairMod const& pairs, uint32_t lane) {
-    uint32_t const to = cast_smem_ptr_to_uint(staging);
+  template <class Shared, class Place>
+  CUTE_DEVICE static void copy_bias(BackwardParams const& params, Shared& shared, Place const& place,
+                                    PairMod const& pairs) {
+    uint32_t const to = cast_smem_ptr_to_uint(staged(shared)), lane = place.thread.lane;
+    __syncwarp();  // what is there has been read
     CUTE_UNROLL
     for (int k = 0; k < ChunksOfLane; ++k) {
       int const row = row_of_chunk(lane) + row_of_chunk(32 * k), eight = eight_of_chunk(lane);
       int bytes;
-      auto const* const from = pairs.bias_chunk(params, visibility, first_row + row, first_key + eight * 8, bytes);
+      auto const* const from =
+          pairs.bias_chunk(params, place.tile.sequence.visibility, place.row + row, place.key + eight * 8, bytes);
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + at(row, eight)), "l"(from), "r"(bytes)
                    : "memory");
     }
   }
 
-  template <class ScoreTensor, class Low, class High>
-  CUTE_DEVICE static void add_chunks(ScoreTensor& S, float factor, unsigned char const* staging, int lane,
-                                     Low const& low, High const& high) {
-    uint32_t const from = cast_smem_ptr_to_uint(staging) +
+  template <class ScoreTensor, class Shared, class Place, class Low, class High>
+  CUTE_DEVICE static void add_chunks(ScoreTensor& S, float factor, Shared& shared, Place const& place, Low const& low,
+                                     High const& high) {
+    int const lane = place.thread.lane;
+    uint32_t const from = cast_smem_ptr_to_uint(staged(shared)) +
                           (OfKeys ? at(lane / 16 * 8 + lane % 8, lane / 8 % 2) : at(lane % 16, lane / 16));
+    cp_async_wait<0>();
+    __syncwarp();
     CUTE_UNROLL
     for (int m = 0; m < Step / 16; ++m) {
       uint32_t x[4];
@@ -311,40 +210,6 @@ class TilePairs {
     for (int j = 0; j < Columns; ++j) S(0, j) = scores[j][0], S(1, j) = scores[j][1];
   }
 
-  /// Of a key, 32 rows of streamed tile `tile`.
-  CUTE_DEVICE static uint32_t mask_word(BackwardParams const& params, PairMod const& pairs, int batch, int head,
-                                        int key, int tile, int word) {
-    int const at = min(key + pairs.leftpad, params.n_kv - 1);
-    if (params.mask.row == 0) return 0 - (__ldg(pairs.mask + at / 32) >> at % 32 & 1);  // the same for all rows
-    return __ldg(params.mask_of_keys + MaskOfKeys(params).first(params, batch, head, at) + tile * Words + word);
-  }
-
-  /// Of a tile of which an assisting warp has left some.
-  template <bool Changed, class Shared, class Place>
-  CUTE_DEVICE void take_words(BackwardParams const& params, Shared& shared, Place const& place,
-                              StreamedTile const& next) {
-    bool const draws = Changed && has_dropout(params);
-    if (!(Traits::AssistsWithAll && next.mixed) && !draws) return;
-    auto const [lane, warp_row] = place.thread;
-    int const warpgroup = warp_row / kAtomRows, warp = warp_row / 16 % (kWarpgroup / 32);
-    shared.ahead.words_full[warpgroup][words_.stage].wait_for(words_.phase);
-    auto const& from = shared.ahead.words[warpgroup][words_.stage];
-    if constexpr (Traits::AssistsWithAll) {
-      static_assert(Words == 2, "of a key");
-      if (next.mixed) {
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          uint2 const of_key = reinterpret_cast<uint2 const*>(from.seen[warp])[lane / 4 + row_of(i)];
-          seen_[i][0] = of_key.x >> lane % 4 * 2, seen_[i][1] = of_key.y >> lane % 4 * 2;
-        }
-      }
-    }
-    if (draws) kept_[0] = from.kept[warp][lane];
-    __syncwarp();
-    if (elect_one_sync()) shared.ahead.words_empty[warpgroup][words_.stage].arrive();
-    words_.advance();
-  }
-
   template <class Place>
   CUTE_DEVICE void read_mask(BackwardParams const& params, Place const& place, PairMod const& pairs,
                              StreamedTile const& next) {
@@ -352,11 +217,14 @@ class TilePairs {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       if constexpr (OfKeys) {
+        int const key = min(place.key + along + row_of(i) + pairs.leftpad, params.n_kv - 1);
+        uint32_t const* const rows =
+            params.mask_of_keys + MaskOfKeys(params).first(params, place.tile.work.batch, next.head, key);
+        bool const same = params.mask.row == 0;  // for all rows
+        uint32_t const of_key = same ? 0 - (__ldg(pairs.mask + key / 32) >> key % 32 & 1) : 0;
         CUTE_UNROLL
         for (int word = 0; word < Words; ++word)
-          seen_[i][word] = mask_word(params, pairs, place.tile.work.batch, next.head, place.key + along + row_of(i),
-                                     next.tile, word) >>
-                           across;
+          seen_[i][word] = same ? of_key : __ldg(rows + next.tile * Words + word) >> across;
       } else {
         CUTE_UNROLL
         for (int word = 0; word < Words; ++word)
@@ -371,7 +239,7 @@ class TilePairs {
   template <class Shared, class Place>
   CUTE_DEVICE void draw(Shared& shared, Place const& place, PairMod const& pairs) {
     int const lane = place.thread.lane, first = place.key + pairs.origin, shift = first & 7;
-    uint8_t* const bytes = shared.drawn + part_of_warp() * kDrawnBytes;
+    uint8_t* const bytes = shared.drawn + part_of_warp<Traits>() * kDrawnBytes;
     __syncwarp();  // what is there has been read
     CUTE_UNROLL
     for (int k = 0; k < ChunksOfLane; ++k) {
@@ -409,11 +277,11 @@ class TilePairs {
 
   /// The same from the side of keys, where a row is many lanes': each draws for the warp's 16 keys of two rows of its
   /// own eight. Bits of a key then change places with those lanes that want it, in three steps.
-  CUTE_DEVICE static uint32_t drawn_across(BackwardParams const& params, PairMod const& pairs, int first_row,
-                                           int first_key, int lane) {
+  template <class Place>
+  CUTE_DEVICE void draw_across(BackwardParams const& params, Place const& place, PairMod const& pairs) {
     static_assert(!OfKeys || Step == 64, "an eight of rows for each lane of a quad");
-    int const first = first_key + pairs.origin, shift = first & 7, eight = first >> 3,
-              row = first_row + lane / 4 * 8 + lane % 4 * 2;
+    int const lane = place.thread.lane, first = place.key + pairs.origin, shift = first & 7, eight = first >> 3,
+              row = place.row + lane / 4 * 8 + lane % 4 * 2;
     uint32_t drawn = 0;  // of key k byte k % 4, of the draws of `bit_across` bit k / 4
     if (shift == 0) {
       Philox const philox(pairs.seed, pairs.head, pairs.sequence);
@@ -447,11 +315,10 @@ class TilePairs {
     drawn = __byte_perm(drawn, from(4), odd_key ? 0x3715 : 0x6240);
     drawn = __byte_perm(drawn, from(8), odd_pair ? 0x3276 : 0x5410);
     uint32_t const others = from(16), own = upper ? 0xaaaaaaaau : 0x55555555u;
-    return (drawn & own) | (__funnelshift_l(others, others, upper ? 31 : 1) & ~own);
+    kept_[0] = (drawn & own) | (__funnelshift_l(others, others, upper ? 31 : 1) & ~own);
   }
 
-  RingPosition<kAhead> words_{}, bias_{};  // in what assisting warps leave
-  uint32_t seen_[2][Words];                // of a mixed tile, from the thread's first column on
+  uint32_t seen_[2][Words];   // of a mixed tile, from the thread's first column on
   uint32_t kept_[Step / 64];  // bits of elements (i, j), as `factor` finds them: of keys in bit j / 2 of a byte
 };
 

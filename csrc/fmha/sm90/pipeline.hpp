@@ -21,11 +21,6 @@ struct Barrier : cutlass::arch::ClusterTransactionBarrier {
     asm volatile("" ::: "memory");
     cutlass::arch::ClusterTransactionBarrier::arrive(rank);
   }
-  /// Arrives once what the thread has asked for by cp.async is there, an arrival that the barrier counts.
-  CUTE_DEVICE void arrive_when_copied() const {
-    asm volatile("" ::: "memory");
-    cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<uint64_t const*>(this));
-  }
   CUTE_DEVICE void wait_for(uint32_t phase) const {
 #ifdef CUTLASS_EXT_TRAP_ON_HANG
     for (int tries = 0; !try_wait(phase); ++tries) {
