@@ -51,7 +51,7 @@ CUTE_DEVICE uint32_t pack_word(uint8_t const* from, int64_t key_stride, int keys
 }
 
 /// A CTA makes the words of 64 rows and 512 keys, a thread those of 32 keys of every 16th row, and their part of the
-/// map.
+/// map; the first of a row of CTAs also zeros behind the map, which nobody reads: equal masks then have equal bits.
 inline __global__ void __launch_bounds__(kPackThreads) pack_mask_kernel(ByteMask const mask, uint32_t* bits) {
   constexpr int kWords = kPackKeys / 32, kRows = kPackThreads / kWords, kWarps = kPackThreads / 32;
   __shared__ uint32_t some_of_warp[kWarps], all_of_warp[kWarps];
@@ -81,12 +81,15 @@ inline __global__ void __launch_bounds__(kPackThreads) pack_mask_kernel(ByteMask
     some_of_warp[threadIdx.x / 32] = even_bits(x | x >> 1);
     all_of_warp[threadIdx.x / 32] = even_bits(y & y >> 1);
   }
+  uint32_t* const map = to + (int64_t(mask.rows) + block) * words;
+  if (chunk == 0) {
+    for (int i = along / 4 * 2 + threadIdx.x; i < words; i += kPackThreads) map[i] = 0;
+  }
   __syncthreads();
   if (threadIdx.x == 0) {
     x = 0, y = ~0u;
     for (int warp = 0; warp < kWarps; ++warp) x |= some_of_warp[warp], y &= all_of_warp[warp];
-    auto* const of_chunk =
-        reinterpret_cast<uint8_t*>(to + (int64_t(mask.rows) + block) * words + chunk / 4 * 2) + chunk % 4;
+    auto* const of_chunk = reinterpret_cast<uint8_t*>(map + chunk / 4 * 2) + chunk % 4;
     of_chunk[0] = static_cast<uint8_t>(x);
     of_chunk[4] = static_cast<uint8_t>(y);
   }

@@ -219,6 +219,15 @@ def _rows_of_chunk(spread: Spread, chunk: int, device: torch.device) -> Tensor:
     return _to_device(_rows(spread, [chunk]), device)
 
 
+@functools.lru_cache(maxsize=64)
+def _copies(device: torch.device) -> "torch.cuda.Stream":
+    return torch.cuda.Stream(device)
+
+
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Without making the host wait for the device."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+    """It is there when this returns: what is kept is read on several streams, none of which waits for another. The host
+    waits for the copy, and not for what the device computes."""
+    if device.type != "cuda":
+        return x
+    with torch.cuda.stream(_copies(device)):
+        return x.to(device)

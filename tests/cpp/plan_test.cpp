@@ -267,7 +267,8 @@ TEST(Plan, OfFloat32) {
            "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha32(8, 1000, 4096, 16, 4, 64).lengths().pages(64),
            "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),
-      CASE(fmha32(8, 20, 4096, 4, 4, 64).lengths().pages(64), "simt tiles 64x32 d64, 16 splits, grid 512, merged apart"),
+      CASE(fmha32(8, 20, 4096, 4, 4, 64).lengths().pages(64),
+           "simt tiles 64x32 d64, 16 splits, grid 512, merged apart"),
   });
 }
 

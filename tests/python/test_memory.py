@@ -19,12 +19,15 @@ BEYOND_INT = (1 << 31) + 4096
 
 
 def assert_linear(target, causal, **options):
-    """At either length no more than some copies of the results: two, and the parts of as many CTAs as a GPU holds at
-    once; through PyTorch's operators the scores of a block of rows and their probabilities, which are 7.8 of bfloat16's
-    copies, and keys and values in float32. A score matrix would be 67 and 268 MB."""
+    """At either length no more than some copies of the results: two, of float32 on tensor cores three more, the parts
+    of q, k and v, and the partial results of as many CTAs as a GPU holds at once; through PyTorch's operators the scores
+    of a block of rows and their probabilities, which are 7.8 of bfloat16's copies, and keys and values in float32. A
+    score matrix would be 67 and 268 MB."""
     copies, constant = (16, ALLOCATOR) if target.family == "torch" else (2, PARTS)
     for n in (N // 2, N):
         q, k, v = target.qkv(1, n, 1, D)
+        if cutlass_ext.explain(q, k, v, causal=causal, backend=target.backend, **options).kernel.endswith("_fp16x2"):
+            copies = 5
         call = lambda: cutlass_ext.fmha(q, k, v, causal=causal, backend=target.backend, return_lse=True, **options)  # noqa: B023, E731
         call()  # what is kept from a first call does not count
         extra, results = peak_extra_bytes(call, target.device), n * (D * target.dtype.itemsize + 4)
