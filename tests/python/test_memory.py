@@ -20,9 +20,9 @@ BEYOND_INT = (1 << 31) + 4096
 
 def assert_linear(target, causal, **options):
     """At either length no more than some copies of the results: two, of float32 on tensor cores three more, the parts
-    of q, k and v, and the partial results of as many CTAs as a GPU holds at once; through PyTorch's operators the scores
-    of a block of rows and their probabilities, which are 7.8 of bfloat16's copies, and keys and values in float32. A
-    score matrix would be 67 and 268 MB."""
+    of q, k and v, and the partial results of as many CTAs as a GPU holds at once; through PyTorch's operators the
+    scores of a block of rows and their probabilities, which are 7.8 of bfloat16's copies, and keys and values in
+    float32. A score matrix would be 67 and 268 MB."""
     copies, constant = (16, ALLOCATOR) if target.family == "torch" else (2, PARTS)
     for n in (N // 2, N):
         q, k, v = target.qkv(1, n, 1, D)
