@@ -707,7 +707,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       // Without a branch an element where there are registers for it: 20 bytes spilled beside 128 keys a tile, 44
       // beside dK and dV of wide heads.
       constexpr bool kUnbranched = Step <= 64 && (Traits::HeadDim <= 128 || !Traits::OfKeys);
-      if (kUnbranched && !params.alibi_slopes) {
+      if (kUnbranched && !(features_of(params) & feature::Alibi)) {
         float const per_softcap = reciprocal(score_mod.softcap_log2);
         exponentiate(Capped{},
                      [&](float score, int, int) { return ScoreMod::derivative_of_softcap(score, per_softcap); });
