@@ -807,10 +807,12 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if constexpr (SumsS) shared.held_v_full.wait_for(tile.held_phase);
   }
   if constexpr (Traits::HoldsInRegisters) {
-    load_held(fX, shared.held);
-    load_held(fXv, shared.held_v);
-    __syncwarp();
-    if (turns > 0) release(shared.held_v_empty);
+    if (turns > 0) {  // else the next tile's copies may be on their way there
+      load_held(fX, shared.held);
+      load_held(fXv, shared.held_v);
+      __syncwarp();
+      release(shared.held_v_empty);
+    }
   }
   issue_s(ring.stage);
   read_statistics(ring.stage);

@@ -166,6 +166,7 @@ CUTE_DEVICE void look(Params const& params, Job<Consumers, true>& job) {
     for (int i = found; rest != 0 && i < kTilesAhead; ++i, rest &= rest - 1) asks = tile0 + __ffs(rest) - 1;
     found += __popc(seen_here);
   }
+  __syncwarp();  // all lanes have read the range
   if (lane == 0) {
     job.visited = found, job.asks_at = asks;
     // Warpgroups skip no tiles of their own.

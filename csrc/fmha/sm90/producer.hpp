@@ -77,7 +77,7 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
       } else {
         job.score_mod.sink_log2 = exists ? params.sink_of(head0) * kLog2e : -INFINITY;
       }
-      if (Traits::Parts > 1 && exists)
+      if (Traits::Parts > 1 && exists && tiles.size() > 0)  // sequences without keys have none
         shared.scales[slot.stage] = params.part_scales[work.batch * params.heads_kv + params.heads_per_kv.div(head0)];
     }
     if constexpr (Traits::Pairs) {
