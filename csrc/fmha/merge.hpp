@@ -4,6 +4,7 @@
 #pragma once
 
 #include "params.hpp"
+#include "sequence.hpp"
 #include "softmax.hpp"
 
 namespace cutlass_ext {
@@ -27,6 +28,22 @@ CUTE_DEVICE Part merge(Part const (&parts)[Parts], float (&weights)[Parts]) {
 
 constexpr int kMergeRows = 4;  // query rows of a block, a warp each
 
+/// Whether a packed row is one that the launch computes, asked by a whole warp: rows behind the last sequence are
+/// nobody's, those of sequences that another launch has may be written at the same time. Its sequence is the last that
+/// begins at or before it, looked for in steps of 32.
+CUTE_DEVICE bool is_computed(Params const& params, int row) {
+  int first = 0, sequences = params.batch;
+  while (sequences > 1) {
+    int const step = (sequences + 31) / 32, own = threadIdx.x % 32 * step;
+    bool const begins = own < sequences && params.cu_seqlens_q[first + own] <= row;
+    int const skipped = max(__popc(__ballot_sync(0xffffffffu, begins)) - 1, 0) * step;
+    first += skipped;
+    sequences = min(step, sequences - skipped);
+  }
+  Range const rows = query_rows_of(params, first);
+  return rows.begin <= row && row < rows.end && row - rows.begin < params.n_q;
+}
+
 /// Merges the splits of each query row and lets the sink in, a warp a row. The bits depend on the number of splits
 /// alone. Launched after a kernel that wrote parts. One part alone, in float32, lies where o does, and stays as it is
 /// unless there is a sink.
@@ -34,7 +51,7 @@ template <class Element>
 __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_constant__ Params const params) {
   int const n = params.stored_rows(), blocks = (n + kMergeRows - 1) / kMergeRows;
   int const row = blockIdx.x % blocks * kMergeRows + threadIdx.x / 32;
-  if (row >= n || params.stands_aside()) return;
+  if (row >= n || params.stands_aside() || (params.packed() && !is_computed(params, row))) return;
   unsigned const batch_head = blockIdx.x / blocks;
   int64_t const rows = params.result_rows();
   int64_t const index = int64_t(batch_head) * n + row;  // as lse is laid out

@@ -359,19 +359,15 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
   }
   int const device = current_device().index;
   if (plan.counters > 0) params.counters = zero_counters(device, stream, plan.counters, allocate);
-  auto const decode_few = [&](cudaStream_t on) {
+  std::optional<Fork> fork;
+  if (plan.few) {
     Step step = *plan.few;
     step.params.o = params.o, step.params.o_stride = params.o_stride, step.params.lse = params.lse;
-    run(step.plan, step.params, on, allocate);
-  };
-  std::optional<Fork> fork;
-  // Merges write all rows: what decodes comes behind them.
-  bool const merges = plan.merges_apart || (exact && exact->plan.merges_apart);
-  if (plan.few && !merges) decode_few(fork.emplace(device, stream).beside());
+    run(step.plan, step.params, fork.emplace(device, stream).beside(), allocate);
+  }
   plan.kernel->launch(params, plan.grid, stream);
   if (plan.merges_apart) merge_splits(plan.kernel->dtype, params, stream);
   if (exact) run(exact->plan, exact->params, stream, allocate);
-  if (plan.few && merges) decode_few(stream);
 }
 
 }  // namespace cutlass_ext
