@@ -39,6 +39,15 @@ CUTE_DEVICE void add_to_memory(float* to, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
+/// Four numbers of shared memory by one load, although only two of them are used: the assembler would make two of it.
+CUTE_DEVICE float4 load_whole(float4 const* from) {
+  float4 x;
+  asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(cast_smem_ptr_to_uint(from)));
+  return x;
+}
+
 /// Has the copy engine add `bytes` of shared memory, as floats, to as many in memory; one thread, and a bulk group of
 /// its own. The sums stay in L2 as long as they can: every tile of keys adds to them.
 CUTE_DEVICE void add_to_memory(float* to, void const* from, int bytes) {
@@ -593,7 +602,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   int quad_lane = threadIdx.x % 4;
   compute_here(quad_lane);
   auto const statistics_of = [&](int stage, int pair) {
-    return reinterpret_cast<float4 const*>(shared.statistics[stage])[quad_lane + pair * 4];
+    float4 const* const from = reinterpret_cast<float4 const*>(shared.statistics[stage]) + quad_lane + pair * 4;
+    if constexpr (Traits::TwoBodies && kKeepsDeltas) return load_whole(from);
+    return *from;
   };
   auto const read_statistics = [&](int stage) {
     if constexpr (kReadsAhead) {
