@@ -392,9 +392,13 @@ struct StreamCopy {
             [&](Barrier& barrier) {
               if (!leader) return;
               if constexpr (Traits::Pairs && !OfValues) {
-                shared.at[ring.stage] = {t, head_q, whole && !(__ldg(whole + t / 32) >> t % 32 & 1)};
+                auto& says = shared.at[ring.stage];
+                says.tile = t, says.head = head_q, says.mixed = whole && !(__ldg(whole + t / 32) >> t % 32 & 1);
+                if constexpr (Traits::OfKeys) {
+                  if (says.mixed) says.mask = TilePairs<Traits>::mask_of_tile(params, tile.work.batch, head_q, t);
+                }
                 if constexpr (Traits::AddsToQueries)
-                  shared.at[ring.stage].sums = params.dq_sums + (statistics + first) * Traits::HeadDim;
+                  says.sums = params.dq_sums + (statistics + first) * Traits::HeadDim;
               }
               barrier.arrive_and_expect_tx(Step * Columns * sizeof(Part) + StatisticsBytes);
               copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
