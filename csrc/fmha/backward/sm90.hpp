@@ -396,6 +396,8 @@ struct StreamCopy {
                 says.tile = t, says.head = head_q, says.mixed = whole && !(__ldg(whole + t / 32) >> t % 32 & 1);
                 if constexpr (Traits::OfKeys) {
                   if (says.mixed) says.mask = TilePairs<Traits>::mask_of_tile(params, tile.work.batch, head_q, t);
+                  if (has_bias(params) && tile.bias_in_chunks)
+                    says.bias = TilePairs<Traits>::bias_of_tile(params, tile, head_q, t);
                 }
                 if constexpr (Traits::AddsToQueries)
                   says.sums = params.dq_sums + (statistics + first) * Traits::HeadDim;
