@@ -39,6 +39,15 @@ CUTE_DEVICE void add_to_memory(float* to, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
+/// Four numbers of shared memory by one load, although only two of them are used: the assembler would make two of it.
+CUTE_DEVICE float4 load_whole(float4 const* from) {
+  float4 x;
+  asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(cast_smem_ptr_to_uint(from)));
+  return x;
+}
+
 /// Has the copy engine add `bytes` of shared memory, as floats, to as many in memory; one thread, and a bulk group of
 /// its own. The sums stay in L2 as long as they can: every tile of keys adds to them.
 CUTE_DEVICE void add_to_memory(float* to, void const* from, int bytes) {
@@ -383,9 +392,15 @@ struct StreamCopy {
             [&](Barrier& barrier) {
               if (!leader) return;
               if constexpr (Traits::Pairs && !OfValues) {
-                shared.at[ring.stage] = {t, head_q, whole && !(__ldg(whole + t / 32) >> t % 32 & 1)};
+                auto& says = shared.at[ring.stage];
+                says.tile = t, says.head = head_q, says.mixed = whole && !(__ldg(whole + t / 32) >> t % 32 & 1);
+                if constexpr (Traits::OfKeys) {
+                  if (says.mixed) says.mask = TilePairs<Traits>::mask_of_tile(params, tile.work.batch, head_q, t);
+                  if (has_bias(params) && tile.bias_in_chunks)
+                    says.bias = TilePairs<Traits>::bias_of_tile(params, tile, head_q, t);
+                }
                 if constexpr (Traits::AddsToQueries)
-                  shared.at[ring.stage].sums = params.dq_sums + (statistics + first) * Traits::HeadDim;
+                  says.sums = params.dq_sums + (statistics + first) * Traits::HeadDim;
               }
               barrier.arrive_and_expect_tx(Step * Columns * sizeof(Part) + StatisticsBytes);
               copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
@@ -593,7 +608,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   int quad_lane = threadIdx.x % 4;
   compute_here(quad_lane);
   auto const statistics_of = [&](int stage, int pair) {
-    return reinterpret_cast<float4 const*>(shared.statistics[stage])[quad_lane + pair * 4];
+    float4 const* const from = reinterpret_cast<float4 const*>(shared.statistics[stage]) + quad_lane + pair * 4;
+    if constexpr (Traits::TwoBodies && kKeepsDeltas) return load_whole(from);
+    return *from;
   };
   auto const read_statistics = [&](int stage) {
     if constexpr (kReadsAhead) {
@@ -1104,11 +1121,22 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   }
 }
 
+/// The CTA's shared memory. Where a turn has two bodies its address comes from a lane of the warp: then the assembler
+/// sees in both of them that it is the warp's, and works out descriptors and barriers once a warp (44 instructions of a
+/// turn less).
+template <class Traits>
+CUTE_DEVICE typename Traits::SharedStorage& shared_of(unsigned char* smem) {
+  void* at = smem;
+  if constexpr (Traits::TwoBodies)
+    at = __cvta_shared_to_generic(__shfl_sync(0xffffffffu, cast_smem_ptr_to_uint(smem), 0));
+  return *static_cast<typename Traits::SharedStorage*>(at);
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, 1)
     backward_kernel(__grid_constant__ BackwardParams const params, __grid_constant__ GradientMaps const maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
+  auto& shared = shared_of<Traits>(smem);
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if constexpr (Traits::Parts > 1) {

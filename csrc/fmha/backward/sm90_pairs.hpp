@@ -14,10 +14,12 @@
 namespace cutlass_ext::sm90 {
 
 /// What the copying warp says of a streamed tile.
-struct StreamedTile {
+struct alignas(16) StreamedTile {
   int tile, head;
-  bool mixed;   // whether the mask hides some of its pairs
-  float* sums;  // of dQ of its rows, where that is added to
+  float* sums;           // of dQ of its rows, where that is added to
+  uint32_t const* mask;  // from the side of keys: of its rows and key 0, or of all rows, where they share it
+  uint16_t const* bias;  // the same, of the first real key, where chunks of it are copied
+  int mixed;             // whether the mask hides some of its pairs
 };
 
 /// Which part of shared memory that every consumer warp has one of is the calling warp's. Bias, sums of dQ and finished
@@ -52,13 +54,32 @@ class TilePairs {
     }
   };
 
+  /// `StreamedTile::mask`.
+  CUTE_DEVICE static uint32_t const* mask_of_tile(BackwardParams const& params, int batch, int head, int tile) {
+    if (params.mask.row == 0) return params.mask.bits + batch * params.mask.batch + head * params.mask.head;
+    return params.mask_of_keys + MaskOfKeys(params).first(params, batch, head, 0) + tile * Words;
+  }
+
+  /// `StreamedTile::bias`.
+  template <class Tile>
+  CUTE_DEVICE static uint16_t const* bias_of_tile(BackwardParams const& params, Tile const& held, int head, int tile) {
+    return static_cast<uint16_t const*>(held.pairs.bias) + (head - held.head_q) * params.bias.head +
+           tile * Step * params.bias.row;
+  }
+
   /// Asks for what `next` wants; unless `Changed`, of the mask alone, since calls have no bias or dropout then.
   template <bool Changed, class Shared, class Tile>
   CUTE_DEVICE void ask(BackwardParams const& params, Shared& shared, Tile const& tile, StreamedTile const& next) {
     Place<Tile> const place(tile, next.tile);
     auto const pairs = [&] { return place.pairs(params, next.head); };
-    if (Changed && has_bias(params) && tile.bias_in_chunks) copy_bias(params, shared, place, pairs());
-    if (next.mixed) read_mask(params, place, pairs(), next);
+    if (Changed && has_bias(params) && tile.bias_in_chunks) {
+      if constexpr (OfKeys) {
+        copy_bias_across(params, shared, place, next.bias);
+      } else {
+        copy_bias(params, shared, place, pairs());
+      }
+    }
+    if (next.mixed) read_mask(params, place, OfKeys ? tile.pairs : pairs(), next);
     if (Changed && has_dropout(params)) {
       if constexpr (OfKeys) {
         draw_across(params, place, pairs());
@@ -151,9 +172,30 @@ class TilePairs {
       int bytes;
       auto const* const from =
           pairs.bias_chunk(params, place.tile.sequence.visibility, place.row + row, place.key + eight * 8, bytes);
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + at(row, eight)), "l"(from), "r"(bytes)
-                   : "memory");
+      copy_chunk(to + at(row, eight), from, bytes);
     }
+  }
+
+  /// The same from the side of keys, of a tile's bias from its first row on: rows that do not exist get zeros, too.
+  template <class Shared, class Place>
+  CUTE_DEVICE static void copy_bias_across(BackwardParams const& params, Shared& shared, Place const& place,
+                                           uint16_t const* bias) {
+    int const lane = place.thread.lane, row = row_of_chunk(lane), eight = eight_of_chunk(lane),
+              key = place.key + eight * 8;
+    Visibility const& visibility = place.tile.sequence.visibility;
+    int const rows = visibility.n_q - place.row - row, bytes = 2 * min(max(visibility.len_kv - key, 0), 8);
+    uint32_t const to = cast_smem_ptr_to_uint(staged(shared)) + at(row, eight);
+    uint16_t const* const from = bias + (row * params.bias.row + key);
+    __syncwarp();  // what is there has been read
+    CUTE_UNROLL
+    for (int k = 0; k < ChunksOfLane; ++k) {
+      constexpr int kRows = 16;  // of a chunk for each lane
+      copy_chunk(to + k * at(kRows, 0), from + k * kRows * params.bias.row, k * kRows < rows ? bytes : 0);
+    }
+  }
+
+  CUTE_DEVICE static void copy_chunk(uint32_t to, uint16_t const* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
   }
 
   template <class ScoreTensor, class Shared, class Place, class Low, class High>
@@ -217,14 +259,15 @@ class TilePairs {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       if constexpr (OfKeys) {
-        int const key = min(place.key + along + row_of(i) + pairs.leftpad, params.n_kv - 1);
-        uint32_t const* const rows =
-            params.mask_of_keys + MaskOfKeys(params).first(params, place.tile.work.batch, next.head, key);
-        bool const same = params.mask.row == 0;  // for all rows
-        uint32_t const of_key = same ? 0 - (__ldg(pairs.mask + key / 32) >> key % 32 & 1) : 0;
-        CUTE_UNROLL
-        for (int word = 0; word < Words; ++word)
-          seen_[i][word] = same ? of_key : __ldg(rows + next.tile * Words + word) >> across;
+        static_assert(Words == 2, "a vector");
+        unsigned const key = min(place.key + along + row_of(i) + pairs.leftpad, params.n_kv - 1);
+        if (params.mask.row == 0) {  // the same for all rows
+          seen_[i][0] = seen_[i][1] = 0 - (__ldg(next.mask + key / 32) >> key % 32 & 1);
+        } else {
+          uint2 const rows =
+              __ldg(reinterpret_cast<uint2 const*>(next.mask + uint64_t(key) * unsigned(MaskOfKeys(params).words)));
+          seen_[i][0] = rows.x >> across, seen_[i][1] = rows.y >> across;
+        }
       } else {
         CUTE_UNROLL
         for (int word = 0; word < Words; ++word)
