@@ -8,15 +8,24 @@
 #include "../host/error.hpp"
 
 namespace cutlass_ext {
+namespace {
+
+template <class Element>
+auto kernel_of_rows(int cols) {
+  return lanes_of_row<Element>(cols) == 8 ? row_statistics_kernel<Element, 8> : row_statistics_kernel<Element, 16>;
+}
+
+}  // namespace
 
 void compute_row_statistics(DType dtype, BackwardParams const& params, cudaStream_t stream) {
   if (params.batch > 65535 || params.heads_q > 65535)
     fail("ValueError", "q: has ", params.batch, " sequences of ", params.heads_q,
          " heads; the backward pass takes 65,535 of each at most");
   dim3 const ctas(Scheduler::tiles_of(params.n_q, StatisticsRows::kTile), params.heads_q, params.batch);
-  auto const kernel = dtype == DType::Float32   ? row_statistics_kernel<float>
-                      : dtype == DType::Float16 ? row_statistics_kernel<cutlass::half_t>
-                                                : row_statistics_kernel<cutlass::bfloat16_t>;
+  int const cols = params.head_dim_v;
+  auto const kernel = dtype == DType::Float32   ? kernel_of_rows<float>(cols)
+                      : dtype == DType::Float16 ? kernel_of_rows<cutlass::half_t>(cols)
+                                                : kernel_of_rows<cutlass::bfloat16_t>(cols);
   if (ctas.x > 0 && ctas.z > 0) {
     kernel<<<ctas, kStatisticsThreads, 0, stream>>>(params);
     check_cuda(cudaGetLastError(), "launching the statistics of rows");

@@ -13,12 +13,18 @@ namespace cutlass_ext {
 
 constexpr int kStatisticsThreads = 256;
 
-/// rowsum(dO O) of one row, by 16 lanes: every one of them gets it.
+/// Lanes that share a row of so many columns: each reads 16 bytes of it at a time.
 template <class Element>
+constexpr int lanes_of_row(int cols) {
+  return cols * int(sizeof(Element)) <= 128 ? 8 : 16;
+}
+
+/// rowsum(dO O) of one row, by `Lanes` lanes: every one of them gets it.
+template <int Lanes, class Element>
 CUTE_DEVICE float row_product(Element const* dout, Element const* out, int cols, bool aligned, int lane) {
   constexpr int kVector = 16 / sizeof(Element);
   float sum = 0.f;
-  for (int col = lane * kVector; col < cols; col += 16 * kVector) {
+  for (int col = lane * kVector; col < cols; col += Lanes * kVector) {
     alignas(16) Element x[kVector], y[kVector];
     if (aligned) {
       *reinterpret_cast<uint4*>(x) = *reinterpret_cast<uint4 const*>(dout + col);
@@ -30,15 +36,15 @@ CUTE_DEVICE float row_product(Element const* dout, Element const* out, int cols,
     CUTE_UNROLL
     for (int i = 0; i < kVector; ++i) sum = fmaf(float(x[i]), float(y[i]), sum);
   }
-  return warp_sum<16, 1>(sum);
+  return warp_sum<Lanes, 1>(sum);
 }
 
 /// The statistics of a tile of rows of one head: a CTA each.
-template <class Element>
+template <class Element, int Lanes>
 __global__ void __launch_bounds__(kStatisticsThreads)
     row_statistics_kernel(__grid_constant__ BackwardParams const params) {
-  constexpr int kTile = StatisticsRows::kTile, kRowsAPass = kStatisticsThreads / 16;
-  int const b = blockIdx.z, head = blockIdx.y, row0 = blockIdx.x * kTile, lane = threadIdx.x % 16;
+  constexpr int kTile = StatisticsRows::kTile, kRowsAPass = kStatisticsThreads / Lanes;
+  int const b = blockIdx.z, head = blockIdx.y, row0 = blockIdx.x * kTile, lane = threadIdx.x % Lanes;
   Sequence const sequence = sequence_of(params, b);
   int const n_q = sequence.visibility.n_q;
   if (row0 >= n_q) return;
@@ -51,12 +57,12 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   int64_t const result_row0 = sequence.result_row0(params, head, 0);
   CUTE_UNROLL
   for (int pass = 0; pass < kTile / kRowsAPass; ++pass) {
-    int const row = row0 + pass * kRowsAPass + threadIdx.x / 16;
+    int const row = row0 + pass * kRowsAPass + threadIdx.x / Lanes;
     RowStatistics statistics{INFINITY, 0.f};
     // All lanes of a warp take part in its sums: rows that do not exist have no columns.
     int const last = min(row, n_q - 1), cols = row < n_q && !params.delta ? params.head_dim_v : 0;
     float const product =
-        row_product(dout + last * params.dout_stride.row, out + last * params.o_stride.row, cols, aligned, lane);
+        row_product<Lanes>(dout + last * params.dout_stride.row, out + last * params.o_stride.row, cols, aligned, lane);
     if (row < n_q) {
       float const lse = params.lse[result_row0 + row];
       // Of a row that sees no key `out` is 0, and its gradient may be anything: it counts nowhere.
