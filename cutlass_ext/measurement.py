@@ -359,6 +359,10 @@ class Wrong(Exception):
 Refusals = dict[str, str]  # of providers, what they said of the first case that they did not take
 
 
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
 @functools.cache
 def stream() -> torch.cuda.Stream:
     """Where all is computed: the default one makes no graphs, and memory is kept for each stream apart."""
@@ -391,7 +395,7 @@ def measure_here(case, device, rounds, tick, providers, refusals) -> list[dict]:
         except Exception as error:  # out of memory, or not taken; every library has exceptions of its own
             if name == OURS:
                 raise
-            refusals.setdefault(name, f"{case}: {str(error).strip().splitlines()[0] if str(error) else repr(error)}")
+            refusals.setdefault(name, f"{case}: {first_line(error)}")
             continue
         # What others drop is not what we drop.
         errors = oracle.errors(results) if name == OURS or not case.dropout_p else None
