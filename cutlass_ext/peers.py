@@ -131,7 +131,8 @@ def flash_attn_3(case: Case, x: Inputs) -> Call:
     if case.page:
         where = {"cache_seqlens": x.lengths, "page_table": x.table, "causal": case.causal}
         return lambda: first_of(flash_attn_interface.flash_attn_with_kvcache(x.q, *x.pages, **where))
-    options = {"causal": case.causal, "window_size": window_size(case)}
+    # num_splits: of 0 it chooses; it would not split the keys of few rows.
+    options = {"causal": case.causal, "window_size": window_size(case), "num_splits": 0}
     return lambda: first_of(flash_attn_interface.flash_attn_func(x.q, x.k, x.v, **options))
 
 

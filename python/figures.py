@@ -4,8 +4,9 @@
     python python/figures.py --render   writes it again from bench/results/figures.json, on any machine
 
 A case is measured as `python -m cutlass_ext.bench` measures it: checked against float64, then as CUDA graphs, beside
-PyTorch's attention and whatever else is installed (cutlass_ext/peers.py). tests/python/test_figures.py fails where a
-page shows what the JSON does not say.
+PyTorch's attention and whatever else is installed (cutlass_ext/peers.py). One that is wrong or that we refuse is named,
+and has no figures. The JSON is written after each suite: a run cut short keeps those that it finished.
+tests/python/test_figures.py fails where a page shows what the JSON does not say.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import argparse
 import itertools
 import json
 import math
+import os
 import re
 import statistics
 import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +32,7 @@ from report import LOG, provenance, table
 
 from cutlass_ext import bench
 from cutlass_ext.bench import LLAMA3, grouped
-from cutlass_ext.measurement import Case, Refusals, Timed, Wrong, measure
+from cutlass_ext.measurement import Case, Refusals, Timed, first_line, measure, stream
 from cutlass_ext.peers import NAMES, OURS, WRITTEN_OUT, installed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,7 +75,7 @@ def backward(cases: list[Case]) -> list[Case]:
 
 
 def suites() -> dict[str, Suite]:
-    """What is measured, in the order of the page."""
+    """What is measured, in the order of the page; at its end what is compiled for each shape."""
     wide = {**LLAMA3, "dtype": "bfloat16"}
     grouped_heads = Case(2, n=4096, causal=True, **wide)
     cache = [(1, 8192), (1, 65536), (16, 8192), (64, 4096), (128, 2048)]
@@ -96,7 +99,6 @@ def suites() -> dict[str, Suite]:
         "forward": Suite(
             "forward, bfloat16, N 512 to 16,384", [*(c for d in (64, 128, 256) for c in square(d)), grouped_heads]
         ),
-        "windows": Suite("windows, N 16,384", windows, frozenset(SLOW)),
         "short": Suite("short prefill, N 64 to 1,024", short),
         "decode": Suite("decode, one row over a cache", rows),
         "pages": Suite("decode over pages", paged, note=no_pages),
@@ -107,6 +109,7 @@ def suites() -> dict[str, Suite]:
         ),
         "float32": Suite("forward, float32", single, float32),
         "float32_backward": Suite("backward, float32", backward([*single[:2], *single[-3:-1]]), float32, step),
+        "windows": Suite("windows, N 16,384", windows, frozenset(SLOW)),
         "scores": Suite("masks, biases, dropout, bfloat16", changed, frozenset(SLOW)),
         "scores_backward": Suite(
             "their gradients, a bias' own too", backward(changed), frozenset(SLOW), "Not counted: the forward pass."
@@ -118,33 +121,50 @@ def suites() -> dict[str, Suite]:
 
 
 def measured(
-    chosen: dict[str, Suite], device: str, rounds: int, commit: str | None, tick: Callable[[str], None]
+    chosen: dict[str, Suite],
+    device: str,
+    rounds: int,
+    commit: str | None,
+    tick: Callable[[str], None],
+    keep: Callable[[dict], None] = lambda data: None,
 ) -> dict:
-    """The JSON: what the figures hold for, and the rows of each suite."""
+    """The JSON: what the figures hold for, and the rows of each suite. `keep` is called with it after each of them."""
     start = time.monotonic()
     facts = bench.machine(device)
     facts["commit"] = commit or facts["commit"]
     facts |= {"cuDNN": torch.backends.cudnn.version(), "csrc": csrc_hash()}
     providers, versions, absent = installed()
+    data = {"machine": facts | versions, "rounds": rounds, "nothing_ms": nothing_ms(device, rounds)}
+    data |= {"seconds": 0, "not_installed": sorted(absent), "refused": {}, "failed": {}, "suites": {}}
     refusals: Refusals = {}
-    rows = {}
     for name, suite in chosen.items():
         taking_part = {key: make for key, make in providers.items() if key not in suite.left_out}
-        rows[name] = []
+        rows = []
         for case in suite.cases:
-            rows[name] += measure(case, device, rounds, tick, taking_part, refusals)
-    nothing = torch.zeros(1, device=device)
-    empty = Timed(lambda: nothing.add_(1), device, cold=True)
-    refused = {name: text for name, text in refusals.items() if name in versions}
-    return {
-        "machine": facts | versions,
-        "rounds": rounds,
-        "nothing_ms": statistics.median(empty.sample_ms() for _ in range(rounds)),
-        "seconds": round(time.monotonic() - start),
-        "not_installed": sorted(absent),
-        "refused": refused,
-        "suites": rows,
-    }
+            try:
+                rows += measure(case, device, rounds, tick, taking_part, refusals)
+            except Exception as error:  # ours is wrong, refuses, or breaks: the other cases are measured all the same
+                data["failed"][f"{suite.title}: {case}"] = f"{type(error).__name__}: {first_line(error)}"
+        data["suites"][name] = rows
+        data["refused"] = {provider: text for provider, text in refusals.items() if provider in versions}
+        data["seconds"] = round(time.monotonic() - start)
+        keep(data)
+    return data
+
+
+def nothing_ms(device: str, rounds: int) -> float:
+    """What a kernel takes that does next to nothing, timed as rows over a cache are."""
+    with torch.cuda.stream(stream()) if device == "cuda" else nullcontext():
+        nothing = torch.zeros(1, device=device)
+        empty = Timed(lambda: nothing.add_(1), device, cold=True)
+        return statistics.median(empty.sample_ms() for _ in range(rounds))
+
+
+def write(data: dict, root: Path) -> None:
+    """The JSON, whole or not at all."""
+    unfinished = root / DATA.with_suffix(".part")
+    unfinished.write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(unfinished, root / DATA)
 
 
 # ---- pages ----
@@ -158,10 +178,11 @@ def geometric_mean(ratios: list[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def against_best(group: list[dict]) -> float | None:
-    """The fastest other's time over ours."""
-    others = [row["ms"] for row in group if row["provider"] != OURS]
-    return min(others) / next(row["ms"] for row in group if row["provider"] == OURS) if others else None
+def over_ours(group: list[dict], others: Container[str]) -> float | None:
+    """The time of the fastest of these providers over ours."""
+    ours, *_ = (row["ms"] for row in group if row["provider"] == OURS)
+    times = [row["ms"] for row in group if row["provider"] in others]
+    return min(times) / ours if times else None
 
 
 def in_order(rows: list[dict]) -> list[str]:
@@ -176,17 +197,20 @@ def where_from(facts: dict) -> str:
 
 
 def summary(data: dict) -> str:
-    """A line for each suite: the means of its rows."""
+    """A line for each suite: the means of its rows, against the fastest other and against each of them."""
+    every = [row for rows in data["suites"].values() for row in rows]
+    others = [provider for provider in in_order(every) if provider != OURS]
     lines = []
     for name, suite in suites().items():
-        rows = data["suites"].get(name, [])
-        ratios = [ratio for _, group in grouped(rows) if (ratio := against_best(group))]
-        if ratios:
-            others = ", ".join(provider for provider in in_order(rows) if provider != OURS)
-            spread = f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            lines.append([suite.title, others, spread])
+        groups = [group for _, group in grouped(data["suites"].get(name, []))]
+        if ratios := [ratio for group in groups if (ratio := over_ours(group, others))]:
+            cells = [f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
+            for provider in others:
+                of_one = [ratio for group in groups if (ratio := over_ours(group, [provider]))]
+                cells.append(f"{geometric_mean(of_one):.2f}" if of_one else "-")
+            lines.append([suite.title, *cells])
     gpu = data["machine"]["gpu"] or "CPU"
-    return table([f"what, on one {gpu}", "against the fastest of", "its time over ours (by row)"], lines)
+    return table([f"time over ours, on one {gpu}", "fastest other (by row)", *others], lines)
 
 
 def section(name: str, suite: Suite, rows: list[dict]) -> list[str]:
@@ -200,7 +224,7 @@ def section(name: str, suite: Suite, rows: list[dict]) -> list[str]:
             row = by_name.get(provider)
             rate = row and (case.cache_bytes / row["ms"] / 1e6 if suite.over_a_cache else row["tflops"])
             cells.append(f"{row['ms']:.4f}{'' if row['graph'] else '*'} ({rate:.3g})" if row else "-")
-        ratio = against_best(group)
+        ratio = over_ours(group, set(providers) - {OURS})
         lines.append([str(case), *cells, f"{ratio:.3f}" if ratio else "-"])
     text = [f"## {suite.title[0].upper()}{suite.title[1:]}", "", f"ms ({unit}). {suite.note}".strip(), ""]
     return [*text, table(["(B, N, H, d)", *providers, "best other / ours"], lines)]
@@ -219,7 +243,8 @@ def memory(rows: list[dict]) -> list[str]:
 def page(data: dict, plots: list[Path]) -> str:
     facts = data["machine"]
     missing = [f"Not installed: {', '.join(data['not_installed'])}."] if data["not_installed"] else []
-    missing += [f"{name} refused {text}." for name, text in data["refused"].items()]
+    missing += [textwrap.fill(f"{name} refused {text}.", 115) for name, text in data["refused"].items()]
+    missing += [textwrap.fill(f"**Not measured**: {case}: {text}.", 115) for case, text in data["failed"].items()]
     parts = [
         f"# Figures: {facts['gpu'] or 'CPU'}",
         "",
@@ -253,7 +278,8 @@ def block(data: dict, plots: list[Path], shown: Path) -> str:
         [
             *heading,
             summary(data),
-            f"Geometric means over the rows of one run, [all of them]({up / PAGE}):",
+            f"Geometric means over the rows of one run, [all of them]({up / PAGE}): how many times as long as this",
+            "library the fastest other takes, row by row, and each of them over the rows that it computes.",
             where_from(data["machine"]),
             "",
             *(f"![{path.stem.replace('_', ' ')}]({up / RESULTS / path.name})" for path in pictures),
@@ -340,9 +366,11 @@ def texts(data: dict, plots: list[Path], root: Path) -> dict[Path, str]:
 
 
 def render(root: Path) -> list[Path]:
-    """Writes page, pictures and blocks from the JSON."""
+    """Writes page, pictures and blocks from the JSON; pictures of other runs go."""
     data = json.loads((root / DATA).read_text())
     plots = draw(data, root / RESULTS)
+    for path in {*(root / RESULTS).glob("figures_*.png")} - {*plots}:
+        path.unlink()
     written = texts(data, plots, root)
     for path, text in written.items():
         (root / path).write_text(text)
@@ -356,6 +384,7 @@ def stale(root: Path) -> list[str]:
     if not (root / DATA).exists():
         return wrong + [f"{PAGE}: is there without {DATA.name}"] * (root / PAGE).exists()
     data = json.loads((root / DATA).read_text())
+    wrong += [f"{DATA.name}: {case}: {text}" for case, text in data["failed"].items()]
     plots = sorted((root / RESULTS).glob("figures_*.png"), key=lambda path: PLOTS.index(path.stem))
     for path, text in texts(data, plots, root).items():
         if not (root / path).exists() or (root / path).read_text() != text:
@@ -379,6 +408,7 @@ def main() -> int:
     parser.add_argument("--render", action="store_true", help="measure nothing, write the pages from the JSON")
     parser.add_argument("--commit", help="what to record as commit where there is no git repository")
     options = parser.parse_args()
+    failed = False
     if not options.render:
         if not torch.cuda.is_available():
             parser.error("these are figures of a GPU, and there is none; --render writes the pages of the last run")
@@ -391,15 +421,22 @@ def main() -> int:
         steps = sum(len(suite.cases) * (len(providers.keys() - suite.left_out) + ROUNDS) for suite in chosen.values())
         console = Console(width=None if sys.stdout.isatty() else 110)
         with bench.progress_bar(console, steps) as tick:
-            try:
-                data = measured(chosen, "cuda", ROUNDS, options.commit, tick)
-            except Wrong as error:
-                console.print(f"[bold red]Wrong[/]: {error}")
-                return 1
-        (ROOT / DATA).write_text(json.dumps(data, indent=1) + "\n")
-        print(f"{data['seconds']} seconds")
-    print("wrote " + ", ".join(map(str, render(ROOT))))
-    return 0
+
+            def keep(data: dict) -> None:
+                write(data, ROOT)
+                name, rows = list(data["suites"].items())[-1]
+                print(f"{data['seconds']:4} s, {len(rows):3} rows: {chosen[name].title}", flush=True)
+
+            data = measured(chosen, "cuda", ROUNDS, options.commit, tick, keep)
+        for case, text in data["failed"].items():
+            print(f"NOT MEASURED: {case}: {text}")
+        failed = bool(data["failed"])
+    try:
+        print("wrote " + ", ".join(map(str, render(ROOT))))
+    except ModuleNotFoundError as error:  # the JSON is there
+        print(f"no pages: {error.name} is missing; where it is not, --render makes them of {DATA}")
+        failed = failed or options.render
+    return int(failed)
 
 
 if __name__ == "__main__":

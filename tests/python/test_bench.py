@@ -87,6 +87,16 @@ def test_a_result_that_is_wrong_is_not_timed(monkeypatch):
             rows_of(case, {peers.OURS: wrong})
 
 
+def test_a_peer_that_computes_something_else_has_no_figures(monkeypatch):
+    monkeypatch.setattr(measurement, "peak_extra_bytes", lambda call, device: 0)
+    later = lambda case, x: peers.ours(replace(case, window=case.window - 4), x)  # noqa: E731
+    for backward in (False, True):
+        case, refusals = replace(CASES["window"], backward=backward), {}
+        rows = rows_of(case, {peers.OURS: peers.ours, "flash-attn 3": later}, refusals)
+        assert [row["provider"] for row in rows] == [peers.OURS]
+        assert refusals["flash-attn 3"].startswith(f"{case}: computes something else")
+
+
 @pytest.fixture
 def fake_flash_attn(monkeypatch):
     """A package `flash_attn` that computes as ours does, but for grouped heads, which it refuses."""
