@@ -541,6 +541,7 @@ PACKED = [(3, 4, 16), (3, 2, 16), (3, 2, 16)]
         ({1: {"shapes": SHORTER}}, ["q: is", "[1, 4, 4, 16]", "[1, 2, 4, 16]", "rank 0", "rank 1"]),
         ({1: {"causal": True}}, ["causal: is False on rank 0 and True on rank 1"]),
         ({2: {"window": (3, 0)}}, ["window: is (-1, -1) on rank 0 and (3, 0) on rank 2"]),
+        ({3: {"return_lse": True}}, ["return_lse: is False on rank 0 and True on rank 3"]),  # all-to-all would send it
         ({0: {"dtype": torch.bfloat16}}, ["q: is torch.bfloat16", "rank 1"]),
         ({2: {"method": "ring"}}, ["method: is all_to_all on rank 0 and ring on rank 2"]),
         ({2: {"softcap": -1.0}}, ["ValueError: softcap", "(rank 2 of 4)"]),
