@@ -773,3 +773,5 @@ def test_bench(pool, options):
         plain = [] if options else ["plain all_gather"]
         assert [row["method"] for row in rows] == ["ring", "all_to_all", "all_gather", *plain]
         assert all(row["ms"] > 0 and row["difference"] <= 2e-2 and row["GPUs"] == 4 for row in rows)
+        results = 64 // 4 * 16 * (4 + 4 + 2 + 2) * 2 / 1e6  # out, dq, dk, dv
+        assert all(results <= row["peak MB"] < 100 * results for row in rows)
