@@ -1,5 +1,6 @@
 """Groups of ranks, and whether all of a group make the same call: found out before any of them waits for data."""
 
+import pickle
 import zlib
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,11 +8,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 Result = TypeVar("Result")
 # To one tensor; PyTorch 2.13 has given it another name.
 all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-_on_host: WeakKeyDictionary = WeakKeyDictionary()  # of each group, one of the same ranks that takes CPU tensors
+_on_host: WeakKeyDictionary = WeakKeyDictionary()  # of each group, gloo between the hosts of its ranks
 
 
 def group_of(group: object) -> dist.ProcessGroup:
@@ -43,14 +45,13 @@ def agreed(group: dist.ProcessGroup, prepare: Callable[[], tuple[Result, dict[st
     size, rank = group.size(), group.rank()
     texts = {name: str(value) for name, value in values.items()}
     mine = [int(error is not None), zlib.crc32(repr(texts).encode())]
-    numbers = torch.empty(2 * size, dtype=torch.int64)
-    host = _host_group(group)
     try:
-        all_gather(numbers, torch.tensor(mine), group=host)
-        if numbers.tolist() == [0, mine[1]] * size:
+        if _of_all_ranks(group, torch.tensor(mine)) == [[0, mine[1]]] * size:
             return result
-        found: list = [None] * size
-        dist.all_gather_object(found, (error, texts), group=host)
+        words = pickle.dumps((error, texts))
+        sizes = [n for (n,) in _of_all_ranks(group, torch.tensor([len(words)]))]
+        padded = torch.frombuffer(bytearray(words.ljust(max(sizes))), dtype=torch.uint8)
+        found = [pickle.loads(bytes(x[:n])) for x, n in zip(_of_all_ranks(group, padded), sizes, strict=True)]
     except RuntimeError as failed:
         raise RuntimeError(
             f"rank {rank} of {size}: a rank is gone, or did not make this call: its arguments did not come ({failed})"
@@ -68,10 +69,24 @@ def agreed(group: dist.ProcessGroup, prepare: Callable[[], tuple[Result, dict[st
     raise AssertionError("checksums differ, and arguments do not")
 
 
-def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    if "cpu:" in dist.get_backend_config(group):
+def _of_all_ranks(group: dist.ProcessGroup, mine: Tensor) -> list[list[int]]:
+    """A few numbers of each rank, by way of the hosts."""
+    theirs = [torch.empty_like(mine) for _ in range(group.size())]
+    _between_hosts(group).allgather([theirs], [mine]).wait()
+    return [x.tolist() for x in theirs]
+
+
+def _between_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """`group` itself where it takes CPU tensors, or gloo beside it, with its timeout.
+
+    Not by `new_group`: that wants all ranks there are or, for the ranks of the group alone, names it by how many groups
+    a rank is in. Where that differs among ranks they would wait for each other's names; here the name is the group's.
+    """
+    config = dist.get_backend_config(group)
+    if "cpu:" in config:
         return group
     if group not in _on_host:
-        ranks = dist.get_process_group_ranks(group)
-        _on_host[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        store = dist.PrefixStore("cutlass_ext", group.get_group_store())
+        timeout = group._get_backend(torch.device(config.partition(":")[0])).options._timeout
+        _on_host[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
     return _on_host[group]

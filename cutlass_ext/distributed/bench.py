@@ -11,7 +11,8 @@ timed. A time is the median over rounds of the slowest rank's, of calls one afte
 efficiency is the time of one GPU for the whole over GPUs times that. `plain all_gather` is what anyone would write with
 `gather` and two calls. `torch` is PyTorch's context parallelism with cuDNN's attention, for which K and V are repeated,
 as it knows no grouped heads; there is no such row where PyTorch has no such thing, and neither row of packed sequences.
-The columns of the model are model.py's, with the rates of one GPU and of a transfer between two as measured here.
+The columns of the model are model.py's, with the rates of one GPU and of a transfer between two as measured here;
+`peak MB` is the most that a call holds on a rank beyond its inputs, the results counted, NCCL's own buffers not.
 """
 
 import argparse
@@ -33,13 +34,15 @@ from torch import Tensor
 from torch.nn import functional  # of which PyTorch's context parallelism replaces the function, while it lasts
 
 from ..interface import fmha as fmha_of_one
-from ..measurement import sample_ms
+from ..measurement import peak_extra_bytes, sample_ms
 from . import fmha, gather, shard
 from .model import MODELS, Attention, Machine, one_gpu_ms
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}  # of the largest value of one GPU's
 CALLS_MS, MAX_CALLS = 10.0, 20  # of a sample, so that ranks that leave the barrier one after the other do not count
-HEADER = ("tokens", "pass", "method", "GPUs", "one GPU ms", "ms", "efficiency", "model ms", "model", "difference")
+HEADER = (
+    "tokens", "pass", "method", "GPUs", "one GPU ms", "ms", "efficiency", "model ms", "model", "difference", "peak MB",
+)  # fmt: skip
 
 
 def plain_all_gather(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -93,14 +96,19 @@ def passes(call: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor, backw
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
+def most(x: float, device: str) -> float:
+    """Of all ranks."""
+    found = torch.tensor(float(x), device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
 def slowest_ms(run: Callable[[], object], rounds: int, device: str) -> float:
     flag = torch.zeros(1, device=device)
 
     def sample(repeats: int) -> float:
         dist.barrier()
-        ms = torch.tensor(sample_ms(run, repeats, device, lambda: dist.all_reduce(flag)), device=device)
-        dist.all_reduce(ms, dist.ReduceOp.MAX)
-        return ms.item()
+        return most(sample_ms(run, repeats, device, lambda: dist.all_reduce(flag)), device)
 
     repeats = 1 if device == "cpu" else max(1, min(MAX_CALLS, round(CALLS_MS / sample(1))))
     return statistics.median(sample(repeats) for _ in range(rounds))
@@ -175,15 +183,16 @@ def measure(args: argparse.Namespace, tokens: int, backward: bool, machine: Mach
                     print(f"no row of {name}: {absent}", file=sys.stderr)
                 continue
             differences = [(a - b).abs().max() / b.abs().max() for a, b in zip(results, expected, strict=True)]
-            worst = torch.stack(differences).max().float()
-            dist.all_reduce(worst, dist.ReduceOp.MAX)
-            if not worst.item() <= TOLERANCE[dtype]:
-                raise SystemExit(f"Wrong: {name}, {tokens} tokens: {worst.item():.1e} of the largest value of one GPU")
+            worst = most(torch.stack(differences).max().item(), args.device)
+            if not worst <= TOLERANCE[dtype]:
+                raise SystemExit(f"Wrong: {name}, {tokens} tokens: {worst:.1e} of the largest value of one GPU")
+            del results, differences
             ms = slowest_ms(run, args.rounds, args.device)
+            peak = most(peak_extra_bytes(run, args.device), args.device)
         yield {
             "tokens": tokens, "pass": "forward and backward" if backward else "forward", "method": name, "GPUs": ranks,
             "one GPU ms": one, "ms": ms, "efficiency": one / ranks / ms, "model ms": expect,
-            "model": one / ranks / expect if expect else None, "difference": worst.item(),
+            "model": one / ranks / expect if expect else None, "difference": worst, "peak MB": peak / 1e6,
         }  # fmt: skip
 
 
@@ -197,7 +206,7 @@ def modelled(args: argparse.Namespace, gpus: int, tokens: int, backward: bool) -
             yield {
                 "tokens": tokens, "pass": "forward and backward" if backward else "forward", "method": name,
                 "GPUs": gpus, "one GPU ms": one, "ms": None, "efficiency": None, "model ms": expect,
-                "model": one / gpus / expect, "difference": None,
+                "model": one / gpus / expect, "difference": None, "peak MB": None,
             }  # fmt: skip
 
 
@@ -210,6 +219,8 @@ def line(row: dict) -> str:
             return f"{100 * x:.1f}%"
         if name == "difference":
             return f"{x:.1e}"
+        if name == "peak MB":
+            return f"{x:.0f}" if x >= 10 else f"{x:.2f}"
         return f"{x:.3f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x
 
     return "| " + " | ".join(text(name) for name in HEADER) + " |"

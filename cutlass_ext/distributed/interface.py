@@ -137,7 +137,7 @@ def fmha(
         explain(q, k, v, **options, **tensors, **seed, **whole)  # raises what a call of this rank's rows alone would
         values = {name: _described(x, spread.packed) for name, x in (("q", q), ("k", k), ("v", v))}
         values |= options | {name: None if x is None else list(x.shape) for name, x in tensors.items()}
-        values |= {"layout": layout, "method": chosen}
+        values |= {"layout": layout, "method": chosen, "return_lse": return_lse, "deterministic": deterministic}
         values["cu_seqlens"] = f"of lengths {list(spread.lengths)}" if spread.packed else None
         values |= {"dropout_seed": dropout_seed is None, "requires_grad": _needs_grad(q, k, v, sink)}
         return (spread, chosen, (left, 0 if causal else right)), values

@@ -12,7 +12,9 @@ import re
 import socket
 import sys
 import traceback
+from datetime import timedelta
 from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -118,6 +120,10 @@ def pool():
 LENGTHS = [13, 1, 0, 24, 5]
 
 
+def bound_of(dtype):
+    return dict.fromkeys(("rtol", "atol"), 2e-5 if dtype == torch.float32 else 2e-2)
+
+
 def compare(group, layout, method, options, packed, dtype=torch.float32, device="cpu", N=24, H_q=4):
     """Outputs and gradients of the ranks' shards against one call of the whole; loss through out and lse."""
     B, H_kv, d, d_v = 2, 2, 16, 8
@@ -152,7 +158,7 @@ def compare(group, layout, method, options, packed, dtype=torch.float32, device=
     loss = (got[0] * ce.distributed.shard(dout, **cut)).sum()
     loss = loss + got[1].masked_fill(~seen, 0).mul(ce.distributed.shard(dlse, **lse_dim)).sum()
     gradients = list(torch.autograd.grad(loss, [*parts, *of_sink.values()]))
-    bound = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    bound = bound_of(dtype)
     assert_close(ce.distributed.gather(got[0], **cut), want[0], **bound)
     assert_close(ce.distributed.gather(got[1], **lse_dim), want[1], **bound)
     for part, expected in zip(gradients[:3], want_gradients, strict=False):
@@ -469,30 +475,32 @@ def test_auto(pool):
 
 
 # ------------------------------------------------------------------------------------------------ decode
-def decode_compare(group, options, N_q, paged):
+def decode_compare(group, options, N_q, paged, dtype=torch.float32, device="cpu"):
     """Ranks with 0 to 9 keys of each of three sequences, in order."""
     B, H_q, H_kv, d = 3, 4, 2, 16
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    counts = torch.randint(0, 10, (ranks, B), dtype=torch.int32)
+    counts = torch.randint(0, 10, (ranks, B), dtype=torch.int32).to(device)
     total = counts.sum(0).int()
-    q, k, v = (torch.randn(B, n, H, d) for n, H in ((N_q, H_q), (10 * ranks, H_kv), (10 * ranks, H_kv)))
+    sizes = (N_q, H_q), (10 * ranks, H_kv), (10 * ranks, H_kv)
+    q, k, v = (torch.randn(B, n, H, d, device=device).to(dtype) for n, H in sizes)
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     start = total - N_q
     want = ce.fmha(q, k, v, seqused_k=total, start_pos=start, return_lse=True, **options)
     first = counts[:rank].sum(0).int()
-    own = [torch.full((B, 12, H_kv, d), torch.nan) for _ in range(2)]
+    own = [k.new_full((B, 12, H_kv, d), torch.nan) for _ in range(2)]
     for b in range(B):
         for to, x in zip(own, (k, v), strict=True):
             to[b, : counts[rank, b]] = x[b, first[b] : first[b] + counts[rank, b]]
     table = None
     if paged:  # pages of four
         own = [x.view(B * 3, 4, H_kv, d) for x in own]
-        table = torch.arange(B * 3, dtype=torch.int32).view(B, 3)
+        table = torch.arange(B * 3, dtype=torch.int32, device=device).view(B, 3)
     got = ce.distributed.decode(
         q, *own, group=group, seqused_k=counts[rank], start_pos=start, key_start=first, block_table=table,
         return_lse=True, **options,
     )  # fmt: skip
-    assert_close(got, want, rtol=2e-5, atol=2e-5)
-    return [x.view(torch.int32).tolist() for x in got]
+    assert_close(got, want, **bound_of(dtype))
+    return [x.float().view(torch.int32).tolist() for x in got]
 
 
 @pytest.mark.parametrize("features", ["full", "all"])
@@ -503,13 +511,23 @@ def test_decode(pool, ranks, N_q, paged, features):
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.gpu
+@TWO_GPUS
+@pytest.mark.parametrize("features", ["full", "all"])
+@pytest.mark.parametrize("paged", [False, True], ids=["padded", "pages"])
+@pytest.mark.parametrize("dtype,N_q", [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 4)], ids=str)
+def test_two_gpus_decode(gpu_pool, dtype, N_q, paged, features):
+    first, second = gpu_pool.run(decode_compare, 2, FEATURES[features], N_q, paged, dtype, "cuda")
+    assert first == second
+
+
 # ------------------------------------------------------------------------------------------------ what fails
-def call(group, of_ranks, function="fmha"):
+def call(group, of_ranks, function="fmha", device="cpu"):
     """A call with arguments of its own on some ranks: `of_ranks[rank]`, or `of_ranks[None]` on the others."""
     arguments = of_ranks.get(dist.get_rank(group), of_ranks.get(None, {})).copy()
     shapes = arguments.pop("shapes", [(1, 4, 4, 16), (1, 4, 2, 16), (1, 4, 2, 16)])
-    tensors = [torch.randn(shape, dtype=arguments.get("dtype")) for shape in shapes]
-    arguments.pop("dtype", None)
+    to = {"dtype": arguments.pop("dtype", None), "device": device}
+    tensors = [torch.randn(shape, **to) for shape in shapes]
     return getattr(ce.distributed, function)(*tensors, group=group, **arguments)
 
 
@@ -523,6 +541,7 @@ PACKED = [(3, 4, 16), (3, 2, 16), (3, 2, 16)]
         ({1: {"shapes": SHORTER}}, ["q: is", "[1, 4, 4, 16]", "[1, 2, 4, 16]", "rank 0", "rank 1"]),
         ({1: {"causal": True}}, ["causal: is False on rank 0 and True on rank 1"]),
         ({2: {"window": (3, 0)}}, ["window: is (-1, -1) on rank 0 and (3, 0) on rank 2"]),
+        ({3: {"return_lse": True}}, ["return_lse: is False on rank 0 and True on rank 3"]),  # all-to-all would send it
         ({0: {"dtype": torch.bfloat16}}, ["q: is torch.bfloat16", "rank 1"]),
         ({2: {"method": "ring"}}, ["method: is all_to_all on rank 0 and ring on rank 2"]),
         ({2: {"softcap": -1.0}}, ["ValueError: softcap", "(rank 2 of 4)"]),
@@ -544,6 +563,23 @@ def test_errors_on_all_ranks(pool, of_ranks, texts):
     for error in pool.errors(call, 4, of_ranks):
         assert error is not None and all(text in error for text in texts), error
     pool.run(call, 4, {})
+
+
+@pytest.mark.gpu
+@TWO_GPUS
+@pytest.mark.parametrize(
+    "of_ranks,texts",
+    [
+        ({1: {"causal": True}}, ["ValueError: causal: is False on rank 0 and True on rank 1"]),
+        ({1: {"softcap": -1.0}}, ["ValueError: softcap", "(rank 1 of 2)"]),
+        ({1: {"shapes": SHORTER}}, ["q: is", "[1, 4, 4, 16]", "[1, 2, 4, 16]", "rank 0", "rank 1"]),
+    ],
+)
+def test_two_gpus_errors(gpu_pool, of_ranks, texts):
+    """Over NCCL arguments go round on the host, over gloo."""
+    for error in gpu_pool.errors(call, 2, of_ranks, "fmha", "cuda"):
+        assert error is not None and all(text in error for text in texts), error
+    gpu_pool.run(call, 2, {}, "fmha", "cuda")
 
 
 def test_errors_of_shards_and_decode(pool):
@@ -568,11 +604,11 @@ def test_errors_without_a_group():
         ce.distributed.fmha(x, x, x)
 
 
-def dies(group, method, check, backward):
-    """Before the call, or between its passes."""
-    q, k, v = (torch.randn(1, 6, 3, 16, requires_grad=backward) for _ in "qkv")
+def dies(group, method, check, backward, device="cpu"):
+    """Before the call, or between its passes; on a GPU before the second call."""
+    q, k, v = (torch.randn(1, 6, 3, 16, device=device, requires_grad=backward) for _ in "qkv")
     options = {"group": group, "layout": "contiguous", "method": method, "check": check}
-    if backward:
+    if backward or device == "cuda":
         out = ce.distributed.fmha(q, k, v, **options)
         dist.barrier(group)
     if dist.get_rank(group) == 1:
@@ -606,13 +642,71 @@ def test_a_dead_rank(method, check, backward, missing):
         assert re.match(f"RuntimeError: rank {rank} of 3: {missing}", error), found
 
 
+@pytest.mark.gpu
+@TWO_GPUS
+def test_a_dead_rank_of_two_gpus():
+    """Its host is missed at once, before NCCL would wait for it."""
+    pool = Pool(2, "cuda")
+    try:
+        found = pool.answers_of(dies, 2, "ring", True, False, "cuda", expected=1)
+    finally:
+        pool.close()
+    assert found[0][0].startswith("RuntimeError: rank 0 of 2: a rank is gone"), found
+
+
+def stays_away(group, method, check):
+    """The first rank alone makes a call, in a group with a timeout of its own."""
+    impatient = dist.new_group(dist.get_process_group_ranks(group), timeout=timedelta(seconds=3))
+    begin = monotonic()
+    if dist.get_rank(group) == 0:
+        x = torch.randn(1, 8, 4, 16)
+        with pytest.raises(RuntimeError, match=r"^rank 0 of 4: ") as raised:
+            ce.distributed.fmha(x, x, x, group=impatient, method=method, check=check)
+        assert monotonic() - begin < 30
+        return str(raised.value)
+    sleep(4)  # or its connections close, which is a death
+    return ""
+
+
+@pytest.mark.parametrize("method,check", [("ring", True), ("ring", False), ("all_gather", False)])
+def test_a_rank_that_stays_away(pool, method, check):
+    """The others wait as long as the group's timeout says, and say whom for."""
+    first, *_ = pool.run(stays_away, 4, method, check)
+    assert re.search("did not make this call" if check else MISSING[method], first), first
+
+
+def without_cpu_tensors(group):
+    """The check in a group that stands for NCCL's: its backend says that it takes no CPU tensors."""
+    from cutlass_ext.distributed import agreement
+
+    takes, patient = dist.get_backend_config, dist.new_group(timeout=timedelta(seconds=77))
+    dist.get_backend_config = lambda _: "cuda:gloo"
+    try:
+        host = agreement._between_hosts(patient)
+        assert host is not patient and host is agreement._between_hosts(patient)
+        assert host.options._timeout == timedelta(seconds=77)
+        call(patient, {})
+        try:
+            call(patient, {2: {"softcap": -1.0}})
+        except ValueError as error:
+            return str(error)
+    finally:
+        dist.get_backend_config = takes
+
+
+def test_hosts_that_have_no_group(pool):
+    """NCCL's groups get gloo beside them, with their timeout (gloo's own is half an hour), whatever other groups each
+    rank is in: of this pool's they are in two to three."""
+    assert all("softcap" in text and "(rank 2 of 4)" in text for text in pool.run(without_cpu_tensors, 4))
+
+
 # ------------------------------------------------------------------------------------------------ python/train.py
-def train_in_parallel(group, options, path):
+def train_in_parallel(group, options, path, device="cpu"):
     """What the first process prints of a training on all of them and then on one."""
     sys.path.append(str(Path(__file__).parents[2] / "python"))
     import train
 
-    tiny = "--device cpu --steps 3 --batch 2 --context 32 --layers 2 --heads 4 --kv-heads 2 --width 32"
+    tiny = f"--device {device} --steps 3 --batch 2 --context 32 --layers 2 --heads 4 --kv-heads 2 --width 32"
     sys.argv = ["train.py", *f"{tiny} {options} --plot {path}".split()]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         train.main()
@@ -624,6 +718,7 @@ def train_in_parallel(group, options, path):
     [
         ("--parallel cp=2,tp=2", 1e-5),
         ("--parallel dp=2,cp=2", 1e-5),
+        ("--parallel dp=2,tp=2", 1e-5),
         ("--parallel cp=4 --dtype bfloat16 --checkpoint", 2e-2),
     ],
 )
@@ -632,6 +727,16 @@ def test_training_in_parallel(pool, options, bound, tmp_path):
     first, *others = pool.run(train_in_parallel, 4, options, str(tmp_path / "curves.png"))
     assert float(re.search(r"largest difference .*: (\S+)", first)[1]) <= bound
     assert "4 processes" in first and others == [""] * 3
+
+
+@pytest.mark.gpu
+@TWO_GPUS
+@pytest.mark.parametrize("parallel", ["dp=2", "cp=2", "tp=2"])
+def test_two_gpus_train(gpu_pool, parallel, tmp_path):
+    options = f"--parallel {parallel} --dtype float32"
+    first, second = gpu_pool.run(train_in_parallel, 2, options, str(tmp_path / "curves.png"), "cuda")
+    assert float(re.search(r"largest difference .*: (\S+)", first)[1]) <= 1e-4
+    assert "2 processes" in first and second == ""
 
 
 # ------------------------------------------------------------------------------------------------ bench
@@ -668,3 +773,5 @@ def test_bench(pool, options):
         plain = [] if options else ["plain all_gather"]
         assert [row["method"] for row in rows] == ["ring", "all_to_all", "all_gather", *plain]
         assert all(row["ms"] > 0 and row["difference"] <= 2e-2 and row["GPUs"] == 4 for row in rows)
+        results = 64 // 4 * 16 * (4 + 4 + 2 + 2) * 2 / 1e6  # out, dq, dk, dv
+        assert all(results <= row["peak MB"] < 100 * results for row in rows)

@@ -223,7 +223,7 @@ def test_torch_backend_on_cuda(gpu, feature):
 
 # ------------------------------------------------------------------------------------------------ sizes
 @pytest.mark.parametrize("d,num_splits", [(64, 0), (128, 3)])
-@pytest.mark.parametrize("page", PAGE_SIZES)
+@pytest.mark.parametrize("page", sorted([*PAGE_SIZES, 32, 128, 512, 4096]))
 def test_page_sizes(target, page, d, num_splits):
     check(target, build(target, *MIX, page=page, d=d), causal=True, start_pos="end", num_splits=num_splits)
     padded = build(target, [70] * 3, [500, 70, 1], page=page, d=d)
@@ -625,6 +625,15 @@ def test_as_vllm_calls_it(target):
     paged.expected(causal=True, start_pos="end", window=(63, 0), sink=sink).check(*got, small=True)
     assert flash(target, paged, window_size=None, out=out, **engine) is out
     paged.expected(causal=True, start_pos="end").check(out, small=True)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_splits_under_flash_attns_names(target, num_splits):
+    """What `fmha` makes of them, bit for bit: a sequence's results then do not depend on its batch."""
+    paged = build(target, *MIX)
+    options = {"causal": True, "start_pos": "end", "return_lse": True}
+    want = cutlass_ext.fmha(**paged.arguments, **options, num_splits=num_splits)
+    assert_same_bits(flash(target, paged, return_softmax_lse=True, num_splits=num_splits, fa_version=3), want)
 
 
 def test_lengths_in_cu_seqlens_k(target):
