@@ -39,15 +39,6 @@ CUTE_DEVICE void add_to_memory(float* to, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
-/// Four numbers of shared memory by one load, although only two of them are used: the assembler would make two of it.
-CUTE_DEVICE float4 load_whole(float4 const* from) {
-  float4 x;
-  asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(cast_smem_ptr_to_uint(from)));
-  return x;
-}
-
 /// Has the copy engine add `bytes` of shared memory, as floats, to as many in memory; one thread, and a bulk group of
 /// its own. The sums stay in L2 as long as they can: every tile of keys adds to them.
 CUTE_DEVICE void add_to_memory(float* to, void const* from, int bytes) {
@@ -59,9 +50,7 @@ CUTE_DEVICE void add_to_memory(float* to, void const* from, int bytes) {
 }
 
 /// What a CTA works on at a time: a tile of one side, and the tiles of the other that it goes through, once for each
-/// head. Tiles of rows are gone through from the last one on, each for all heads: so CTAs that hold keys of one head
-/// come by the same rows at the same time, wherever a causal mask lets theirs begin, and find them, and the sums of
-/// their dQ, in L2. Where pairs have something, one head's come behind another's: each has a map of its own.
+/// head.
 template <class Traits>
 struct GradientTile {
   WorkItem work;  // row0: first row in hand
@@ -75,8 +64,6 @@ struct GradientTile {
   bool bias_in_chunks;           // whether eight keys of a row are a vector of 16 bytes
   float bias_unit;               // of the bias in scores
   int seen_tiles;                // turns, where a mask hides tiles
-  int64_t first_sums;            // of dQ of the first turn
-  int64_t sums_a_head;           // from a head's to the next one's
   uint32_t held_phase = 0;       // of the barriers of the tile in hand
 
   GradientTile() = default;
@@ -102,11 +89,6 @@ struct GradientTile {
       Range const own = split_turns(params, work.split, heads, &tiles);
       head_q += own.begin, heads = own.size();
     }
-    if constexpr (Traits::AddsToQueries) {
-      StatisticsRows const rows(params);
-      first_sums = (rows.first(params, sequence, work.batch, head_q) + first_tile() * Traits::Step) * Traits::HeadDim;
-      sums_a_head = rows.of_a_head * Traits::HeadDim;
-    }
     if (!Traits::Pairs || !has_pairs(params)) return;
     pairs = PairMod(params, sequence, work.batch, head_q);
     bias_in_chunks = pairs.bias_in_chunks(params, heads);
@@ -114,8 +96,6 @@ struct GradientTile {
   }
 
   CUTE_DEVICE int rows() const { return view.n_q - work.row0; }  // in hand that exist
-  static constexpr int kTileStep = Traits::OfKeys ? -1 : 1;      // from a tile that is gone through to the next one
-  CUTE_DEVICE int first_tile() const { return Traits::OfKeys ? tiles.end - 1 : tiles.begin; }
   CUTE_DEVICE int turns(BackwardParams const& params) const {
     return Traits::Pairs && params.tile_map ? seen_tiles : heads * tiles.size();
   }
@@ -385,50 +365,44 @@ struct StreamCopy {
                                        TMA::CacheHintSm90::EVICT_FIRST);
         },
         empty_held);
-    auto const copy_streamed = [&](int t, int head_q, uint32_t const* whole) {
-      int const head = Traits::OfKeys ? head_q : tile.head_kv, first = t * Step, at = tile.streamed_row0 + first;
-      Range const here = counting(Traits::OfKeys ? query_rows : keys, first, Step);
-      auto* const to = streamed + ring.stage * Step * Columns;
-      auto const* const empty_streamed = empty_rows(Traits::OfKeys, head, first, Step);
-      int64_t const row =
-          WithStatistics ? StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) + first : 0;
-      empty[ring.stage].wait_for(ring.phase ^ 1);
-      tail.template tile<Step, Columns>(
-          full[ring.stage], to, empty_streamed || is_cut(here, Step, at, streamed_stored), here,
-          [&](Barrier& barrier) {
-            if (!leader) return;
-            if constexpr (Traits::Pairs && !OfValues) {
-              auto& says = shared.at[ring.stage];
-              says.tile = t, says.head = head_q, says.mixed = whole && !(__ldg(whole + t / 32) >> t % 32 & 1);
-              if constexpr (Traits::OfKeys) {
-                if (says.mixed) says.mask = TilePairs<Traits>::mask_of_tile(params, tile.work.batch, head_q, t);
-                if (has_bias(params) && tile.bias_in_chunks)
-                  says.bias = TilePairs<Traits>::bias_of_tile(params, tile, head_q, t);
+    for (int g = 0; g < tile.heads; ++g) {
+      int const head_q = tile.head_q + g, head = Traits::OfKeys ? head_q : tile.head_kv;
+      int64_t const statistics =
+          WithStatistics ? StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) : 0;
+      uint32_t const *const seen = tile.map(params, head_q, TileMap::Seen), *const whole = tile.map(params, head_q,
+                                                                                                    TileMap::Whole);
+      for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {
+        if (seen && !(__ldg(seen + t / 32) >> t % 32 & 1)) continue;
+        int const first = t * Step, at = tile.streamed_row0 + first;
+        Range const here = counting(Traits::OfKeys ? query_rows : keys, first, Step);
+        auto* const to = streamed + ring.stage * Step * Columns;
+        auto const* const empty_streamed = empty_rows(Traits::OfKeys, head, first, Step);
+        empty[ring.stage].wait_for(ring.phase ^ 1);
+        tail.template tile<Step, Columns>(
+            full[ring.stage], to, empty_streamed || is_cut(here, Step, at, streamed_stored), here,
+            [&](Barrier& barrier) {
+              if (!leader) return;
+              if constexpr (Traits::Pairs && !OfValues) {
+                auto& says = shared.at[ring.stage];
+                says.tile = t, says.head = head_q, says.mixed = whole && !(__ldg(whole + t / 32) >> t % 32 & 1);
+                if constexpr (Traits::OfKeys) {
+                  if (says.mixed) says.mask = TilePairs<Traits>::mask_of_tile(params, tile.work.batch, head_q, t);
+                  if (has_bias(params) && tile.bias_in_chunks)
+                    says.bias = TilePairs<Traits>::bias_of_tile(params, tile, head_q, t);
+                }
+                if constexpr (Traits::AddsToQueries)
+                  says.sums = params.dq_sums + (statistics + first) * Traits::HeadDim;
               }
-              if constexpr (Traits::AddsToQueries) says.sums = params.dq_sums + row * Traits::HeadDim;
-            }
-            barrier.arrive_and_expect_tx(Step * Columns * sizeof(Part) + StatisticsBytes);
-            copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
-            if constexpr (WithStatistics) {
-              SM90_BULK_COPY_G2S::copy(params.row_statistics + row, reinterpret_cast<uint64_t*>(&barrier),
-                                       shared.statistics[ring.stage], StatisticsBytes);
-            }
-          },
-          empty_streamed);
-      ring.advance();
-    };
-    if constexpr (Traits::Pairs) {
-      for (int head_q = tile.head_q; head_q < tile.head_q + tile.heads; ++head_q) {
-        uint32_t const *const seen = tile.map(params, head_q, TileMap::Seen), *const whole = tile.map(params, head_q,
-                                                                                                      TileMap::Whole);
-        for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {
-          if (!seen || __ldg(seen + t / 32) >> t % 32 & 1) copy_streamed(t, head_q, whole);
-        }
-      }
-    } else {
-      int t = tile.first_tile();
-      for (int i = 0; i < tile.tiles.size(); ++i, t += tile.kTileStep) {
-        for (int g = 0; g < tile.heads; ++g) copy_streamed(t, tile.head_q + g, nullptr);
+              barrier.arrive_and_expect_tx(Step * Columns * sizeof(Part) + StatisticsBytes);
+              copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
+              if constexpr (WithStatistics) {
+                SM90_BULK_COPY_G2S::copy(params.row_statistics + statistics + first,
+                                         reinterpret_cast<uint64_t*>(&barrier), shared.statistics[ring.stage],
+                                         StatisticsBytes);
+              }
+            },
+            empty_streamed);
+        ring.advance();
       }
     }
   }
@@ -625,9 +599,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   int quad_lane = threadIdx.x % 4;
   compute_here(quad_lane);
   auto const statistics_of = [&](int stage, int pair) {
-    float4 const* const from = reinterpret_cast<float4 const*>(shared.statistics[stage]) + quad_lane + pair * 4;
-    if constexpr (Traits::TwoBodies && kKeepsDeltas) return load_whole(from);
-    return *from;
+    return reinterpret_cast<float4 const*>(shared.statistics[stage])[quad_lane + pair * 4];
   };
   auto const read_statistics = [&](int stage) {
     if constexpr (kReadsAhead) {
@@ -658,7 +630,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       mine[i] = first_row + row_of(i) < tile.view.n_q ? rows[row_of(i)] : RowStatistics{INFINITY, 0.f};
   }
 
-  Range const unmasked = tile.unmasked;
+  Range const tiles = tile.tiles, unmasked = tile.unmasked;
   auto& ring = standing.ring;
   auto mods_of = [&](auto changed, int head) {
     if constexpr (decltype(changed)::value) return ScoreMod(params, tile.work.batch, head);
@@ -812,30 +784,23 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
 
   // WGMMAs in flight forbid a branch around their issue, and are not to be in flight at the end of a turn: what is
   // issued for a tile behind the last is of whatever lies there.
-  int t = tile.first_tile(), head = tile.head_q;
-  int const heads = tile.heads;
-  int heads_left = heads;  // of tile t
+  int t = tiles.begin, head = tile.head_q;
   // What the next tile that is due adds to dQ. Where, is worked out when it is wanted: registers of what is being
   // added, its address among them, wait for memory before they are written again.
   [[maybe_unused]] float* sums_to = nullptr;
-  [[maybe_unused]] int due_left = 0;
+  [[maybe_unused]] int due_t = tiles.begin, due_head = tile.head_q;
   [[maybe_unused]] auto const find_sums = [&] {
     if constexpr (Traits::Pairs) {
       sums_to += query_sums.first();
       return;
     }
-    if (due_left > 1) {
-      sums_to += tile.sums_a_head;
-      --due_left;
-      return;
-    }
-    if (due_left == 0) {
-      sums_to = params.dq_sums + tile.first_sums + query_sums.first();
+    if (due_t == tiles.begin) {
+      int64_t const row = StatisticsRows(params).first(params, tile.sequence, tile.work.batch, due_head) + due_t * Step;
+      sums_to = params.dq_sums + row * Traits::HeadDim + query_sums.first();
     } else {
-      sums_to -= Step * Traits::HeadDim;
-      if (heads > 1) sums_to -= (heads - 1) * tile.sums_a_head;
+      sums_to += Step * Traits::HeadDim;
     }
-    due_left = heads;
+    if (++due_t == tiles.end) due_t = tiles.begin, ++due_head;
   };
   [[maybe_unused]] auto const add_sums = [&](auto& sums) {
     warpgroup_fence_operand(sums);
@@ -953,7 +918,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       release(shared.empty[stage]);
     }
     ring = next;
-    if (!Traits::Pairs && --heads_left == 0) heads_left = heads, t += tile.kTileStep;
+    if (!Traits::Pairs && ++t == tiles.end) t = tiles.begin, ++head;
   };
   [[maybe_unused]] auto const take_turn_in_parts = [&](int turn) __attribute__((always_inline)) {
     constexpr int kPanels = Traits::HeadDimV / kPanel;
@@ -1007,7 +972,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       release(shared.empty[stage]);
     }
     ring = next;
-    if (--heads_left == 0) heads_left = heads, t += tile.kTileStep;
+    if (++t == tiles.end) t = tiles.begin, ++head;
   };
   CUTE_NO_UNROLL
   for (int turn = 0; turn < turns; ++turn) {
