@@ -71,6 +71,12 @@ def _function_of(operator, plain, backward: Callable, setup_context: Callable | 
             if setup_context:
                 setup_context(ctx, inputs, output)
 
+        @staticmethod
+        def jvp(ctx, *tangents):
+            raise NotImplementedError(
+                "fmha: there are no derivatives of forward mode, as torch.func.hessian wants them"
+            )
+
     def call(*arguments):
         if operator in (with_grad, with_grad_torch) and torch.is_autocast_enabled(device := arguments[0].device.type):
             arguments = autocast(arguments, device)  # before the inputs are kept for the gradients
