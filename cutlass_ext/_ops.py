@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .torch_backend import empty_results_of
 
@@ -140,6 +141,8 @@ def named(operator, arguments: tuple) -> dict:
 
 def run(operator, arguments: tuple, names: dict[str, str]) -> Tensors:
     """Calls an operator; `names` are what the caller calls arguments that have other names there."""
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(operator, arguments, names)
     try:
         return operator(*arguments)
     except RuntimeError as error:
@@ -147,6 +150,21 @@ def run(operator, arguments: tuple, names: dict[str, str]) -> Tensors:
         if refused is None:
             raise
         raise _renamed(refused, names) from None
+
+
+def _refuse_tangents(operator, arguments: tuple, names: dict[str, str]) -> None:
+    """Raises if an argument has a tangent (`torch.func.jvp`, `jacfwd`), whose result's would be 0 without a word."""
+    for argument, value in zip(operator._schema.arguments, arguments, strict=False):
+        if (
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and forward_ad.unpack_dual(value).tangent is not None
+        ):
+            error = NotImplementedError(
+                f"{argument.name}: has a tangent, and attention has no derivatives of forward mode; "
+                "use those of reverse mode, as torch.func.vjp and jacrev do"
+            )
+            raise _renamed(error, names)
 
 
 def refuse_grad(operator, arguments: tuple, of: str) -> None:
@@ -174,6 +192,7 @@ _FAILED_CHECK = re.compile(r"cutlass_ext\.(ValueError|TypeError|NotImplementedEr
 _DTYPES = {"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Bool": "bool"}
 _DTYPES |= {"Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64"}
 _DTYPE = re.compile(rf"\b({'|'.join(_DTYPES)})\b")  # C++'s names
+_NOT_VMAPPED = re.compile(r"Batching rule not implemented for cutlass_ext::(\w+)")
 _WRONG_TYPE = re.compile(r"Expected a value of type '(.*?)' for argument '(\w+)' but instead found type '(.*?)'")
 
 
@@ -189,6 +208,9 @@ def _refusal(error: RuntimeError, operator, arguments: tuple) -> Exception | Non
     if found := _FAILED_CHECK.search(message):
         name, text = found.groups()
         return getattr(builtins, name)(_DTYPE.sub(lambda dtype: _DTYPES[dtype[0]], text))
+    if found := _NOT_VMAPPED.search(message):
+        written = "out" if "_out" in found[1] else "k_cache"
+        return NotImplementedError(f"{written}: is written to, which torch.vmap does not take; call once for each")
     if found := _WRONG_TYPE.search(message):
         expected, name, came = found.groups()
         or_none = " or None" if expected.startswith("Optional[") else ""

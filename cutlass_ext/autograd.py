@@ -49,6 +49,16 @@ def _function_of(operator, plain, backward: Callable, setup_context: Callable | 
     """
     defaults = [argument.default_value for argument in operator._schema.arguments]
 
+    class Eager(torch.autograd.Function):
+        """With `setup_context` in `forward`: where they are two, PyTorch reads the signature in every call."""
+
+        @staticmethod
+        def forward(ctx, *arguments):
+            output = plain(*arguments)
+            if setup_context:
+                setup_context(ctx, arguments, output)
+            return output
+
     class Function(torch.autograd.Function):
         generate_vmap_rule = True  # of the operators' own
 
@@ -61,12 +71,19 @@ def _function_of(operator, plain, backward: Callable, setup_context: Callable | 
             if setup_context:
                 setup_context(ctx, inputs, output)
 
+        @staticmethod
+        def jvp(ctx, *tangents):
+            raise NotImplementedError(
+                "fmha: there are no derivatives of forward mode, as torch.func.hessian wants them"
+            )
+
     def call(*arguments):
         if operator in (with_grad, with_grad_torch) and torch.is_autocast_enabled(device := arguments[0].device.type):
             arguments = autocast(arguments, device)  # before the inputs are kept for the gradients
-        return Function.apply(*arguments, *defaults[len(arguments) :])
+        function = Function if func_is_active() else Eager
+        return function.apply(*arguments, *defaults[len(arguments) :])
 
-    Function.backward = staticmethod(backward)
+    Function.backward = Eager.backward = staticmethod(backward)
     call._schema = operator._schema  # for the errors of `run`
     return call
 

@@ -147,11 +147,41 @@ def grouped(rows: list[dict]) -> Iterator[tuple[Case, list[dict]]]:
 
 
 def plot(rows: list[dict], facts: dict, folder: Path) -> list[Path]:
-    """time.png, tflops.png and memory.png against N, from the rows of the series that a run holds; the same of backward
-    passes, their names with backward_ in front."""
+    """time.png, tflops.png and memory.png against N, from the rows of the series that a run holds; where it has none,
+    cases.png, a group of bars for each case. The same of backward passes, their names with backward_ in front."""
     folder.mkdir(parents=True, exist_ok=True)
     forward, backward = ([row for row in rows if is_backward(row) == b] for b in (False, True))
-    return plot_pass(forward, "", facts, folder) + plot_pass(backward, "backward_", facts, folder)
+    draw = plot_pass if any(row["series"] != "table" for row in rows) else plot_cases
+    return draw(forward, "", facts, folder) + draw(backward, "backward_", facts, folder)
+
+
+def plot_cases(rows: list[dict], prefix: str, facts: dict, folder: Path) -> list[Path]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    if not rows:
+        return []
+    cases = dict(grouped(rows))
+    providers = [name for name in NAMES if any(row["provider"] == name for row in rows)]
+    width = 0.8 / len(providers)
+    figure, axes = plt.subplots(figsize=(2 + 2 * len(cases), 4), layout="constrained")
+    for i, provider in enumerate(providers):
+        bars = [
+            (c, row["ms"]) for c, group in enumerate(cases.values()) for row in group if row["provider"] == provider
+        ]
+        axes.bar([c - 0.4 + (i + 0.5) * width for c, _ in bars], [ms for _, ms in bars], width, label=provider)
+    axes.set_title(f"(B, N, H, d) {rows[0]['dtype']}: {facts['gpu'] or 'CPU'}", fontsize=10)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(cases)), list(map(str, cases)), fontsize=8)
+    axes.set(ylabel="ms")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=8)
+    path = folder / f"{prefix}cases.png"
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return [path]
 
 
 def plot_pass(rows: list[dict], prefix: str, facts: dict, folder: Path) -> list[Path]:
@@ -221,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--plot",
         type=Path,
         metavar="DIR",
-        help="write time.png, tflops.png, memory.png of the suite; backward_time.png and so on",
+        help="write time.png, tflops.png, memory.png of the suite, cases.png of a preset; backward_time.png and so on",
     )
     parser.add_argument("--commit", help="what to record as commit where there is no git repository")
     options = parser.parse_args(arguments)

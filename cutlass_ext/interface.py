@@ -187,7 +187,7 @@ def fmha(
         TypeError: an argument of a wrong type or dtype.
         ValueError: a shape, stride, device or value that does not fit; the text names the argument.
         NotImplementedError: what is not built yet, among it gradients of slopes, of keys in pages, and of gradients;
-            bias or mask of packed sequences.
+            derivatives of forward mode; bias or mask of packed sequences.
 
     Source: FlashAttention (arXiv:2205.14135, section 3.1) and FlashAttention-2 (arXiv:2307.08691, section 3.1), with
     the online softmax of arXiv:1805.02867 (section 3). Features: GQA (arXiv:2305.13245, section 2.2), ALiBi

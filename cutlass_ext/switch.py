@@ -124,7 +124,8 @@ def _replace(library: torch.library.Library, name: str, compute: Callable, key: 
         warn_once("scaled_dot_product_attention", reason)
         return own.call_boxed(keys, *args, **kwargs)
 
-    library.impl(name, call, key, with_keyset=True)
+    # A kernel of Python, as FlashAttention-4 has them, is replaced too.
+    library.impl(name, call, key, with_keyset=True, allow_override=True)
 
 
 def _refused(o: SimpleNamespace) -> str | None:

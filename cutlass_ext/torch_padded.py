@@ -114,17 +114,39 @@ class _Fused(NamedTuple):
 
     def keys(self, *tensors: Tensor) -> list[Tensor]:
         """`[B, j, H, d]` of tensors of all keys, as `[B, H, j, d]`."""
-        return [x[:, self.j].transpose(1, 2) for x in tensors]
+        all_keys = self.j.stop - self.j.start == tensors[0].shape[1]
+        return [(x if all_keys else x[:, self.j]).transpose(1, 2) for x in tensors]
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, return_lse: bool = True) -> Results:
         with _float32_products("cpu"):
             out, lse = _FUSED.call_boxed(
                 _CPU, *_with_whole_rows(q.transpose(1, 2), *self.keys(k, v)), 0.0, self.causal,
                 attn_mask=self.added, scale=self.softmax_scale,
             )  # fmt: skip
+        if not return_lse:
+            return out.transpose(1, 2).contiguous(), lse
         if self.added is not None and (unsure := lse == 0).any():  # which is also what it gives a row without keys
             lse.masked_fill_(unsure & self.sees_nothing(q.shape[1]), -torch.inf)
         return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+    def exact_lse(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """`lse` alone, of scores that are computed at once; None where there are too many for that."""
+        (B, N_q, H_q, d), n = q.shape, self.j.stop - self.j.start
+        if B * H_q * N_q * n > _CPU_BLOCK:
+            return None
+        (K,) = self.keys(k)
+        Q, K = q.transpose(1, 2).reshape(-1, N_q * (H_q // K.shape[1]), d), K.flatten(0, 1)
+        S = q.new_empty(Q.shape[0], Q.shape[1], n)
+        with _float32_products("cpu"):
+            S.baddbmm_(Q, K.mT, beta=0, alpha=self.softmax_scale)
+        S = S.view(B, H_q, N_q, n)
+        if self.causal:
+            S.masked_fill_(torch.arange(n) > torch.arange(N_q).unsqueeze(-1), -torch.inf)
+        if self.added is not None:
+            S.add_(self.added)
+        m, largest = S.amax(-1), torch.softmax(S, -1).amax(-1)  # exp(m - lse): softmax keeps no sum
+        lse = m - largest.log_()
+        return lse if self.added is None else lse.masked_fill_(m == -torch.inf, -torch.inf)
 
     def sees_nothing(self, N_q: int) -> Tensor:
         """`[1 or B, 1 or H_q, 1 or N_q]`: rows that see no key."""
@@ -148,9 +170,9 @@ class _Fused(NamedTuple):
         dq, dk, dv = (x.transpose(1, 2) for x in (dq, *of_keys))
         if (N_kv := o.k.shape[1]) != self.j.stop - self.j.start:
             dk, dv = (pad(x, (0, 0, 0, 0, self.j.start, N_kv - self.j.stop)) for x in (dk, dv))
-        *asked, dsink, dbias = empty_gradients(o)
-        dq, dk, dv = (x.to(like.dtype).contiguous() for x, like in zip((dq, dk, dv), asked, strict=True))
-        return dq, dk, dv, dsink, dbias
+        dq, dk, dv = (x.to(o.out_dtype or o.q.dtype).contiguous() for x in (dq, dk, dv))
+        nobody_asked = lse.new_empty(0)
+        return dq, dk, dv, nobody_asked, nobody_asked.clone()
 
 
 def _with_whole_rows(*tensors: Tensor) -> list[Tensor]:
@@ -332,19 +354,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, o: SimpleNamesp
     fused = _Fused.of(q, k, v, lengths, o)
     if fused is None:
         return _attention_in_blocks(q, k, v, lengths, o)
+    needs_exact_lse = o.return_lse and q.dtype == torch.float32 and q.shape[1] < _ROWS_OF_EXACT_LSE
     if o.return_lse and q.dtype != torch.float32:
         out, lse = fused.attention(q.float(), k.float(), v.float())
         out = out.to(q.dtype)
     else:
-        out, lse = fused.attention(q, k, v)
+        out, lse = fused.attention(q, k, v, o.return_lse and not needs_exact_lse)
+    if needs_exact_lse and (lse := fused.exact_lse(q, k)) is None:
+        _, lse = _attention_in_blocks(q, k, v, lengths, o, out)
     # Where a mask hides a NaN, it adds -inf to it: of such heads the blocks, which replace it, have the last word.
     if fused.added is not None and (use := _finite_heads(k.shape[2], out)) is not None:
         of_blocks = _attention_in_blocks(q, k, v, lengths, o)
         out = _chosen(use, out, of_blocks[0])
         lse = _chosen(use, lse.transpose(1, 2).unsqueeze(-1), of_blocks[1].transpose(1, 2).unsqueeze(-1))
         lse = lse.squeeze(-1).transpose(1, 2).contiguous()
-    if o.return_lse and q.dtype == torch.float32 and q.shape[1] < _ROWS_OF_EXACT_LSE:
-        return _attention_in_blocks(q, k, v, lengths, o, out)
     return out, lse
 
 

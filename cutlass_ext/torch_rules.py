@@ -16,6 +16,7 @@ FORWARD = [autograd.forward, autograd.forward_torch, autograd.with_grad, autogra
 BACKWARD = [autograd.backward, autograd.backward_torch]
 WRITING_OUT = [autograd.forward_out, autograd.forward_out_torch]
 CACHE = list(kvcache.OPERATORS)
+READING_CACHE = [operator for operator in CACHE if not operator._schema.is_mutable]
 
 
 # ------------------------------------------------------------------------------------------------ autocast
@@ -72,7 +73,7 @@ def _register_vmap(operator) -> None:
     torch.library.register_vmap(operator, rule, lib=library)
 
 
-for _operator in (*FORWARD, *BACKWARD):
+for _operator in (*FORWARD, *BACKWARD, *READING_CACHE):
     _register_vmap(_operator)
 
 

@@ -103,7 +103,7 @@ def _modules() -> dict[str, ModuleType]:
         "flash_attn.bert_padding": vars(bert_padding),
         "flash_attn.layers": {},
         "flash_attn.layers.rotary": vars(rotary),
-        "flash_attn_interface": {name: _in_order(public[name], order) for name, order in _ORDERS.items()},
+        "flash_attn_interface": _of_third(public),
     }
     modules = {}
     for name, values in content.items():
@@ -154,6 +154,34 @@ def _in_order(function: Callable, order: str) -> Callable:
     )
     call.__name__, call.__doc__, call.__signature__ = function.__name__, function.__doc__, signature
     return call
+
+
+def _of_third(public: dict[str, Callable]) -> dict[str, Callable]:
+    functions = {name: _in_order(public[name], order) for name, order in _ORDERS.items()}
+
+    def flash_attn_qkvpacked_func(
+        qkv: Tensor,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        q_descale: Tensor | None = None,
+        k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        attention_chunk: int = 0,
+        softcap: float = 0.0,
+        deterministic: bool = False,
+        num_heads_q: int | None = None,
+        sm_margin: int = 0,
+        return_attn_probs: bool = False,
+    ):
+        """`flash_attn_func` of qkv `[B, N, 3, H, d]`, or `[B, N, H_q + 2 H_kv, d]` with `num_heads_q`."""
+        return functions["flash_attn_func"](
+            *rotary.unpacked(qkv, num_heads_q), softmax_scale, causal, None, q_descale, k_descale, v_descale,
+            window_size, attention_chunk, softcap, deterministic=deterministic, sm_margin=sm_margin,
+            return_attn_probs=return_attn_probs,
+        )  # fmt: skip
+
+    return functions | {"flash_attn_qkvpacked_func": flash_attn_qkvpacked_func}
 
 
 # ------------------------------------------------------------------------------------------------ single passes

@@ -70,6 +70,16 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, dims: int) -> None:
 apply_rotary_emb_func = apply_rotary_emb
 
 
+def unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
+    """q, k and v of qkv `[B, N, 3, H, d]`, or `[B, N, H_q + 2 H_kv, d]` with `num_heads_q`."""
+    if qkv.dim() == 5:
+        return qkv.unbind(2)
+    if num_heads_q is None:
+        raise ValueError(f"num_heads_q: is None; expected the query heads of qkv, of shape {list(qkv.shape)}")
+    num_heads_k = (qkv.shape[2] - num_heads_q) // 2
+    return qkv.split([num_heads_q, num_heads_k, num_heads_k], 2)
+
+
 def apply_rotary_emb_qkv_(
     qkv: Tensor,
     cos: Tensor,
@@ -95,13 +105,7 @@ def apply_rotary_emb_qkv_(
     Raises:
         ValueError: `num_heads_q` is None where `qkv` has four dimensions.
     """
-    if qkv.dim() == 5:
-        q, k, _ = qkv.unbind(2)
-    elif num_heads_q is None:
-        raise ValueError(f"num_heads_q: is None; expected the query heads of qkv, of shape {list(qkv.shape)}")
-    else:
-        num_heads_k = (qkv.shape[2] - num_heads_q) // 2
-        q, k, _ = qkv.split([num_heads_q, num_heads_k, num_heads_k], 2)
+    q, k, _ = unpacked(qkv, num_heads_q)
     apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
     apply_rotary_emb(
         k, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k, interleaved, True, seqlen_offsets

@@ -30,6 +30,7 @@ def test_presets_run(preset, tmp_path, capsys, monkeypatch):
     assert {"cutlass_ext", "written out", "SDPA math"} <= {row["provider"] for row in rows}
     assert {row["backward"] for row in rows} == {False, True}
     assert str(next(bench.grouped(rows))[0]) in capsys.readouterr().out
+    assert {found.name for found in tmp_path.glob("*.png")} == {"cases.png", "backward_cases.png"}
 
 
 def test_cases_of_presets():

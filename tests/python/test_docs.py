@@ -50,9 +50,31 @@ def test_snippets_run(page, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_links_lead_to_files(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", BLOCK.sub("", page.read_text())):
+    """And to headings in them."""
+    text = re.sub(r"`[^`\n]*`", "", BLOCK.sub("", page.read_text()))
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        path, _, heading = target.partition("#")
         if "://" not in target:
-            assert (page.parent / target).exists(), target
+            file = page.parent / path if path else page
+            assert file.exists(), target
+            assert not heading or file.suffix != ".md" or heading in headings(file), target
+
+
+def headings(page):
+    """As links name them."""
+    titles = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_lines_of_the_algorithm_are_where_the_page_says():
+    """What a row of docs/how_it_works.md shows in its last column stands in the line of its link."""
+    page = ROOT / "docs" / "how_it_works.md"
+    rows = re.findall(r"^\|.*\| \[(\S+):(\d+)\]\((\S+)#L(\d+)\) \| `(.*)` \|$", page.read_text(), re.MULTILINE)
+    assert len(rows) > 20
+    for name, shown, path, line, code in rows:
+        lines = (page.parent / path).read_text().splitlines()
+        found = [i for i, text in enumerate(lines, 1) if code in text]
+        assert path.endswith(name) and shown == line and int(line) in found, f"{name}:{line} is at {found}: {code}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -71,7 +93,7 @@ def test_errors_are_quoted_as_they_are_raised():
     page = (ROOT / "docs" / "install.md").read_text()
     tables = re.findall(r"^\| it says \|.*?\n\n", page, re.MULTILINE | re.DOTALL)
     quoted = [text for table in tables for text in re.findall(r"^\|[^`|]*`([^`]+)`", table, re.MULTILINE)]
-    assert len(quoted) == 21
+    assert len(quoted) == 22
     assert not [text for text in quoted if text not in code]
 
 

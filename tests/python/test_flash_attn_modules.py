@@ -108,6 +108,23 @@ def test_flash_attention_3_by_position(target, installed):
     expect_packed(*packed, **names, causal=True, start_pos="end", softmax_scale=0.3).check(out)
 
 
+def test_flash_attention_3_packed_in_one_tensor(target, installed):
+    from flash_attn_interface import flash_attn_qkvpacked_func
+
+    q, k, v = target.qkv(2, 50, 4, 32, heads_kv=2)
+    scales = [None] * 3
+    qkv = torch.cat([q, k, v], 2).requires_grad_()
+    out, lse = flash_attn_qkvpacked_func(qkv, 0.3, True, *scales, (20, -1), num_heads_q=4, return_attn_probs=True)
+    options = {"causal": True, "window": (20, -1), "softmax_scale": 0.3}
+    expect(q, k, v, **options).check(out, lse)
+    out.sum().backward()
+    assert qkv.grad.abs().amax((0, 1, 3)).min() > 0
+    alike = torch.stack([q[:, :, :2], k, v], 2)
+    expect(q[:, :, :2], k, v, **options).check(flash_attn_qkvpacked_func(alike, 0.3, True, *scales, (20, -1)))
+    with pytest.raises(ValueError, match="num_heads_q"):
+        flash_attn_qkvpacked_func(qkv)
+
+
 def test_flash_attention_3_cache(target, installed):
     from flash_attn_interface import flash_attn_with_kvcache
 

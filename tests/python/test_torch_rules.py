@@ -248,6 +248,46 @@ def test_vmap_of_what_is_no_batch(on, each):
         torch.testing.assert_close(got[i], call(q[i], k[i], v[i], extra[i]), atol=1e-6, rtol=1e-6)
 
 
+def test_vmap_of_a_cache(on):
+    """Reading it is a loop; what is written to is refused."""
+    q, keys, values = on.qkv(2, 1, 4, 32, n_kv=40)
+    queries, lengths = torch.stack([q, 2 * q, -q]), on.int32([40, 9])
+
+    def call(q, **options):
+        return cutlass_ext.flash_attn_with_kvcache(q, keys, values, cache_seqlens=lengths, **options)
+
+    torch.testing.assert_close(torch.vmap(call)(queries), torch.stack([call(x) for x in queries]))
+    with pytest.raises(NotImplementedError, match="k_cache: is written to"):
+        torch.vmap(lambda q: call(q, k=q, v=q))(queries)
+    with pytest.raises(NotImplementedError, match="out: is written to"):
+        torch.vmap(lambda q: cutlass_ext.fmha(q, keys, values, out=torch.empty_like(q)))(queries)
+
+
+FORWARD_MODE = {
+    "jvp": lambda f, q, t: torch.func.jvp(f, (q,), (t,)),
+    "jacfwd": lambda f, q, t: torch.func.jacfwd(lambda x: f(x).sum())(q),
+    "hessian": lambda f, q, t: torch.func.hessian(lambda x: f(x).sum())(q),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("mode", FORWARD_MODE)
+def test_forward_mode_is_refused(on, mode, backend):
+    """Tangents of 0 would be wrong; what has none is computed."""
+    q, k, v = on.qkv(1, 5, 2, 32)
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        FORWARD_MODE[mode](lambda x: cutlass_ext.fmha(x, k, v, backend=backend), q, torch.ones_like(q))
+    with pytest.raises(NotImplementedError, match="query: has a tangent"):
+        torch.func.jvp(lambda x: cutlass_ext.scaled_dot_product_attention(x, k, v), (q,), (q,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(k, k)
+        with pytest.raises(NotImplementedError, match="k_cache: has a tangent"):
+            cutlass_ext.flash_attn_with_kvcache(q, dual, v)
+    known = cutlass_ext.fmha(q, k, v, backend=backend)
+    _, tangent = torch.func.jvp(lambda x: x * cutlass_ext.fmha(q, k, v, backend=backend), (q,), (torch.ones_like(q),))
+    torch.testing.assert_close(tangent, known)
+
+
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_gradients_of_each_sample(on, with_sink):
     q, k, v = (x.unflatten(0, (3, 2)) for x in on.qkv(6, 17, 4, 32))

@@ -38,6 +38,9 @@ DECODERS = {
                                    "moe_intermediate_size": 16, "first_k_dense_replace": 1}),
     "phi": ("Phi", {"num_key_value_heads": 4}),
 }  # fmt: skip
+# DeepSeek's own head dims, 192 of q and k beside 128 of v.
+OF_DEEPSEEK = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+DECODERS["deepseek_v3_192_128"] = ("DeepseekV3", DECODERS["deepseek_v3"][1] | OF_DEEPSEEK)
 
 
 @pytest.fixture(scope="session", params=targets(("cpu", "auto"), ("cuda", "auto")))
@@ -84,6 +87,20 @@ def assert_alike(got, want, where=None):
     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
 
 
+def assert_like_eager(models, run, where=slice(None)):
+    """What `run` makes of each model, where that counts, and the gradients of all weights while it trains."""
+    results = []
+    for model in models:
+        got = run(model.train())[where]
+        got.float().log_softmax(-1)[..., 7].mean().backward()
+        results.append((got.detach(), [p.grad for p in model.eval().parameters()]))
+    assert_alike(results[0][0], results[1][0])
+    for got, want in zip(*(gradients for _, gradients in results), strict=True):
+        assert (got is None) == (want is None)
+        if got is not None:
+            assert_alike(got, want)
+
+
 @pytest.fixture
 def alone(monkeypatch):
     """Nothing is handed on to PyTorch."""
@@ -97,22 +114,13 @@ def alone(monkeypatch):
 @pytest.mark.parametrize("side", [None, "left", "right"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_logits_and_gradients(name, side, device, alone):
-    ours, eager = decoder(name, device)
     ids = tokens(device, 3, 17)
     mask = None if side is None else padding(device, side)
     positions = None if side is None else (mask.cumsum(-1) - 1).clamp(min=0)
     where = slice(None) if mask is None else mask.bool()
-    results = []
-    for model in (ours, eager):
-        model.train()
-        logits = model(ids, attention_mask=mask, position_ids=positions).logits[where]
-        (logits.float().log_softmax(-1)[..., 7]).mean().backward()
-        results.append((logits.detach(), [p.grad for p in model.parameters()]))
-    assert_alike(results[0][0], results[1][0])
-    for got, want in zip(*(gradients for _, gradients in results), strict=True):
-        assert (got is None) == (want is None)
-        if got is not None:
-            assert_alike(got, want)
+    assert_like_eager(
+        decoder(name, device), lambda model: model(ids, attention_mask=mask, position_ids=positions).logits, where
+    )
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -219,16 +227,16 @@ NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 def test_bert(padded, device, alone):
     config = transformers.BertConfig(vocab_size=99, **ENCODER, **NO_DROPOUT)
     ids, mask = tokens(device, 3, 17), padding(device, "right") if padded else None
-    results = [
-        model(ids, attention_mask=mask).last_hidden_state for model in pair(transformers.BertModel, config, device)
-    ]
-    assert_alike(*results, None if mask is None else mask.bool())
+    models = pair(transformers.BertModel, config, device)
+    where = slice(None) if mask is None else mask.bool()
+    assert_like_eager(models, lambda model: model(ids, attention_mask=mask).last_hidden_state, where)
 
 
 def test_vit(device, alone):
     config = transformers.ViTConfig(image_size=16, patch_size=4, **ENCODER)
     images = torch.randn(2, 3, 16, 16, device=device)
-    assert_alike(*(model(images).last_hidden_state for model in pair(transformers.ViTModel, config, device)))
+    models = pair(transformers.ViTModel, config, device)
+    assert_like_eager(models, lambda model: model(images).last_hidden_state)
 
 
 def test_whisper(device, alone):
@@ -240,20 +248,20 @@ def test_whisper(device, alone):
     )  # fmt: skip
     models = pair(transformers.WhisperForConditionalGeneration, config, device)
     sound, ids = torch.randn(2, 8, 60, device=device), tokens(device, 2, 11)
-    assert_alike(*(model(sound, decoder_input_ids=ids).logits for model in models))
+    assert_like_eager(models, lambda model: model(sound, decoder_input_ids=ids).logits)
     options = {"max_new_tokens": 8, "do_sample": False, "decoder_input_ids": ids[:, :3]}
     got, want = (model.generate(sound, **options) for model in models)
     assert torch.equal(got, want)
 
 
-def test_t5(device):
+def test_t5(device, alone):
     config = transformers.T5Config(
         vocab_size=99, d_model=64, d_kv=16, d_ff=80, num_layers=2, num_heads=4, dropout_rate=0.0, pad_token_id=0,
         decoder_start_token_id=0, eos_token_id=98,
     )  # fmt: skip
     models = pair(transformers.T5ForConditionalGeneration, config, device)
     ids, mask, target = tokens(device, 3, 17), padding(device, "right"), tokens(device, 3, 8)
-    assert_alike(*(model(ids, attention_mask=mask, labels=target).logits for model in models))
+    assert_like_eager(models, lambda model: model(ids, attention_mask=mask, labels=target).logits)
     got, want = (model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False) for model in models)
     assert torch.equal(got, want)
 
