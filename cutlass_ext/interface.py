@@ -206,9 +206,7 @@ def fmha(
     if type(softcap) is not float or type(dropout_p) is not float or type(softmax_scale) not in _NUMBER_OR_NONE:
         check_numbers(softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p)
     left, right = (-1, -1) if type(window) is tuple and window == (-1, -1) else window_sides("window", window)
-    key_starts = None
-    if type(key_start) is not int or key_start != 0:
-        start_pos, key_start, key_starts = behind_keys(start_pos, key_start)
+    start_pos, key_start, key_starts = behind_keys(start_pos, key_start)
     start, start_positions = (start_pos, None) if type(start_pos) is int else split_start(start_pos)
     names = NAMES
     has_rare = not (
@@ -358,6 +356,8 @@ def behind_keys(start_pos: StartPos, key_start: int | Tensor) -> tuple[StartPos,
 
     What a tensor is that does not fit is theirs to say, so nothing is computed with it.
     """
+    if type(key_start) is int and key_start == 0:
+        return start_pos, 0, None  # without a launch that subtracts it
     if not isinstance(key_start, (Tensor, Integral, torch.SymInt)) or isinstance(key_start, bool):
         raise TypeError(f"key_start: is {key_start!r}; expected an int or an int32 tensor [batch]")
     tensors = [x for x in (start_pos, key_start) if isinstance(x, Tensor)]
