@@ -28,22 +28,6 @@ CUTE_DEVICE Part merge(Part const (&parts)[Parts], float (&weights)[Parts]) {
 
 constexpr int kMergeRows = 4;  // query rows of a block, a warp each
 
-/// Whether a packed row is one that the launch computes, asked by a whole warp: rows behind the last sequence are
-/// nobody's, those of sequences that another launch has may be written at the same time. Its sequence is the last that
-/// begins at or before it, looked for in steps of 32.
-CUTE_DEVICE bool is_computed(Params const& params, int row) {
-  int first = 0, sequences = params.batch;
-  while (sequences > 1) {
-    int const step = (sequences + 31) / 32, own = threadIdx.x % 32 * step;
-    bool const begins = own < sequences && params.cu_seqlens_q[first + own] <= row;
-    int const skipped = max(__popc(__ballot_sync(0xffffffffu, begins)) - 1, 0) * step;
-    first += skipped;
-    sequences = min(step, sequences - skipped);
-  }
-  Range const rows = query_rows_of(params, first);
-  return rows.begin <= row && row < rows.end && row - rows.begin < params.n_q;
-}
-
 /// Merges the splits of each query row and lets the sink in, a warp a row. The bits depend on the number of splits
 /// alone. Launched after a kernel that wrote parts. One part alone, in float32, lies where o does, and stays as it is
 /// unless there is a sink.

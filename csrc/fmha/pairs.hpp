@@ -292,6 +292,11 @@ struct PairMod {
     return static_cast<uint16_t const*>(bias) + min(row, visibility.n_q - 1) * pairs.bias.row + key;
   }
 
+  /// Where the 16-bit bias of row `row` of the head that is `heads` further begins, at the first real key.
+  CUTE_DEVICE uint16_t const* bias_row(Pairs const& pairs, int heads, int row) const {
+    return static_cast<uint16_t const*>(bias) + heads * pairs.bias.head + row * pairs.bias.row;
+  }
+
   /// Adds the bias to `Count` scores of a row, those of the keys `key + key_of(e)`.
   template <int Count, class KeyOf>
   CUTE_DEVICE void add_bias(float (&scores)[Count], Pairs const& pairs, Visibility const& visibility, int row, int key,

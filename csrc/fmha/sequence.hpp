@@ -86,6 +86,22 @@ CUTE_DEVICE Sequence device_sequence_of(Lengths const& lengths, int b) {
     compute_here(*x);
   return s;
 }
+
+/// Whether a packed row is one that the launch computes, asked by a whole warp: rows behind the last sequence are
+/// nobody's, those of sequences that another launch has may be written at the same time. Its sequence is the last that
+/// begins at or before it, looked for in steps of 32.
+CUTE_DEVICE bool is_computed(Lengths const& lengths, int row) {
+  int first = 0, sequences = lengths.batch;
+  while (sequences > 1) {
+    int const step = (sequences + 31) / 32, own = threadIdx.x % 32 * step;
+    bool const begins = own < sequences && lengths.cu_seqlens_q[first + own] <= row;
+    int const skipped = max(__popc(__ballot_sync(0xffffffffu, begins)) - 1, 0) * step;
+    first += skipped;
+    sequences = min(step, sequences - skipped);
+  }
+  Range const rows = query_rows_of(lengths, first);
+  return rows.begin <= row && row < rows.end && row - rows.begin < lengths.n_q;
+}
 #endif
 
 }  // namespace cutlass_ext

@@ -388,7 +388,7 @@ struct StreamCopy {
                 if constexpr (Traits::OfKeys) {
                   if (says.mixed) says.mask = TilePairs<Traits>::mask_of_tile(params, tile.work.batch, head_q, t);
                   if (has_bias(params) && tile.bias_in_chunks)
-                    says.bias = TilePairs<Traits>::bias_of_tile(params, tile, head_q, t);
+                    says.bias_row = tile.pairs.bias_row(params, head_q - tile.head_q, t * Step);
                 }
                 if constexpr (Traits::AddsToQueries)
                   says.sums = params.dq_sums + (statistics + first) * Traits::HeadDim;

@@ -16,10 +16,10 @@ namespace cutlass_ext::sm90 {
 /// What the copying warp says of a streamed tile.
 struct alignas(16) StreamedTile {
   int tile, head;
-  float* sums;           // of dQ of its rows, where that is added to
-  uint32_t const* mask;  // from the side of keys: of its rows and key 0, or of all rows, where they share it
-  uint16_t const* bias;  // the same, of the first real key, where chunks of it are copied
-  int mixed;             // whether the mask hides some of its pairs
+  float* sums;               // of dQ of its rows, where that is added to
+  uint32_t const* mask;      // from the side of keys: of its rows and key 0, or of all rows, where they share it
+  uint16_t const* bias_row;  // its first row's, at the first real key, where chunks of it are copied
+  int mixed;                 // whether the mask hides some of its pairs
 };
 
 /// Which part of shared memory that every consumer warp has one of is the calling warp's. Bias, sums of dQ and finished
@@ -60,13 +60,6 @@ class TilePairs {
     return params.mask_of_keys + MaskOfKeys(params).first(params, batch, head, 0) + tile * Words;
   }
 
-  /// `StreamedTile::bias`.
-  template <class Tile>
-  CUTE_DEVICE static uint16_t const* bias_of_tile(BackwardParams const& params, Tile const& held, int head, int tile) {
-    return static_cast<uint16_t const*>(held.pairs.bias) + (head - held.head_q) * params.bias.head +
-           tile * Step * params.bias.row;
-  }
-
   /// Asks for what `next` wants; unless `Changed`, of the mask alone, since calls have no bias or dropout then.
   template <bool Changed, class Shared, class Tile>
   CUTE_DEVICE void ask(BackwardParams const& params, Shared& shared, Tile const& tile, StreamedTile const& next) {
@@ -74,7 +67,7 @@ class TilePairs {
     auto const pairs = [&] { return place.pairs(params, next.head); };
     if (Changed && has_bias(params) && tile.bias_in_chunks) {
       if constexpr (OfKeys) {
-        copy_bias_across(params, shared, place, next.bias);
+        copy_bias_across(params, shared, place, next.bias_row);
       } else {
         copy_bias(params, shared, place, pairs());
       }
@@ -179,18 +172,19 @@ class TilePairs {
   /// The same from the side of keys, of a tile's bias from its first row on: rows that do not exist get zeros, too.
   template <class Shared, class Place>
   CUTE_DEVICE static void copy_bias_across(BackwardParams const& params, Shared& shared, Place const& place,
-                                           uint16_t const* bias) {
+                                           uint16_t const* first_row) {
     int const lane = place.thread.lane, row = row_of_chunk(lane), eight = eight_of_chunk(lane),
               key = place.key + eight * 8;
     Visibility const& visibility = place.tile.sequence.visibility;
     int const rows = visibility.n_q - place.row - row, bytes = 2 * min(max(visibility.len_kv - key, 0), 8);
     uint32_t const to = cast_smem_ptr_to_uint(staged(shared)) + at(row, eight);
-    uint16_t const* const from = bias + (row * params.bias.row + key);
+    int64_t const stride = bias_of(params).row;
+    uint16_t const* const from = first_row + (row * stride + key);
     __syncwarp();  // what is there has been read
     CUTE_UNROLL
     for (int k = 0; k < ChunksOfLane; ++k) {
       constexpr int kRows = 16;  // of a chunk for each lane
-      copy_chunk(to + k * at(kRows, 0), from + k * kRows * params.bias.row, k * kRows < rows ? bytes : 0);
+      copy_chunk(to + k * at(kRows, 0), from + k * kRows * stride, k * kRows < rows ? bytes : 0);
     }
   }
 
