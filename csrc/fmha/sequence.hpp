@@ -95,7 +95,7 @@ CUTE_DEVICE bool is_computed(Lengths const& lengths, int row) {
   while (sequences > 1) {
     int const step = (sequences + 31) / 32, own = threadIdx.x % 32 * step;
     bool const begins = own < sequences && lengths.cu_seqlens_q[first + own] <= row;
-    int const skipped = max(__popc(__ballot_sync(0xffffffffu, begins)) - 1, 0) * step;
+    int const skipped = max(31 - __clz(__ballot_sync(0xffffffffu, begins)), 0) * step;
     first += skipped;
     sequences = min(step, sequences - skipped);
   }
