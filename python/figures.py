@@ -43,7 +43,7 @@ RESULTS = Path("bench", "results")
 DATA, PAGE = RESULTS / "figures.json", RESULTS / "figures.md"
 SHOWN = Path("README.md"), Path("docs", "performance.md")  # where a block between the marks is ours
 MARKED = re.compile(r"(<!-- figures -->\n).*(<!-- /figures -->)", re.DOTALL)
-ROUNDS = 12
+ROUNDS = 9
 SLOW = {WRITTEN_OUT, "SDPA math"}
 COMPILED = {"FlexAttention"}  # for each shape, in seconds: where little else has the feature
 
