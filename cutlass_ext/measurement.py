@@ -305,9 +305,9 @@ def sample_ms(
 
 class Timed:
     """A call as it is timed: on a GPU some calls in one CUDA graph, or one after the other where a graph cannot hold
-    them; one at a time, and with nothing in L2, where `cold`."""
+    them or is not to (`captured`); one at a time, and with nothing in L2, where `cold`."""
 
-    def __init__(self, call: Callable[[], object], device: str, cold: bool = False):
+    def __init__(self, call: Callable[[], object], device: str, cold: bool = False, captured: bool = True):
         self.call, self.device, self.repeats, self.graph = call, device, 1, None
         self.flushed = torch.empty(MORE_THAN_L2 // 4, device=device) if cold and device == "cuda" else None
         if device == "cpu":
@@ -315,6 +315,8 @@ class Timed:
         ms = min(sample_ms(call, 1, device) for _ in range(3))
         if not cold:
             self.repeats = max(1, min(MAX_REPEATS, math.ceil(SAMPLE_MS / ms)))
+        if not captured:
+            return
         graph = torch.cuda.CUDAGraph()
         try:
             # On this stream: gradients are computed on that of their forward pass.
@@ -409,7 +411,10 @@ def measure_here(case, device, rounds, tick, providers, refusals) -> list[dict]:
         if errors and oracle.is_of_another_case(errors):
             refusals.setdefault(name, f"{case}: computes something else, {errors} from float64")
             continue
-        calls[name] = Timed(call, device, cold=bool(case.n_q))
+        # Captured, PyTorch's gradients with dropout read the seed on the device, where a forward pass that was not
+        # captured has not put it: an illegal address, and the end of the run.
+        captured = name == OURS or not (case.backward and case.dropout_p)
+        calls[name] = Timed(call, device, cold=bool(case.n_q), captured=captured)
         largest = max(e.largest for e in errors) if errors else None
         rows[name] = {**asdict(case), "provider": name, "max_error": largest, "peak_bytes": peak}
 
