@@ -1,6 +1,6 @@
 """Turns measured JSON into pages: what `python -m cutlass_ext.bench --json` and `fmha_bench --benchmark_out` wrote.
 
-    python python/report.py bench/results/h200.json           the page and its plots
+    python python/report.py bench/results/NAME.json           the page and its plots
     python python/report.py --sweep bench/results/sweep.json  the table of tile shapes
 
 The pages lie beside the JSON under its name. No figure in them comes from anywhere else. What README shows is made by
