@@ -196,7 +196,7 @@ def in_order(rows: list[dict]) -> list[str]:
 def where_from(facts: dict) -> str:
     """What a reader wants to know of it, in lines that are short enough; the rest is in the JSON."""
     told = {name: value for name, value in facts.items() if name not in ("library", "csrc")}
-    return textwrap.fill(f"{provenance(told)}.", 115)
+    return textwrap.fill(f"{provenance(told)}.", 115, break_on_hyphens=False)
 
 
 def summary(data: dict) -> str:
@@ -267,7 +267,7 @@ def page(data: dict, plots: list[Path]) -> str:
             parts += section(name, suite, rows)
     if rows := data["suites"].get("float32"):
         parts += memory(rows)
-    parts += [f"![{path.stem}]({path.name})" for path in plots]
+    parts += [f"![{PLOTS[path.stem]}]({path.name})" for path in plots]
     return "\n".join(parts) + "\n"
 
 
@@ -281,11 +281,12 @@ def block(data: dict, plots: list[Path], shown: Path) -> str:
         [
             *heading,
             summary(data),
-            f"Geometric means over the rows of one run, [all of them]({up / PAGE}): how many times as long as this",
-            "library the fastest other takes, row by row, and each of them over the rows that it computes.",
+            "Above 1 this library is faster: geometric means over the rows of one run",
+            f"([all of them]({up / PAGE})) of how many times as long as this library the fastest other takes, row by",
+            "row, and each of them over the rows that it computes.",
             where_from(data["machine"]),
             "",
-            *(f"![{path.stem.replace('_', ' ')}]({up / RESULTS / path.name})" for path in pictures),
+            *(f"![{PLOTS[path.stem]}]({up / RESULTS / path.name})" for path in pictures),
             "",
         ]
     )
@@ -388,7 +389,7 @@ def stale(root: Path) -> list[str]:
         return wrong + [f"{PAGE}: is there without {DATA.name}"] * (root / PAGE).exists()
     data = json.loads((root / DATA).read_text())
     wrong += [f"{DATA.name}: {case}: {text}" for case, text in data["failed"].items()]
-    plots = sorted((root / RESULTS).glob("figures_*.png"), key=lambda path: PLOTS.index(path.stem))
+    plots = sorted((root / RESULTS).glob("figures_*.png"), key=lambda path: [*PLOTS].index(path.stem))
     for path, text in texts(data, plots, root).items():
         if not (root / path).exists() or (root / path).read_text() != text:
             wrong.append(f"{path}: is not what {DATA.name} says (python python/figures.py --render)")
@@ -403,7 +404,12 @@ def stale(root: Path) -> list[str]:
     return wrong
 
 
-PLOTS = [f"figures_{name}" for name in ("forward", "backward", "float32", "memory")]
+PLOTS = {  # and what each shows, in their order
+    "figures_forward": "TFLOP/s of forward passes against N, every provider",
+    "figures_backward": "TFLOP/s of backward passes against N, every provider",
+    "figures_float32": "TFLOP/s of float32 against N, every provider",
+    "figures_memory": "memory beside inputs and results against N, every provider",
+}
 
 
 def main() -> int:
