@@ -327,13 +327,14 @@ def test_neighbours(target, which, num_splits):
     assert out[40:70].isnan().all()
 
 
-def test_rows_of_no_sequence(target):
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_rows_of_no_sequence(target, num_splits):
     """Rows of q before the first and past the last sequence: those of the sequences are what they are without."""
     batch = packed(target, [40, 30])
-    want = target.fmha(*batch, num_splits=1, **batch.packing)
+    want = target.fmha(*batch, num_splits=num_splits, **batch.packing)
     wider = batch.packing | {"cu_seqlens_q": batch.packing["cu_seqlens_q"] + 8}
     q = torch.cat([target.randn(8, 4, 64), batch.q, target.randn(9, 4, 64)])
-    out, lse = target.fmha(q, batch.k, batch.v, num_splits=1, **wider)
+    out, lse = target.fmha(q, batch.k, batch.v, num_splits=num_splits, **wider)
     assert_same_bits((out[8:-9], lse[:, 8:-9]), want)
 
 
