@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import flash_attn as names
 from .._ops import renaming
 from ..kvcache import flash_attn_with_kvcache
+from ..merge import merge_attention
 from ..support import attend, attend_backward
 from . import bert_padding, rotary
 
@@ -181,7 +182,54 @@ def _of_third(public: dict[str, Callable]) -> dict[str, Callable]:
             return_attn_probs=return_attn_probs,
         )  # fmt: skip
 
-    return functions | {"flash_attn_qkvpacked_func": flash_attn_qkvpacked_func}
+    more = flash_attn_qkvpacked_func, flash_attn_combine, get_scheduler_metadata
+    return functions | {function.__name__: function for function in more}
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """`merge_attention` of splits, in FlashAttention-3's shapes.
+
+    Args:
+        out_partial: `[splits, B, N, H, d]`.
+        lse_partial: `[splits, B, N, H]`, natural log.
+        out: where the result is written, too, `[B, N, H, d]`.
+        out_dtype: of the result; out's, or else that of out_partial.
+
+    Returns:
+        `out` `[B, N, H, d]` and `lse` `[B, N, H]`.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if out_partial.dim() != 5 or lse_partial.shape != out_partial.shape[:-1]:
+        raise ValueError(
+            f"lse_partial: has shape {list(lse_partial.shape)} and out_partial {list(out_partial.shape)}; "
+            "expected [splits, batch, rows, heads] and [splits, batch, rows, heads, d]"
+        )
+    merged, lse = merge_attention([*out_partial], [*lse_partial.transpose(-1, -2)])
+    dtype = out_dtype or (out_partial if out is None else out).dtype
+    if out is None:
+        return merged.to(dtype), lse.transpose(-1, -2)
+    if out.shape != merged.shape or out.dtype != dtype:
+        raise ValueError(f"out: is {out.dtype} {list(out.shape)}; expected {dtype} {list(merged.shape)}")
+    return out.copy_(merged), lse.transpose(-1, -2)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    *more: object,
+    **options: object,
+) -> None:
+    """None: there is nothing to be worked out beforehand, since work is dealt on the device, by its own lengths. The
+    other functions take None, or whatever else, as `scheduler_metadata`."""
 
 
 # ------------------------------------------------------------------------------------------------ single passes

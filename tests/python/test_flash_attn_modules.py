@@ -50,6 +50,28 @@ def test_imports_of_all_kinds(installed):
         import flash_attn.ops.rms_norm
 
 
+def test_splits_are_combined(installed):
+    """Partial results of halves of the keys, in FlashAttention-3's shapes, are those of all keys."""
+    from flash_attn_interface import flash_attn_combine, get_scheduler_metadata
+
+    q, k, v = torch.randn(2, 5, 4, 16), torch.randn(2, 12, 4, 16), torch.randn(2, 12, 4, 16)
+    want, want_lse = cutlass_ext.fmha(q, k, v, return_lse=True)
+    halves = [cutlass_ext.fmha(q, k[:, of], v[:, of], return_lse=True) for of in (slice(0, 5), slice(5, 12))]
+    outs, lses = (torch.stack(parts) for parts in zip(*halves, strict=True))
+    out, lse = flash_attn_combine(outs, lses.transpose(-1, -2))
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse.transpose(-1, -2))
+    into = torch.empty_like(want, dtype=torch.bfloat16)
+    assert flash_attn_combine(outs, lses.transpose(-1, -2), into)[0] is into
+    assert torch.equal(into, out.bfloat16())
+    assert flash_attn_combine(outs, lses.transpose(-1, -2), out_dtype=torch.float16)[0].dtype == torch.float16
+    with pytest.raises(ValueError, match="lse_partial: has shape"):
+        flash_attn_combine(outs, lses)
+    with pytest.raises(ValueError, match=r"out: is torch\.float32"):
+        flash_attn_combine(outs, lses.transpose(-1, -2), torch.empty(3))
+    assert get_scheduler_metadata(2, 1, 99, 4, 4, 16, torch.tensor([3, 9]), causal=True) is None
+
+
 def test_nothing_is_left_behind():
     with pytest.raises(ImportError):
         import flash_attn  # noqa: F401
