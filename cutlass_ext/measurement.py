@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -366,7 +367,8 @@ Refusals = dict[str, str]  # of providers, what they said of the first case that
 
 
 def first_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]
+    """Of its text, without the folders that a library was built in."""
+    return re.sub(r"/\S*/", "", (str(error).strip() or repr(error)).splitlines()[0])
 
 
 @functools.cache
