@@ -53,6 +53,8 @@ struct Lengths {
   int const* start_positions = nullptr;  // [B]
 
   CUTE_HOST_DEVICE bool packed() const { return cu_seqlens_q != nullptr; }
+  /// Whether another launch has the sequences of more query rows than `most_q`.
+  CUTE_HOST_DEVICE bool is_beside_chunks() const { return most_q < kMaxPosition; }
   /// The batch dimension, the query rows and the keys of the tensors themselves.
   CUTE_HOST_DEVICE int stored_batch() const { return packed() ? 1 : batch; }
   CUTE_HOST_DEVICE int stored_rows() const { return packed() ? total_q : n_q; }
@@ -67,6 +69,9 @@ struct Work {
   cutlass::FastDivmod heads_per_kv;  // G, query heads of a key head
   cutlass::FastDivmod heads_a_tile;  // query heads whose rows share a query tile: G, or 1 (rows.hpp)
   int resident_ctas = 0;             // that the device holds at once: those of a persistent launch
+  int dealt_ctas = 0;                // of a persistent launch: CTAs that begin with the work item of their own index
+  int queue_ctas = 0;                // and those that take the others, of a relief of it (plan.hpp) too
+  bool is_relief = false;            // whether this is one
   unsigned* counters = nullptr;      // zero between launches: of a persistent launch two (work items taken, CTAs
                                      // that found none; one of gradients'), of decode kernels [B, row_tiles, H_kv],
                                      // parts finished

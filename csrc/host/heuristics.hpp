@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <numeric>
 
@@ -231,6 +232,9 @@ inline int choose_num_splits(int64_t work_tiles, int64_t key_tiles, int64_t resi
   return static_cast<int>(ceil_div(key_tiles, ceil_div(key_tiles, wanted)));
 }
 
+/// Whether a CTA of a kernel has a multiprocessor of Hopper to itself.
+inline bool leaves_no_room(Kernel const& kernel) { return kernel.shared_bytes > 114 * 1024; }
+
 /// Groups of CTAs among which a decoding kernel shares the keys of the batch; a group has `ctas_a_group`. As many as
 /// fill 96 KB of a multiprocessor with copies: twice as much, in twice the CTAs, is slower on an H200 where sequences
 /// are shared by groups (130 us for 126 at 16 x 8192 keys of 8 heads, 19.3 for 17.5 at 1 x 8192: more parts to merge),
@@ -240,10 +244,13 @@ inline int choose_num_splits(int64_t work_tiles, int64_t key_tiles, int64_t resi
 inline int decode_groups(Params const& p, Kernel const& kernel, Device const& device, int ctas_a_multiprocessor,
                          int64_t ctas_a_group) {
   constexpr int kWantedBytes = 96 * 1024;
-  // Beside a launch that prefills, CTAs on four fifths of the multiprocessors read memory as fast as on all, and leave
-  // it the others.
-  if (p.most_q < kMaxPosition)
-    return static_cast<int>(std::max<int64_t>(1, device.multiprocessors * 4 / 5 / ctas_a_group));
+  // Beside a launch that prefills, CTAs on some of the multiprocessors read memory nearly as fast as on all, and leave
+  // it the others: 64 sequences of one row and a chunk of 512 take 332, 310, 289, 280, 279 and 309 us where 56, 64, 72,
+  // 80, 96 and 104 of 132 decode, 8 of 4 rows, 32 of one and two chunks of 1024 take 297, 296, 313, 322, 320 and 319.
+  if (p.is_beside_chunks()) {
+    double const wanted = (leaves_no_room(kernel) ? 0.61 : 0.8) * device.multiprocessors;
+    return static_cast<int>(std::max<int64_t>(1, std::llround(wanted / ctas_a_group)));
+  }
   auto const groups_of = [&](int64_t ctas) {
     return static_cast<int>(std::max<int64_t>(1, ctas * device.multiprocessors / ctas_a_group));
   };

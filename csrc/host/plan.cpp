@@ -114,6 +114,7 @@ void lay_out(Device const& device, Params* params, Plan* plan) {
   if (items > INT32_MAX)
     fail("ValueError", "q: has ", items, " tiles of query rows; a launch has room for fewer than 2^31");
   plan->grid.ctas = dim3(static_cast<unsigned>(persistent ? std::min<int64_t>(items, p.resident_ctas) : items));
+  p.dealt_ctas = p.queue_ctas = static_cast<int>(plan->grid.ctas.x);
   plan->counters = persistent ? 2 : 0;
   plan->splits = p.num_splits;
   plan->merges_apart = p.writes_parts;
@@ -224,6 +225,20 @@ void plan_chunk(Call const& call, Plan* plan) {
   p.batch_idx = after.batch_idx;
 }
 
+/// Has a persistent launch leave `taken` multiprocessors to one that decodes beside it, and come to them after that:
+/// whichever begins first, both run side by side.
+void make_room(int64_t taken, Params* params, Plan* plan) {
+  constexpr int kLeast = 8;  // of the GPU, one part in so many is left
+  Params& p = *params;
+  if (taken == 0 || plan->kernel->kind != Kind::Persistent) return;
+  int64_t const all = current_device().multiprocessors,
+                left = std::max(all - taken, all / kLeast) * p.resident_ctas / all;
+  if (p.queue_ctas <= left) return;
+  p.dealt_ctas = static_cast<int>(left);
+  plan->relief = static_cast<unsigned>(p.queue_ctas - left);
+  plan->grid.ctas.x = static_cast<unsigned>(left);
+}
+
 /// Packed sequences over pages, of which some may have as few rows as decode, and others more: a launch for each. Only
 /// the device knows which have; the host, whether all may be of one kind.
 void plan_mixed(Call const& call, Plan* plan) {
@@ -252,6 +267,7 @@ void plan_mixed(Call const& call, Plan* plan) {
   plan_tiles(call, plan);
   if (!decoded.kernel || !plan->kernel) return;
   plan->few = std::make_shared<Step const>(Step{decoding, decoded});
+  make_room(leaves_no_room(*decoded.kernel) ? decoded.grid.ctas.x : 0, &p, plan);
 }
 
 }  // namespace
@@ -311,6 +327,7 @@ std::string Plan::reason(Params const& params, Request const& request) const {
        << std::max(params.head_dim, params.head_dim_v) << " in tiles of B_r " << kernel->block_r << ", B_c "
        << kernel->block_c << ", head_dim " << kernel->head_dim << "; "
        << int64_t(grid.ctas.x) * grid.ctas.y * grid.ctas.z << " CTAs";
+  if (relief > 0) text << ", and " << relief << " more once what decodes beside them is done,";
   if (kernel->kind == Kind::Persistent) text << " for " << params.scheduler.size() << " tiles of query rows";
   if (grid.cluster > 1)
     text << " in clusters of " << grid.cluster << " that share the keys of a sequence";
@@ -366,6 +383,11 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
     run(step.plan, step.params, fork.emplace(device, stream).beside(), allocate);
   }
   plan.kernel->launch(params, plan.grid, stream);
+  if (plan.relief > 0) {
+    params.is_relief = true;
+    plan.kernel->launch(params, {plan.relief}, fork->beside());
+    fork.reset();
+  }
   if (plan.merges_apart) merge_splits(plan.kernel->dtype, params, stream);
   if (exact) run(exact->plan, exact->params, stream, allocate);
 }

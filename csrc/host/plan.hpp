@@ -30,6 +30,7 @@ struct Step;
 struct Plan {
   Kernel const* kernel = nullptr;  // null: nothing here runs the call
   Grid grid;
+  unsigned relief = 0;         // CTAs of a second launch, which takes work of the first once what decodes is done
   int splits = 1;              // parts of a sequence's keys; 0 where the batch's keys are shared out by their lengths
   int64_t partial_rows = 0;    // rows of parts that are merged: d_v floats each
   int floats_a_part = 0;       // and so many: its lse, or m and l

@@ -1,5 +1,7 @@
-// Decoding fp16 and bf16 with a cluster of CTAs for each sequence and key head, on Hopper; `true`: with new keys.
+// Decoding fp16 and bf16 on Hopper: with a cluster of CTAs for each sequence and key head (`true`: with new keys), and
+// beside a launch that prefills (`true`: plain calls alone).
 #include "../fmha/decode/cluster.hpp"
+#include "../fmha/decode/main.hpp"
 #include "kernel.hpp"
 
 namespace cutlass_ext {
@@ -8,9 +10,17 @@ static Entered const kernels_here{
     kernel_of<decode::ClusterDecode<64, cute::half_t, true>>(),
     kernel_of<decode::ClusterDecode<128, cute::half_t, false>>(),
     kernel_of<decode::ClusterDecode<128, cute::half_t, true>>(),
+    kernel_of<decode::DecodeBeside<64, cute::half_t, 12, 4, true>>(),
+    kernel_of<decode::DecodeBeside<64, cute::half_t, 8, 6, false>>(),
+    kernel_of<decode::DecodeBeside<128, cute::half_t, 12, 2, true>>(),
+    kernel_of<decode::DecodeBeside<128, cute::half_t, 8, 3, false>>(),
     kernel_of<decode::ClusterDecode<64, cute::bfloat16_t, false>>(),
     kernel_of<decode::ClusterDecode<64, cute::bfloat16_t, true>>(),
     kernel_of<decode::ClusterDecode<128, cute::bfloat16_t, false>>(),
     kernel_of<decode::ClusterDecode<128, cute::bfloat16_t, true>>(),
+    kernel_of<decode::DecodeBeside<64, cute::bfloat16_t, 12, 4, true>>(),
+    kernel_of<decode::DecodeBeside<64, cute::bfloat16_t, 8, 6, false>>(),
+    kernel_of<decode::DecodeBeside<128, cute::bfloat16_t, 12, 2, true>>(),
+    kernel_of<decode::DecodeBeside<128, cute::bfloat16_t, 8, 3, false>>(),
 };
 }  // namespace cutlass_ext

@@ -155,6 +155,12 @@ std::string line_of(Call const& call) {
     if (plan.counters > 0) line << ", " << plan.counters << " counters";
     if (plan.merges_apart) line << ", merged apart";
     if (plan.appends_apart) line << ", appended apart";
+    if (plan.relief > 0) line << ", " << plan.relief << " behind";
+    if (plan.few) {
+      Kernel const& few = *plan.few->plan.kernel;
+      line << ", " << few.family << " " << name_of(few.kind) << " " << few.block_r << "x" << few.block_c << " by "
+           << few.threads / 32 << ", grid " << plan.few->plan.grid.ctas.x;
+    }
   } catch (std::runtime_error const& error) {
     return error.what();
   }
@@ -316,6 +322,24 @@ TEST(Plan, OfFewPackedRowsOverPages) {
       CASE(packed(1, 32, 1), "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
       CASE(packed(16, 32, 16), "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
       CASE(packed(1, 32, 16).sink(), "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
+  });
+}
+
+TEST(Plan, OfFewPackedRowsBesideMany) {
+  auto const packed = [](int heads_q, int heads_kv, int head_dim) {
+    return fmha(65, 512, 8192, heads_q, heads_kv, head_dim).packed(64 + 512, 0).lengths().pages(16).causal();
+  };
+  check({
+      CASE(packed(32, 8, 128),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 52, 2 counters, 80 behind, "
+           "sm90 decode 16x16 by 12, grid 80"),
+      CASE(packed(32, 8, 128).sink(),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 52, 2 counters, 80 behind, "
+           "sm90 decode 16x16 by 8, grid 80"),
+      CASE(packed(32, 32, 128), ""),
+      CASE(packed(32, 8, 128).splits(2), ""),
+      CASE(packed(32, 8, 192), ""),
+      CASE(packed(32, 8, 128).on(fake::kA40), ""),
   });
 }
 
@@ -687,6 +711,15 @@ TEST(Run, DecodesBesideChunksInParts) {
   launch_of(fmha32(4, 1000, 4096, 16, 4, 64).packed(2500, 0).lengths().pages(32).precision(Precision::High), &bytes);
   EXPECT_EQ(launched.times, 2) << "all rows in parts";
   EXPECT_EQ(launched.params.least_q, 0);
+}
+
+TEST(Run, HasAReliefTakeTheWorkThatIsLeft) {
+  size_t bytes;
+  launch_of(fmha(65, 512, 8192, 32, 8, 128).packed(64 + 512, 0).lengths().pages(16).causal(), &bytes);
+  EXPECT_EQ(launched.times, 3) << "what decodes, the chunks, and the rest of them";
+  EXPECT_TRUE(launched.params.is_relief);
+  EXPECT_EQ(launched.params.dealt_ctas, 52) << "items that the CTAs of the launch before begin with";
+  EXPECT_EQ(launched.params.queue_ctas, 132);
 }
 
 TEST(Run, WritesWhatIsNewBeforeAPrefillKernelReadsIt) {

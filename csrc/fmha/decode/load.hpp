@@ -182,7 +182,8 @@ CUTE_DEVICE void take_new_keys(Params const& params, Walk<Traits::TileKeys> cons
 template <class Traits>
 class Query {
   using Element = typename Traits::Element;
-  static constexpr int Chunks = Traits::Chunks, Each = Traits::Rows * Chunks / Traits::Threads;  // chunks of a thread
+  static constexpr int Chunks = Traits::Chunks, All = Traits::Rows * Chunks,
+                       Each = (All + Traits::Threads - 1) / Traits::Threads;  // chunks of a thread
 
  public:
   static constexpr bool Waits = Each <= 2;  // registers for more than 2 are not there
@@ -213,7 +214,7 @@ class Query {
       CUTE_UNROLL
       for (int i = 0; i < Each; ++i) {
         int const index = i * Traits::Threads + threadIdx.x;
-        chunk_of(sQ, index / Chunks, index % Chunks) = waiting_[i];
+        if (All % Traits::Threads == 0 || index < All) chunk_of(sQ, index / Chunks, index % Chunks) = waiting_[i];
       }
     } else if (first_) {
       cute::cp_async_wait<Traits::Stages - 1>();

@@ -163,7 +163,8 @@ CUTE_DEVICE void end_share(Params const& params, Place const& place, KeyShare co
 }
 
 template <class Traits, Features Takes>
-__global__ void __launch_bounds__(Traits::Threads, 2) decode_kernel(__grid_constant__ Params const all_params) {
+__global__ void __launch_bounds__(Traits::Threads, Traits::CtasAMultiprocessor)
+    decode_kernel(__grid_constant__ Params const all_params) {
   Params const params = specialised<Takes>(all_params);
   constexpr int HeadDim = Traits::HeadDim, TileKeys = Traits::TileKeys, Stages = Traits::Stages;
   extern __shared__ __align__(1024) unsigned char smem[];
@@ -269,11 +270,25 @@ struct Decode {
                                                  feature::kCache | feature::FixedSplits | feature::Float32Results |
                                                  feature::UnalignedRows;
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
-  static_assert(Warpgroup || kSharedBytes <= 99 * 1024, "what a block has on compute capability 8.6");
+  static_assert(Warpgroup || Traits::Warps > 4 || kSharedBytes <= 99 * 1024, "what a block has on 8.6");
   static_assert(!Warpgroup || 2 * (kSharedBytes + 1024) <= 228 * 1024, "what a multiprocessor of 9.0 has, for two");
   static constexpr auto kernel = &decode_kernel<Traits, kTakes>;
 
   static bool takes_shape(Params const& p) { return fits(p, Traits::Rows); }
+};
+
+/// The same beside a launch that prefills, on Hopper: a CTA has all of a multiprocessor, so that few of them read
+/// memory as fast as it comes and the prefill has the others. Where registers allow it, twelve warps and few stages: a
+/// warp works 1.4 us on a tile, one step after the other, and 80 CTAs of eight warps and three stages read 3.2 TB/s
+/// where twelve and two read 3.8.
+template <int HeadDim, class Element, int KeyWarps, int Stages, bool Plain>
+struct DecodeBeside : Decode<HeadDim, Element, 1, KeyWarps, 16, Stages, Plain> {
+  using Base = Decode<HeadDim, Element, 1, KeyWarps, 16, Stages, Plain>;
+  static constexpr char const* kFamily = "sm90";
+  // With the number of splits fixed a sequence has the bits that it has alone, which are those of four warps.
+  static constexpr Features kTakes = Base::kTakes & ~feature::FixedSplits;
+  static constexpr auto kernel = &decode_kernel<typename Base::Traits, kTakes>;
+  static bool takes_shape(Params const& p) { return p.is_beside_chunks() && fits(p, kWarpRows); }
 };
 
 }  // namespace cutlass_ext::decode

@@ -13,9 +13,9 @@ namespace cutlass_ext::decode {
 constexpr int kWarpRows = 16;  // packed query rows of a warp: the rows of an mma.m16n8k16
 
 /// RowWarps warps have 16 query rows each and read the same keys; each of KeyWarps sets of them has keys of its own, in
-/// a ring of `Stages` tiles of its own, and meets the others once a sequence. 96 KB of ring at most: two CTAs fit a
-/// multiprocessor of compute capability 9.0, one the 99 KB that a block has on 8.6 and 8.9. `Warpgroup`: the warps of a
-/// tile's rows multiply together, by WGMMA.
+/// a ring of `Stages` tiles of its own, and meets the others once a sequence. 96 KB of ring for four warps: two CTAs
+/// fit a multiprocessor of compute capability 9.0, one the 99 KB that a block has on 8.6 and 8.9. `Warpgroup`: the
+/// warps of a tile's rows multiply together, by WGMMA.
 template <int HeadDim_, class Element_, int RowWarps_, int KeyWarps_, int TileKeys_, int Stages_,
           bool Warpgroup_ = false>
 struct Traits {
@@ -23,6 +23,7 @@ struct Traits {
   static constexpr int HeadDim = HeadDim_, RowWarps = RowWarps_, KeyWarps = KeyWarps_, TileKeys = TileKeys_,
                        Stages = Stages_;
   static constexpr int Warps = RowWarps * KeyWarps, Threads = 32 * Warps;
+  static constexpr int CtasAMultiprocessor = Warps <= 4 ? 2 : 1;
   static constexpr int Rows = kWarpRows * RowWarps;  // packed query rows of a CTA
   static constexpr int B_r = Rows, B_c = TileKeys, HeadDimV = HeadDim;
   static constexpr bool TensorCores = sizeof(Element) == 2, Warpgroup = Warpgroup_;

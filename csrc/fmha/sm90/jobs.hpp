@@ -176,21 +176,25 @@ CUTE_DEVICE void look(Params const& params, Job<Consumers, true>& job) {
 }
 
 /// Deals work items to the CTAs of a launch: the first of each by its index, since nothing else runs beside the atomic
-/// operation there; from then on the next one to whoever is free. Called by a whole warp.
+/// operation there; from then on the next one to whoever is free, a CTA of a relief (plan.hpp) among them. Called by a
+/// whole warp.
 class WorkQueue {
  public:
   /// Of tiles that lie `step` packed rows apart.
-  CUTE_DEVICE WorkQueue(Params const& params, int step) : params_(params), step_(step) {}
+  CUTE_DEVICE WorkQueue(Params const& params, int step)
+      : params_(params), step_(step), dealt_first_(params.is_relief) {}
 
   /// The next work item of this CTA and its sequence; false once there is none.
   CUTE_DEVICE bool next(WorkItem* work, Sequence* sequence) {
     bool const leader = threadIdx.x % 32 == 0;
     unsigned index = blockIdx.x;
-    if (dealt_first_) index = gridDim.x + __shfl_sync(0xffffffffu, leader ? atomicAdd(params_.counters, 1u) : 0, 0);
+    if (dealt_first_)
+      index = params_.dealt_ctas + __shfl_sync(0xffffffffu, leader ? atomicAdd(params_.counters, 1u) : 0, 0);
     dealt_first_ = true;
     if (!(params_.packed() ? find_packed(index, work) : find(index, work))) {
       // The last CTA to be told so leaves the counters as it found them.
-      if (leader && atomicInc(params_.counters + 1, gridDim.x - 1) == gridDim.x - 1) *params_.counters = 0;
+      unsigned const last = params_.queue_ctas - 1;
+      if (leader && atomicInc(params_.counters + 1, last) == last) *params_.counters = 0;
       return false;
     }
     *sequence = sequence_of(params_, work->batch);
@@ -238,7 +242,7 @@ class WorkQueue {
 
   Params const& params_;
   int step_;
-  bool dealt_first_ = false;
+  bool dealt_first_;
   int first_sequence_ = 0;
   unsigned first_index_ = 0;  // of its first work item
 };
