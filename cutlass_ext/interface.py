@@ -159,15 +159,16 @@ def fmha(
             stands for `j + key_start` in the rules above, and `start_pos` stays what it is in that call (`"end"` aligns
             with the last of these keys). Bias, mask, `seqused_k` and `leftpad_k` are those of these keys, counted from
             0. Dropout is slower where key_start is no multiple of 8.
-        precision: of float32: `"highest"` computes on CUDA cores; `"high"` on a Hopper GPU's tensor cores, each operand
-            in two fp16 parts with a power-of-two scale: large plain calls two to seven times as fast, with errors of
-            the size of those of CUDA cores, measured from 512 keys on (docs/semantics.md). For head dims up to 128 (of
-            q and k 192), without bias, mask, dropout and num_splits; in other calls it is an error. It takes workspace
-            of the size of q, k and v, head dims rounded up to 64, 128 or 192, of pages of all that the table has room
-            for. Where numbers are too far apart for such parts, or not finite, the GPU sees it and computes the call on
-            CUDA cores. `backend="sm90"` asks for it too. None: `"high"` where it can be had, is expected to be faster,
-            and rows see 192 keys or more. Neither is TF32, whatever `torch.set_float32_matmul_precision` says.
-            Gradients go the same way where they can (`fmha_backward`), and elsewhere on CUDA cores.
+        precision: of float32: `"highest"` computes on CUDA cores; `"high"` on tensor cores, each operand in two fp16
+            parts with a power-of-two scale: on Hopper large plain calls two to seven times as fast, with errors of the
+            size of those of CUDA cores, measured from 512 keys on (docs/semantics.md). For head dims up to 128 (on
+            Hopper of q and k 192), without bias, mask, dropout and num_splits; in other calls it is an error. It takes
+            workspace of the size of q, k and v, head dims rounded up to 64, 128 or 192, of pages of all that the table
+            has room for. Where numbers are too far apart for such parts, or not finite, the GPU sees it and computes
+            the call on CUDA cores. `backend="sm80"` and `"sm90"` ask for it too. None: `"high"` on Hopper where it can
+            be had, is expected to be faster, and rows see 192 keys or more. Neither is TF32, whatever
+            `torch.set_float32_matmul_precision` says. Gradients go the same way where they can (`fmha_backward`), and
+            elsewhere on CUDA cores; those of `backend="sm80"` are an error.
         out_dtype: `torch.float32`, so that parts which are to be merged are not rounded to 16 bits before; None is the
             dtype of q. The gradient of such an `out` is rounded to q's dtype where the backward pass begins.
         out: where the result is written, and which is returned then: its shape, dtype of q, any strides. Kernels write

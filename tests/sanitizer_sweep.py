@@ -24,7 +24,7 @@ FEATURES = (
 PLAIN, CAUSAL = FEATURES[:2]
 # Of a family's tiles the largest that the rows fill, without a heuristic; on Hopper those of the persistent kernels.
 LARGEST = {"causal": True, "num_splits": 1}
-SM80 = {"causal": True, "backend": "sm80"}  # which Hopper chooses for few calls
+SM80 = {"causal": True, "backend": "sm80"}  # which Hopper chooses for few calls; of float32 in parts
 HIGH = {"causal": True, "precision": "high"}  # float32 on Hopper's tensor cores
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -83,6 +83,8 @@ def padded_cases():
         yield torch.float32, 130, 200, d, d_v, HIGH | FEATURES[6]
     for features in (*FEATURES[3:6], {"sink": FEATURES[6]["sink"]}) if HOPPER else ():
         yield torch.float32, 130, 200, 64, 64, HIGH | features
+    for d, features in itertools.product((64, 128), ({}, *FEATURES[3:7])):
+        yield torch.float32, 130, 200, d, d, SM80 | features
     for i, features in enumerate((*FEATURES, *({"out_dtype": torch.float32, "num_splits": n} for n in (1, 3)))):
         yield HALVES[i % 2], 130, 200, 64, 64, {"num_splits": 1} | features
     for dtype in HALVES:

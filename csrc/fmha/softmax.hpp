@@ -98,8 +98,8 @@ CUTE_DEVICE void store_lse(Params const& params, int64_t row, Finish const& fini
 /// m and l of the `Rows` rows that a thread shares with `Lanes` lanes at `Stride`. l stays a sum over the thread's own
 /// columns until `finish`: one shuffle tree a row instead of one a tile. m stays where it is until a row's maximum
 /// passes it by more than `Slack` (log2 units): P is then up to 2^Slack instead of 1, the division at the end takes
-/// that out again, and O is hardly ever rescaled (as FlashAttention-4 does).
-template <int Rows, int Lanes, int Stride, int Slack = 0>
+/// that out again, and O is hardly ever rescaled (as FlashAttention-4 does). It rises to `Headroom` below the maximum.
+template <int Rows, int Lanes, int Stride, int Slack = 0, int Headroom = 0>
 struct OnlineSoftmax {
   float m[Rows];
   float l[Rows];
@@ -169,7 +169,7 @@ struct OnlineSoftmax {
 
  private:
   CUTE_DEVICE void raise_row(int i, float tile_max, float& rescale, float& base) {
-    float const m_new = tile_max > m[i] + Slack ? tile_max : m[i];
+    float const m_new = tile_max > m[i] + Slack ? tile_max - Headroom : m[i];
     base = base_of(m_new);
     rescale = exp2_approx(m[i] - base);
     m[i] = m_new;

@@ -133,7 +133,7 @@ BackwardPlan plan_backward(BackwardParams* params, Request const& request) {
   Call const any{*params, on_any, current_device(), features}, call{*params, on_cuda_cores, any.device, features};
   // `High` is a wish here: a forward pass that had it may have gradients that parts are not for.
   bool const in_parts = request.precision == Precision::High || request.backend == "sm90" ||
-                        (request.precision == Precision::Any && parts_pay(*params));
+                        (request.precision == Precision::Any && parts_pay(*params, any.device));
   if (request.dtype == DType::Float32 && in_parts) {
     BackwardPlan const plan = plan_in_parts(call);
     if (plan) return plan;

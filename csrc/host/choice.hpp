@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <initializer_list>
 #include <sstream>
 #include <string>
@@ -13,7 +14,9 @@
 namespace cutlass_ext {
 
 /// Whether a kernel multiplies float32 on tensor cores, in parts of 16 bits (fmha/operand_parts.hpp).
-inline bool multiplies_parts(Kernel const& kernel) { return kernel.dtype == DType::Float32 && wants_hopper(kernel); }
+inline bool multiplies_parts(Kernel const& kernel) {
+  return kernel.dtype == DType::Float32 && std::strcmp(kernel.family, "simt") != 0;
+}
 
 /// A call on its way to a plan.
 struct Call {

@@ -60,7 +60,10 @@ inline int columns_in_parts(Params const& p) {
 /// cores. Of keys in pages every sequence has room for parts of as many as its row of the table has room for: no more
 /// in all than the pages have, unless it is asked for. Of gradients, which have five products for two, the same:
 /// (2, 8192, 16, 64) 9.3 for 49.6, (8, 512, 16, 64) causal 0.21 for 0.59.
-inline bool parts_pay(Params const& p) {
+/// On other GPUs than Hopper's parts have to be asked for: nothing was measured there. On paper tensor cores of 8.0
+/// make 16 products for one of CUDA cores, as Hopper's 15, those from 8.6 on 2 to 4, of which parts take three.
+inline bool parts_pay(Params const& p, Device const& device) {
+  if (device.capability != 90) return false;
   constexpr double kOnTensorCores = 220e6, kOnCudaCores = 35e6, kBytes = 2.5e6, kLaunches = 12;  // a microsecond
   constexpr int kLeastKeys = 192;
   if (p.paged() && int64_t(p.batch) * p.n_kv > int64_t(p.pages) * p.page_rows.divisor) return false;

@@ -148,19 +148,25 @@ Kernel const* of_best_size(Call const& call, std::vector<Kernel const*> const& s
 /// Query tiles: Hopper's short kernels where those are faster, else its persistent ones, else tiles.
 void plan_prefill(Call const& call, Plan* plan) {
   Params& p = call.params;
+  std::string const& backend = call.request.backend;
   int const warpgroups = (call.features & ~feature::Sink) == 0 ? warpgroups_of_short(p, call.device) : 0;
   // With the number of splits fixed nothing may depend on the batch.
-  bool const tiny = call.request.backend == "auto" && !p.fixed_splits && is_tiny(p, call.device);
+  bool const tiny = backend == "auto" && !p.fixed_splits && is_tiny(p, call.device);
   DType const dtype = call.request.dtype;
-  bool const in_parts = !call.request.is_cache &&
-                        (call.request.precision == Precision::High || call.request.backend == "sm90" || parts_pay(p));
+  bool const in_parts = !call.request.is_cache && ScoreMod::query_scale(p) <= operand_parts::kMostScale &&
+                        (call.request.precision == Precision::High || backend == "sm90" || backend == "sm80" ||
+                         parts_pay(p, call.device));
+  // On Hopper those of its own multiply them.
+  bool const portable_parts = backend == "sm80" || call.device.capability != 90;
   auto const accepts = [&](Kernel const& k) {
-    if (multiplies_parts(k)) return in_parts && ScoreMod::query_scale(p) <= operand_parts::kMostScale && call.runs(k);
+    if (multiplies_parts(k)) return in_parts && (wants_hopper(k) || portable_parts) && call.runs(k);
     if (k.kind == Kind::Short) return k.threads / 128 == warpgroups && call.runs(k);
     return !(k.kind == Kind::Persistent && tiny) && call.runs(k);
   };
   Kernel const* best = warpgroups > 0 ? cheapest({Kind::Short}, dtype, accepts, cost_of) : nullptr;
   if (!best) best = cheapest({Kind::Persistent}, dtype, accepts, cost_of);  // Hopper's come first
+  auto const accepts_parts = [&](Kernel const& k) { return multiplies_parts(k) && accepts(k); };
+  if (!best) best = cheapest({Kind::Tiles}, dtype, accepts_parts, cost_of);
   if (!best) best = cheapest({Kind::Tiles}, dtype, accepts, cost_of);
   if (!best) return;
 
@@ -175,7 +181,7 @@ void plan_prefill(Call const& call, Plan* plan) {
   plan->kernel = of_best_size(call, sizes);
   lay_out(call.device, &p, plan);
   if (plan->kernel->kind != Kind::Tiles || dtype == DType::Float32 || call.device.capability != 90) return;
-  if (call.request.backend != "auto") return;
+  if (backend != "auto") return;
   if (tiny) plan->passed_over = "sm90 would not have its pipeline full before so few scores are done";
   if (call.features & feature::UnalignedRows)
     plan->passed_over = "sm90 wants rows of q, k and v that begin at multiples of 16 bytes";

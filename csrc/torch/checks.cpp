@@ -390,7 +390,7 @@ void check_precision(Arguments const& a) {
     fail("NotImplementedError", "precision: \"high\" is computed on a GPU's tensor cores, and this call by PyTorch's ",
          "operators; use None or \"highest\"");
   }
-  if (given == "high" ? a.backend == "simt" : a.backend == "sm90") {
+  if (given == "high" ? a.backend == "simt" : a.backend == "sm80" || a.backend == "sm90") {
     fail("ValueError", "precision: is \"", given, "\" beside backend=\"", a.backend, "\", which has \"",
          given == "high" ? "highest" : "high", "\" alone; give one of them");
   }

@@ -39,6 +39,11 @@ Kernel in_parts(int d, int d_v, int b_c, int shared, Features more = 0) {
   return {"sm90", Kind::Persistent, DType::Float32, d,       d_v,    128, b_c, takes,
           384,    shared,           new_entry(),    nullptr, nullptr};
 }
+/// The same of any GPU.
+Kernel in_portable_parts(int d, int b_c, int shared) {
+  Features const takes = kTiles & ~(kPairs | FixedSplits | Float32Results | UnalignedRows);
+  return {"sm80", Kind::Tiles, DType::Float32, d, d, 64, b_c, takes, 128, shared, new_entry(), nullptr, nullptr};
+}
 Kernel brief(DType dtype, int d, int warpgroups, int shared) {
   int const threads = 128 * warpgroups + 32;
   return {"sm90", Kind::Short, dtype, d, d, 64, 64, Sink, threads, shared, new_entry(), nullptr, nullptr};
@@ -186,6 +191,8 @@ Entered const kFloat{
     in_parts(128, 128, 64, 197760, kScoreMods),
     in_parts(192, 128, 48, 222336),
     in_parts(192, 128, 48, 222336, kScoreMods),
+    in_portable_parts(64, 64, 82304),
+    in_portable_parts(128, 48, 82304),
     decode(DType::Float32, 64, 16, 8, 128, 70784),
     decode(DType::Float32, 128, 16, 8, 128, 74880),
     decode(DType::Float32, 256, 16, 8, 64, 82560),

@@ -155,7 +155,7 @@ def test_q_alone_on_the_cpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend,dtype", [("simt", F16), ("simt", BF16), ("sm80", torch.float32)])
+@pytest.mark.parametrize("backend,dtype", [("simt", F16), ("simt", BF16)])
 def test_dtypes_that_a_family_does_not_take(backend, dtype):
     """Never a cast behind the user's back."""
     arguments = {name: t.to(dtype) for name, t in valid("cuda").items()}

@@ -9,7 +9,7 @@ import cutlass_ext
 KERNELS = {  # that a family has
     "torch": {"torch"},
     "simt": {"tiles", "decode"},
-    "sm80": {"tiles", "decode", "narrow"},
+    "sm80": {"tiles", "tiles_fp16x2", "decode", "narrow"},
     "sm90": {"persistent", "persistent_fp16x2", "short", "decode", "cluster"},
 }
 

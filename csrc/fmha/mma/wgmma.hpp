@@ -55,12 +55,6 @@ CUTE_DEVICE void gemm_async(Mma mma, A const& a, B const& b, B const& b_low, C& 
   warpgroup_fence_operand(c);
 }
 
-/// What WGMMA cuts off of a sum, relative to it: every step of 16 products makes it smaller by what the accumulator has
-/// no bits for. By an emulation of the tensor cores a sum lacks 0.9e-7 after 4 steps and 1.6e-7 after 8 where its terms
-/// have both signs, as those of scores that differ have; where they have one, 2.0e-7 after 4 steps.
-constexpr float kCutOffScores = 1e-7f, kCutOffSum = 1.5e-7f;
-constexpr int kKeysOfCutOff = 64;  // of that sum, or, of gradients, rows
-
 /// The rows and columns that a thread holds of an accumulator of 64 x N.
 template <class Accumulator>
 CUTE_DEVICE auto rows_and_columns(Accumulator& c) {

@@ -1,8 +1,8 @@
-// FMHA on mma.sync tensor cores: fp16 and bf16 attention for one query tile and its visible key tiles, fp32
-// accumulation and softmax. FlashAttention-2's division of work (arXiv:2307.08691, section 3.3): warps share out the
-// query rows, and P passes from the accumulator of the first product to the A operand of the second in registers. The
-// loop over tiles without masks is one basic block, so that the compiler hides the exponentials behind the products.
-// Instantiated by csrc/kernels/sm80_*.cu.
+// FMHA on mma.sync tensor cores: fp16 and bf16 attention, and fp32 in two fp16 parts, for one query tile and its
+// visible key tiles, fp32 accumulation and softmax. FlashAttention-2's division of work (arXiv:2307.08691,
+// section 3.3): warps share out the query rows, and P passes from the accumulator of the first product to the A operand
+// of the second in registers. The loop over tiles without masks is one basic block, so that the compiler hides the
+// exponentials behind the products. Instantiated by csrc/kernels/sm80_*.cu.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -19,6 +19,8 @@
 namespace cutlass_ext::sm80 {
 
 constexpr int kMaxSlack = 8;  // log2: P stays below 256, which fp16 holds with room for rounding to even
+// Of parts P stays below 2^15, from 2^8 at the maximum on: what is far below it keeps its bits (sm90/traits.hpp).
+constexpr int kHeadroomOfParts = 8, kMaxSlackOfParts = 15;
 
 /// What a tile of keys asks of the main loop.
 enum class KeyTile {
@@ -31,11 +33,11 @@ enum class KeyTile {
 /// V are under way all along; with one V is while Q K^T is made, the next K while P V is.
 template <class Traits>
 class Copies {
-  using Element = typename Traits::Element;
+  using Element = typename Traits::Part;
   using Shared = typename Traits::SharedStorage;
-  static constexpr int B_r = Traits::B_r, B_c = Traits::B_c, HeadDim = Traits::HeadDim, Threads = Traits::Threads;
-  static constexpr bool Two = Traits::Stages == 2;
-  static constexpr uint32_t TileBytes = B_c * HeadDim * sizeof(Element);
+  static constexpr int B_r = Traits::B_r, B_c = Traits::B_c, Columns = Traits::Columns, Threads = Traits::Threads;
+  static constexpr bool Two = Traits::Stages == 2, kAligned = Traits::Parts > 1;  // as parts are made
+  static constexpr uint32_t TileBytes = B_c * Columns * sizeof(Element);
   static constexpr auto moved = [](int row) { return row; };
 
  public:
@@ -46,7 +48,8 @@ class Copies {
   CUTE_DEVICE bool paged() const { return params_.paged(); }
 
   CUTE_DEVICE Copies(Params const& params, Shared& shared)
-      : aligned(is_aligned<Element>(params.k, params.k_stride) && is_aligned<Element>(params.v, params.v_stride)),
+      : aligned(kAligned ||
+                (is_aligned<Element>(params.k, params.k_stride) && is_aligned<Element>(params.v, params.v_stride))),
         params_(params),
         shared_(shared),
         at_(cast_smem_ptr_to_uint(shared.k) + 2 * chunk_offset<B_c>(threadIdx.x / 8, threadIdx.x % 8)) {}
@@ -60,20 +63,21 @@ class Copies {
     tiles = split_range(visibility.tiles_of(work.row0, B_r, B_c), params_.scheduler.splits(), work.split);
     unmasked = visibility.unmasked_tiles_of(work.row0, B_r, B_c);
     int const head_kv = params_.heads_per_kv.div(work.head), last_key = (tiles.end - 1) * B_c;
-    auto const q = global_tile<Element>(params_.q, params_.q_stride, sequence.batch, work.head,
-                                        sequence.q_row0 + work.row0, visibility.n_q - work.row0, params_.head_dim);
+    auto q = global_tile<Element>(params_.q, params_.q_stride, sequence.batch, work.head, sequence.q_row0 + work.row0,
+                                  visibility.n_q - work.row0, columns());
     int64_t const first_row = paged() ? 0 : sequence.k_row0;  // of pages, all that counts is where page 0 begins
     auto const last = [&](void const* data, Strides const& stride, int cols) {
       return global_tile<Element>(data, stride, paged() ? 0 : sequence.batch, head_kv, first_row + last_key,
                                   visibility.len_kv - last_key, cols);
     };
-    auto const k = last(params_.k, params_.k_stride, params_.head_dim);
-    auto const v = last(params_.v, params_.v_stride, params_.head_dim_v);
+    auto k = last(params_.k, params_.k_stride, columns());
+    auto v = last(params_.v, params_.v_stride, columns_v());
+    if constexpr (kAligned) q.aligned = k.aligned = v.aligned = true;
     if (tiles.size() > 0) {
-      copy_tile<B_r, HeadDim, Threads>(q, shared_.q, moved);
+      copy_tile<B_r, Columns, Threads>(q, shared_.q, moved);
       if (!paged()) {
-        copy_tile<B_c, HeadDim, Threads>(k, shared_.k[0], moved);
-        if (Two) copy_tile<B_c, HeadDim, Threads>(v, shared_.v[0], moved);
+        copy_tile<B_c, Columns, Threads>(k, shared_.k[0], moved);
+        if (Two) copy_tile<B_c, Columns, Threads>(v, shared_.v[0], moved);
       }
     }
     keys_next_ = k.data + (int(threadIdx.x / 8) - B_c) * k.row_stride + threadIdx.x % 8 * kVector;
@@ -81,16 +85,20 @@ class Copies {
     if (threadIdx.x == 0) {
       shared_.sequence = sequence;
       shared_.score_mod = ScoreMod(params_, work.batch, work.head);
-      if (has_pairs(params_)) shared_.pairs = PairMod(params_, sequence, work.batch, work.head);
+      if (Traits::Pairs && has_pairs(params_)) shared_.pairs = PairMod(params_, sequence, work.batch, work.head);
       shared_.keys = k.data - (first_row + last_key) * k.row_stride;
       shared_.values = v.data - (first_row + last_key) * v.row_stride;
       shared_.table = params_.pages_of(work.batch);
+      if constexpr (Traits::Parts > 1) {  // sequences without keys have none
+        shared_.scales[0] =
+            tiles.size() > 0 ? params_.part_scales[work.batch * params_.heads_kv + head_kv] : PartScales{1.f, 1.f};
+      }
     }
     if (paged()) {
       __syncthreads();  // what has just been left in shared memory is read
       if (tiles.size() > 0) {
-        copy_checked(shared_.keys, params_.k_stride, params_.head_dim, tiles.end - 1, shared_.k[0]);
-        if (Two) copy_checked(shared_.values, params_.v_stride, params_.head_dim_v, tiles.end - 1, shared_.v[0]);
+        copy_checked(shared_.keys, params_.k_stride, columns(), tiles.end - 1, shared_.k[0]);
+        if (Two) copy_checked(shared_.values, params_.v_stride, columns_v(), tiles.end - 1, shared_.v[0]);
       }
     }
     return true;
@@ -125,17 +133,19 @@ class Copies {
   }
 
  private:
+  /// Columns that rows of q and k have, and those of v: parts fill theirs up.
+  CUTE_DEVICE int columns() const { return Traits::Parts > 1 ? Columns : params_.head_dim; }
+  CUTE_DEVICE int columns_v() const { return Traits::Parts > 1 ? Columns : params_.head_dim_v; }
+
   CUTE_DEVICE uint32_t there() const { return Two ? TileBytes - here() : 0; }
 
   template <KeyTile Kind>
   CUTE_DEVICE void copy_keys(int tile) {
     bool const more = tile > tiles.begin;
     if constexpr (Kind == KeyTile::Any) {
-      if (more)
-        copy_checked(shared_.keys, params_.k_stride, params_.head_dim, tile - 1, shared_.k[Two ? stage_ ^ 1 : 0]);
+      if (more) copy_checked(shared_.keys, params_.k_stride, columns(), tile - 1, shared_.k[Two ? stage_ ^ 1 : 0]);
     } else {
-      copy_whole_tile<B_c, HeadDim, Threads>(keys_next_, params_.k_stride.row, more ? params_.head_dim : 0,
-                                             at_ + there());
+      copy_whole_tile<B_c, Columns, Threads>(keys_next_, params_.k_stride.row, more ? columns() : 0, at_ + there());
       keys_next_ -= B_c * params_.k_stride.row;
     }
   }
@@ -145,10 +155,10 @@ class Copies {
     bool const more = tile > tiles.begin;
     if constexpr (Kind == KeyTile::Any || (Kind == KeyTile::Masked && !Two)) {
       if (more || !Two)
-        copy_checked(shared_.values, params_.v_stride, params_.head_dim_v, Two ? tile - 1 : tile,
+        copy_checked(shared_.values, params_.v_stride, columns_v(), Two ? tile - 1 : tile,
                      shared_.v[Two ? stage_ ^ 1 : 0]);
     } else {
-      copy_whole_tile<B_c, HeadDim, Threads>(values_next_, params_.v_stride.row, more || !Two ? params_.head_dim_v : 0,
+      copy_whole_tile<B_c, Columns, Threads>(values_next_, params_.v_stride.row, more || !Two ? columns_v() : 0,
                                              at_ + Traits::Stages * TileBytes + there());
     }
     if constexpr (Kind != KeyTile::Any) values_next_ -= B_c * params_.v_stride.row;
@@ -157,7 +167,7 @@ class Copies {
   /// Tile `tile` of K or V where rows may be missing, not begin at multiples of 16 bytes, or lie in pages.
   CUTE_DEVICE void copy_checked(Element const* data, Strides const& stride, int cols, int tile, Element* to) const {
     int const first_key = tile * B_c;
-    copy_tile<B_c, HeadDim, Threads>(
+    copy_tile<B_c, Columns, Threads>(
         LookedUpTile<Element>{data, stride, params_, shared_.table, shared_.sequence.k_row0 + first_key,
                               shared_.sequence.visibility.len_kv - first_key, cols, aligned},
         to, moved);
@@ -192,13 +202,13 @@ struct Exchange {
 /// S = Q K^T, softmax, O += P V of a warp's rows, a tile of keys after the other.
 template <class Traits>
 class MainLoop {
-  using Element = typename Traits::Element;
   static constexpr int B_r = Traits::B_r, B_c = Traits::B_c, Rows = Traits::Rows;
 
  public:
   using Scores = float[Traits::RowAtoms][Traits::KeyAtoms][4];
   using Output = float[Traits::RowAtoms][Traits::OutAtoms][4];
-  using Softmax = OnlineSoftmax<Rows, 4, 1, kMaxSlack>;
+  using Softmax = std::conditional_t<Traits::Parts == 1, OnlineSoftmax<Rows, 4, 1, kMaxSlack>,
+                                     OnlineSoftmax<Rows, 4, 1, kMaxSlackOfParts, kHeadroomOfParts>>;
 
   /// The arrays are the kernel's own variables: in one object with the numbers below they spilled.
   CUTE_DEVICE MainLoop(Params const& params, typename Traits::SharedStorage& shared, Copies<Traits>& copies, int row0,
@@ -215,7 +225,7 @@ class MainLoop {
         softmax_(softmax),
         warp_row0_(row0 + place.warp_row),
         params_(params),
-        score_mods_(ScoreMod::changes(params) || has_pairs(params)),
+        score_mods_(ScoreMod::changes(params) || (Traits::Pairs && has_pairs(params))),
         query_scale_(ScoreMod::query_scale(params)),
         keys_at_(cast_smem_ptr_to_uint(shared.k) +
                  2 * chunk_offset<B_c>(place.part * Traits::WarpKeys + place.lane % 8 + place.lane / 16 * 8,
@@ -233,6 +243,7 @@ class MainLoop {
   CUTE_DEVICE void run() {
     copies_.wait();
     queries_.take();
+    if constexpr (Traits::Parts > 1) query_scale_ *= (1.f + kCutOffScores) * shared_.scales[0].scores;
     Range const tiles = copies_.tiles, unmasked = copies_.unmasked;
     int tile = tiles.end - 1;
     int const plain_begin = unmasked.begin > tiles.begin ? unmasked.begin : tiles.begin;
@@ -246,7 +257,7 @@ class MainLoop {
         while (tile >= plain_begin);
       }
     }
-    if (has_dropout(params_)) {
+    if (Traits::Pairs && has_dropout(params_)) {
       Tensor out = rows_and_columns(O_);
       CUTE_UNROLL
       for (int e = 0; e < size(out); ++e) out(e) *= params_.dropout.scale;
@@ -298,9 +309,10 @@ class MainLoop {
         CUTE_UNROLL
         for (int e = 0; e < size(S); ++e) S(e) *= query_scale_;
         ScoreMod const score_mod = shared_.score_mod;
-        score_mod.template apply<true>(S, shared_.sequence.visibility.start_pos + first_row - first_key,
-                                       [&](int i, int j) { return row_of(i) - key_of(j); });
-        if (changes_scores(params_)) {
+        // float32 has the hyperbolic tangent that CUDA cores have.
+        score_mod.template apply<Traits::Parts == 1>(S, shared_.sequence.visibility.start_pos + first_row - first_key,
+                                                     [&](int i, int j) { return row_of(i) - key_of(j); });
+        if (Traits::Pairs && changes_scores(params_)) {
           change_pairs(tile, [&](PairMod const& pairs, float (&x)[kQuadColumns], int row, int key) {
             pairs.apply(x, params_, shared_.sequence.visibility, row, key + place_.lane % 4 * 2, key_of_quad);
           });
@@ -357,7 +369,7 @@ class MainLoop {
       sum[i] += p;
       return p;
     };
-    if (Kind == KeyTile::Any && has_dropout(params_)) {
+    if (Kind == KeyTile::Any && Traits::Pairs && has_dropout(params_)) {
       Tensor P = rows_and_columns(S_);
       CUTE_UNROLL
       for (int i = 0; i < Rows; ++i) {
@@ -378,9 +390,11 @@ class MainLoop {
   template <class POf>
   CUTE_DEVICE void multiply_pv(POf const& p_of, uint32_t here) {
     if constexpr (Traits::Shared) {
-      constexpr uint32_t Half = Traits::WarpKeys * kPanel * sizeof(Element);
+      constexpr uint32_t Half = Traits::WarpKeys * kPanel * sizeof(typename Traits::Part);
       gemm_pv_shared<Traits>(O_, S_, p_of, values_at_ + here + place_.part * Half,
                              values_at_ + here + (1 - place_.part) * Half, p_to_, p_from_);
+    } else if constexpr (Traits::Parts > 1) {
+      gemm_pv_in_parts<Traits>(O_, S_, p_of, values_at_ + here);
     } else {
       gemm_pv<Traits>(O_, S_, p_of, values_at_ + here);
     }
@@ -395,7 +409,7 @@ class MainLoop {
   int const warp_row0_;  // the warp's first row, counted in the sequence
   Params const& params_;
   bool const score_mods_;  // softcap or ALiBi, or what pairs have
-  float const query_scale_;
+  float query_scale_;
   Scores& S_;
   Output& O_;
   Softmax& softmax_;
@@ -405,6 +419,9 @@ class MainLoop {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__ Params const params) {
+  if constexpr (Traits::Parts > 1) {
+    if (params.stands_aside()) return;
+  }
   extern __shared__ __align__(128) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
   WorkItem const work = params.scheduler(blockIdx.x);
@@ -428,9 +445,11 @@ struct FMHA {
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Tiles;
-  static constexpr Features kTakes = feature::kScoreMods | feature::kPairs | feature::Sink | feature::Packed |
-                                     feature::kUnlike | feature::FewerKeys | feature::Pages | feature::FixedSplits |
-                                     feature::Float32Results | feature::UnalignedRows;
+  // Whether parts hold a sequence may depend on the others of the batch; they are made of whole vectors.
+  static constexpr Features kTakes =
+      feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike | feature::FewerKeys | feature::Pages |
+      (Traits::Pairs ? feature::kPairs : 0) |
+      (Traits::Parts == 1 ? feature::FixedSplits | feature::Float32Results | feature::UnalignedRows : 0);
 };
 
 }  // namespace cutlass_ext::sm80

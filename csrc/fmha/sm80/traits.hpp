@@ -9,6 +9,7 @@
 #include <cute/swizzle_layout.hpp>
 #include <cutlass/numeric_types.h>
 
+#include "../operand.hpp"
 #include "../pairs.hpp"
 #include "../score.hpp"
 #include "../sequence.hpp"
@@ -44,45 +45,55 @@ CUTE_HOST_DEVICE uint32_t chunk_at(uint32_t address, int rows, int chunks) {
 }
 
 /// `Sharers` warps share query rows: each takes its part of the tile's keys in Q K^T, and of the columns of O.
+/// Tiles of operands in two parts (operand.hpp) have twice the columns, the high parts first.
 template <int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_, int Stages_ = 2, int Sharers_ = 1>
 struct Traits {
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDim_, Threads = Threads_;
   static constexpr int Stages = Stages_, Sharers = Sharers_;
   using Element = Element_;
+  using Part = typename Operand<Element>::Part;
+  static constexpr int Parts = Operand<Element>::Parts;
+  static constexpr int Columns = HeadDim * Parts;  // in shared memory
   static constexpr int Warps = Threads / 32;
   static constexpr int WarpKeys = B_c / Sharers, WarpColumns = HeadDim / Sharers;
   static constexpr int RowAtoms = B_r / (Warps / Sharers) / kAtom;  // 16-row atoms of a warp
   static constexpr int Rows = 2 * RowAtoms;                         // rows of a thread
   static constexpr int KeyAtoms = WarpKeys / kAtomN;                // 8-column atoms of S
   static constexpr int OutAtoms = WarpColumns / kAtomN;             // and of O
-  static constexpr bool QueriesInRegisters = HeadDim <= 64;
+  static constexpr bool QueriesInRegisters = HeadDim <= 64 && Parts * RowAtoms <= 2;
   static constexpr bool Shared = Sharers > 1;
+  static constexpr bool Pairs = Parts == 1;  // what they have leaves parts no registers: 104 bytes spilled
 
-  static_assert(std::is_same_v<Element, half_t> || std::is_same_v<Element, bfloat16_t>,
-                "mma.sync takes 16-bit operands");
+  /// Operand A, 16 deep: the warp's rows. Operand B likewise: two atoms of 8 columns.
+  using Rows16 = uint32_t[Parts][RowAtoms][4];
+  using Columns16 = uint32_t[Parts][4];
+
+  static_assert(std::is_same_v<Part, half_t> || std::is_same_v<Part, bfloat16_t>, "mma.sync takes 16-bit operands");
   static_assert(Sharers == 1 || (Sharers == 2 && B_c <= kPanel && WarpColumns % kPanel == 0), "parts of a panel of P");
+  static_assert(Sharers == 1 || Parts == 1, "P passes between warps in 16 bits");
   static_assert(B_r % (Warps / Sharers * kAtom) == 0, "every warp owns whole atoms of 16 query rows");
   static_assert(WarpKeys % kAtom == 0, "P V runs through the keys 16 at a time");
   static_assert(HeadDim % kPanel == 0, "head_dim is padded to whole panels of 64 columns");
   static_assert(B_r % (Threads / 8) == 0 && B_c % (Threads / 8) == 0,
                 "a pass of the block copies whole rows of a panel");
 
-  using LayoutQ = PanelLayout<B_r, HeadDim>;
-  using LayoutKV = PanelLayout<B_c, HeadDim>;
+  using LayoutQ = PanelLayout<B_r, Columns>;
+  using LayoutKV = PanelLayout<B_c, Columns>;
 
   struct SharedStorage {
-    alignas(128) Element q[cosize_v<LayoutQ>];
-    alignas(128) Element k[Stages][cosize_v<LayoutKV>];
-    alignas(128) Element v[Stages][cosize_v<LayoutKV>];
+    alignas(128) Part q[cosize_v<LayoutQ>];
+    alignas(128) Part k[Stages][cosize_v<LayoutKV>];
+    alignas(128) Part v[Stages][cosize_v<LayoutKV>];
     // Where two warps share rows: P of both, and the maxima and sums that each has found.
-    alignas(128) Element p[Shared ? B_r * kPanel : 1];
+    alignas(128) Part p[Shared ? B_r * kPanel : 1];
     float statistics[Shared ? 2 : 1][Shared ? B_r : 1];
     // Of the work item, what is wanted now and then: in registers it would spill.
     Sequence sequence;
     ScoreMod score_mod;
     PairMod pairs;
-    Element const *keys, *values;  // of row 0 of the sequence's batch index, or of page 0
-    int const* table;              // of pages, the sequence's row of it; else null
+    Part const *keys, *values;             // of row 0 of the sequence's batch index, or of page 0
+    int const* table;                      // of pages, the sequence's row of it; else null
+    PartScales scales[Parts > 1 ? 1 : 0];  // where operands are in parts
   };
 };
 

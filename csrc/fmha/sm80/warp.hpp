@@ -31,12 +31,40 @@ CUTE_DEVICE auto rows_and_columns(float (&c)[RowAtoms][ColumnAtoms][4]) {
                                  make_stride(Stride<_2, Int<4 * ColumnAtoms>>{}, Stride<_1, _4>{})));
 }
 
+/// Accumulators of zeros, and the sum of two.
+template <int RowAtoms, int Atoms>
+CUTE_DEVICE void clear(float (&c)[RowAtoms][Atoms][4]) {
+  CUTE_UNROLL
+  for (int a = 0; a < RowAtoms; ++a) {
+    CUTE_UNROLL
+    for (int n = 0; n < Atoms; ++n) c[a][n][0] = c[a][n][1] = c[a][n][2] = c[a][n][3] = 0.f;
+  }
+}
+template <int RowAtoms, int Atoms>
+CUTE_DEVICE void add(float (&c)[RowAtoms][Atoms][4], float const (&more)[RowAtoms][Atoms][4]) {
+  CUTE_UNROLL
+  for (int a = 0; a < RowAtoms; ++a) {
+    CUTE_UNROLL
+    for (int n = 0; n < Atoms; ++n) {
+      CUTE_UNROLL
+      for (int x = 0; x < 4; ++x) c[a][n][x] += more[a][n][x];
+    }
+  }
+}
+
+/// The chunk with which a part of a tile's columns begins.
+template <class Traits>
+CUTE_HOST_DEVICE constexpr int part_chunk(int part) {
+  return part * (Traits::HeadDim / kVector);
+}
+
 /// Q of a warp as an operand, 16 columns at a time; in registers, `held`, where they suffice. `Beyond`, here and below:
 /// bytes from the address that is given to the tile, where addresses are shared with another tile.
 template <class Traits, uint32_t Beyond = 0>
 struct Queries {
   static constexpr int Steps = Traits::HeadDim / kAtom;
-  using Held = uint32_t[Traits::QueriesInRegisters ? Steps : 1][Traits::RowAtoms][4];
+  using Operand = typename Traits::Rows16;
+  using Held = Operand[Traits::QueriesInRegisters ? Steps : 1];
   Held& held;
   uint32_t at;  // where the lane's rows of fragments begin
 
@@ -47,12 +75,15 @@ struct Queries {
       for (int k = 0; k < Steps; ++k) load(held[k], k);
     }
   }
-  CUTE_DEVICE void operator()(uint32_t (&q)[Traits::RowAtoms][4], int k) const {
+  CUTE_DEVICE void operator()(Operand& q, int k) const {
     if constexpr (Traits::QueriesInRegisters) {
       CUTE_UNROLL
-      for (int a = 0; a < Traits::RowAtoms; ++a) {
+      for (int part = 0; part < Traits::Parts; ++part) {
         CUTE_UNROLL
-        for (int x = 0; x < 4; ++x) q[a][x] = held[k][a][x];
+        for (int a = 0; a < Traits::RowAtoms; ++a) {
+          CUTE_UNROLL
+          for (int x = 0; x < 4; ++x) q[part][a][x] = held[k][part][a][x];
+        }
       }
     } else {
       load(q, k);
@@ -60,44 +91,66 @@ struct Queries {
   }
 
  private:
-  CUTE_DEVICE void load(uint32_t (&q)[Traits::RowAtoms][4], int k) const {
+  CUTE_DEVICE void load(Operand& q, int k) const {
     CUTE_UNROLL
-    for (int a = 0; a < Traits::RowAtoms; ++a)
-      load_matrices(q[a], chunk_at<Traits::B_r>(at, a * kAtom, 2 * k) + Beyond);
+    for (int part = 0; part < Traits::Parts; ++part) {
+      CUTE_UNROLL
+      for (int a = 0; a < Traits::RowAtoms; ++a)
+        load_matrices(q[part][a], chunk_at<Traits::B_r>(at, a * kAtom, part_chunk<Traits>(part) + 2 * k) + Beyond);
+    }
   }
 };
+
+/// C += A B of a warp's rows and two atoms of columns, 16 deep.
+template <class Part, int RowAtoms, int Atoms>
+CUTE_DEVICE void multiply(float (&c)[RowAtoms][Atoms][4], int n, uint32_t const (&a)[RowAtoms][4],
+                          uint32_t const (&b)[4]) {
+  CUTE_UNROLL
+  for (int r = 0; r < RowAtoms; ++r) {
+    mma<Part>(c[r][n], a[r], b[0], b[1]);
+    mma<Part>(c[r][n + 1], a[r], b[2], b[3]);
+  }
+}
+
+/// The same of operands in parts. The small products have a sum of their own, `low`: in one with the large ones every
+/// step would cut off what the accumulator has no bits for, three times as often.
+template <class Traits, int Atoms>
+CUTE_DEVICE void multiply(float (&c)[Traits::RowAtoms][Atoms][4], float (&low)[Traits::RowAtoms][Atoms][4], int n,
+                          typename Traits::Rows16 const& a, typename Traits::Columns16 const& b) {
+  using Part = typename Traits::Part;
+  if constexpr (Traits::Parts == 2) {
+    multiply<Part>(low, n, a[0], b[1]);
+    multiply<Part>(low, n, a[1], b[0]);
+  }
+  multiply<Part>(c, n, a[0], b[0]);
+}
 
 /// S = Q K^T of the warp's rows, over all columns of the tile: the copies have zeroed those past head_dim. `queries(q,
 /// k)` gives 16 columns of Q; `meanwhile` is issued behind the first products.
 template <class Traits, uint32_t Beyond = 0, class Queries, class Meanwhile>
 CUTE_DEVICE void gemm_qk(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Queries const& queries, uint32_t keys_at,
                          Meanwhile const& meanwhile) {
-  using Element = typename Traits::Element;
-  CUTE_UNROLL
-  for (int a = 0; a < Traits::RowAtoms; ++a) {
+  clear(S);
+  float low[Traits::RowAtoms][Traits::KeyAtoms][4];
+  if constexpr (Traits::Parts > 1) clear(low);
+  auto multiply = [&](typename Traits::Rows16 const& q, int k, int n) {
+    typename Traits::Columns16 keys;  // two atoms of 8 keys, both halves of the 16 columns
     CUTE_UNROLL
-    for (int n = 0; n < Traits::KeyAtoms; ++n) S[a][n][0] = S[a][n][1] = S[a][n][2] = S[a][n][3] = 0.f;
-  }
-  auto multiply = [&](uint32_t const(&q)[Traits::RowAtoms][4], int k, int n) {
-    uint32_t keys[4];  // two atoms of 8 keys, both halves of the 16 columns
-    load_matrices(keys, chunk_at<Traits::B_c>(keys_at, n * kAtomN, 2 * k) + Beyond);
-    CUTE_UNROLL
-    for (int a = 0; a < Traits::RowAtoms; ++a) {
-      mma<Element>(S[a][n], q[a], keys[0], keys[1]);
-      mma<Element>(S[a][n + 1], q[a], keys[2], keys[3]);
-    }
+    for (int part = 0; part < Traits::Parts; ++part)
+      load_matrices(keys[part], chunk_at<Traits::B_c>(keys_at, n * kAtomN, part_chunk<Traits>(part) + 2 * k) + Beyond);
+    sm80::multiply<Traits>(S, low, n, q, keys);
   };
   // The last steps go keys first, so that the maxima of some scores are taken while others are still being summed.
-  constexpr int Steps = Traits::HeadDim / kAtom, Last = Traits::QueriesInRegisters ? Steps : 2;
+  constexpr int Steps = Traits::HeadDim / kAtom, Last = Traits::QueriesInRegisters ? Steps : 2 / Traits::Parts;
   CUTE_UNROLL
   for (int k = 0; k < Steps - Last; ++k) {
-    uint32_t q[Traits::RowAtoms][4];
+    typename Traits::Rows16 q;
     queries(q, k);
     CUTE_UNROLL
     for (int n = 0; n < Traits::KeyAtoms; n += 2) multiply(q, k, n);
     if (k == 0) meanwhile();
   }
-  uint32_t q[Last][Traits::RowAtoms][4];
+  typename Traits::Rows16 q[Last];
   CUTE_UNROLL
   for (int k = 0; k < Last; ++k) queries(q[k], Steps - Last + k);
   CUTE_UNROLL
@@ -106,6 +159,7 @@ CUTE_DEVICE void gemm_qk(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Quer
     for (int k = 0; k < Last; ++k) multiply(q[k], Steps - Last + k, n);
     if (Last == Steps && n == 0) meanwhile();
   }
+  if constexpr (Traits::Parts > 1) add(S, low);
 }
 
 /// O += P V over 16 keys, the first of which `values_at` points to. Loads come before products: the other order took 4%
@@ -118,26 +172,24 @@ CUTE_DEVICE void gemm_pv_step(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4],
   for (int n = 0; n < Traits::OutAtoms; n += 2)
     load_matrices_transposed(values[n / 2], chunk_at<Traits::B_c>(values_at, 0, n) + Beyond);
   CUTE_UNROLL
-  for (int n = 0; n < Traits::OutAtoms; n += 2) {
-    CUTE_UNROLL
-    for (int a = 0; a < Traits::RowAtoms; ++a) {
-      mma<typename Traits::Element>(O[a][n], p[a], values[n / 2][0], values[n / 2][1]);
-      mma<typename Traits::Element>(O[a][n + 1], p[a], values[n / 2][2], values[n / 2][3]);
-    }
-  }
+  for (int n = 0; n < Traits::OutAtoms; n += 2) multiply<typename Traits::Element>(O, n, p, values[n / 2]);
 }
 
 /// P of 16 keys as an operand: `p_of(i, s)` of a score of row i.
 template <class Traits, class POf>
-CUTE_DEVICE void operand_p(uint32_t (&p)[Traits::RowAtoms][4], float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4],
-                           int k, POf const& p_of) {
+CUTE_DEVICE void operand_p(typename Traits::Rows16& p, float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], int k,
+                           POf const& p_of) {
   CUTE_UNROLL
   for (int a = 0; a < Traits::RowAtoms; ++a) {
     CUTE_UNROLL
     for (int x = 0; x < 4; ++x) {
       float const* const s = &S[a][2 * k + x / 2][x % 2 * 2];
       float const left = p_of(2 * a + x % 2, s[0]), right = p_of(2 * a + x % 2, s[1]);
-      put_operand<typename Traits::Element>(p[a], x % 2, x / 2 * 2, left, right);
+      if constexpr (Traits::Parts == 2) {
+        split_operand(left, right, p[0][a][x], p[1][a][x]);
+      } else {
+        p[0][a][x] = pack<typename Traits::Element>(left, right);
+      }
     }
   }
 }
@@ -147,12 +199,52 @@ template <class Traits, class POf>
 CUTE_DEVICE void gemm_pv(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4],
                          float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], POf const& p_of, uint32_t values_at) {
   constexpr int Steps = Traits::B_c / kAtom;
-  uint32_t p[Steps][Traits::RowAtoms][4];
+  typename Traits::Rows16 p[Steps];
   operand_p<Traits>(p[0], S, 0, p_of);
   CUTE_UNROLL
   for (int k = 0; k < Steps; ++k) {
     if (k + 1 < Steps) operand_p<Traits>(p[k + 1], S, k + 1, p_of);
-    gemm_pv_step<Traits>(O, p[k], chunk_at<Traits::B_c>(values_at, k * kAtom, 0));
+    gemm_pv_step<Traits>(O, p[k][0], chunk_at<Traits::B_c>(values_at, k * kAtom, 0));
+  }
+}
+
+/// The same of operands in parts: P V of the tile is a sum of its own, for some columns after the others, and added to
+/// O in float32.
+template <class Traits, class POf>
+CUTE_DEVICE void gemm_pv_in_parts(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4],
+                                  float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], POf const& p_of,
+                                  uint32_t values_at) {
+  constexpr int RowAtoms = Traits::RowAtoms, Steps = Traits::B_c / kAtom;
+  constexpr int Atoms = 4 / RowAtoms;  // eight sums at a time, so that few wait for the one before
+  typename Traits::Rows16 p[Steps];
+  CUTE_UNROLL
+  for (int k = 0; k < Steps; ++k) operand_p<Traits>(p[k], S, k, p_of);
+  CUTE_UNROLL
+  for (int first = 0; first < Traits::OutAtoms; first += Atoms) {
+    float sum[RowAtoms][Atoms][4], low[RowAtoms][Atoms][4];
+    clear(sum);
+    clear(low);
+    CUTE_UNROLL
+    for (int k = 0; k < Steps; ++k) {
+      CUTE_UNROLL
+      for (int n = 0; n < Atoms; n += 2) {
+        typename Traits::Columns16 values;
+        CUTE_UNROLL
+        for (int part = 0; part < Traits::Parts; ++part)
+          load_matrices_transposed(values[part],
+                                   chunk_at<Traits::B_c>(values_at, k * kAtom, part_chunk<Traits>(part) + first + n));
+        multiply<Traits>(sum, low, n, p[k], values);
+      }
+    }
+    add(sum, low);
+    CUTE_UNROLL
+    for (int a = 0; a < RowAtoms; ++a) {
+      CUTE_UNROLL
+      for (int n = 0; n < Atoms; ++n) {
+        CUTE_UNROLL
+        for (int x = 0; x < 4; ++x) O[a][first + n][x] += sum[a][n][x];
+      }
+    }
   }
 }
 
@@ -171,7 +263,7 @@ CUTE_DEVICE void gemm_pv_shared(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4
                                 float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], POf const& p_of,
                                 uint32_t own_at, uint32_t other_at, uint32_t p_to, uint32_t p_from) {
   constexpr int Steps = Traits::WarpKeys / kAtom;
-  uint32_t p[Steps][Traits::RowAtoms][4];
+  typename Traits::Rows16 p[Steps];
   CUTE_UNROLL
   for (int k = 0; k < Steps; ++k) {
     operand_p<Traits>(p[k], S, k, p_of);
@@ -179,17 +271,18 @@ CUTE_DEVICE void gemm_pv_shared(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4
     for (int a = 0; a < Traits::RowAtoms; ++a) {
       CUTE_UNROLL
       for (int x = 0; x < 4; ++x)
-        store_shared(chunk_at<Traits::B_r>(p_to, a * kAtom + x % 2 * 8, 2 * k + x / 2), p[k][a][x]);
+        store_shared(chunk_at<Traits::B_r>(p_to, a * kAtom + x % 2 * 8, 2 * k + x / 2), p[k][0][a][x]);
     }
   }
   CUTE_UNROLL
-  for (int k = 0; k < Steps; ++k) gemm_pv_step<Traits>(O, p[k], chunk_at<Traits::B_c>(own_at, k * kAtom, 0));
+  for (int k = 0; k < Steps; ++k) gemm_pv_step<Traits>(O, p[k][0], chunk_at<Traits::B_c>(own_at, k * kAtom, 0));
   meet_sharer<Traits>();
   CUTE_UNROLL
   for (int k = 0; k < Steps; ++k) {
     CUTE_UNROLL
-    for (int a = 0; a < Traits::RowAtoms; ++a) load_matrices(p[k][a], chunk_at<Traits::B_r>(p_from, a * kAtom, 2 * k));
-    gemm_pv_step<Traits>(O, p[k], chunk_at<Traits::B_c>(other_at, k * kAtom, 0));
+    for (int a = 0; a < Traits::RowAtoms; ++a)
+      load_matrices(p[k][0][a], chunk_at<Traits::B_r>(p_from, a * kAtom, 2 * k));
+    gemm_pv_step<Traits>(O, p[k][0], chunk_at<Traits::B_c>(other_at, k * kAtom, 0));
   }
 }
 
@@ -240,32 +333,45 @@ CUTE_DEVICE void store(Params const& params, typename Traits::SharedStorage& sha
   float const sink_log2 = is_split ? -INFINITY : shared.score_mod.sink_log2;
   CUTE_UNROLL
   for (int i = 0; i < Rows; ++i) {
-    Finish const finished = softmax.template finish<Element>(i, sink_log2, out);
+    Finish finished = softmax.template finish<Element>(i, sink_log2);
     int const row = warp_row + row_of(i) + lane / 4;
     if (lane % 4 == 0 && part == 0 && row < rows) store_lse(params, result_row0 + row, finished);
+    if constexpr (Traits::Parts > 1) {
+      finished.factor *= shared.scales[0].out;
+      // Of sums of fewer keys less is cut off, down to nothing.
+      constexpr float kCutOff = kCutOffSum * Traits::B_c / kKeysOfCutOff;
+      if (sequence.visibility.keys_of_row(work.row0 + row).size() >= Traits::B_c)
+        finished.factor = fmaf(finished.factor, kCutOff, finished.factor);
+    }
+    CUTE_UNROLL
+    for (int j = 0; j < size<1>(out); ++j) out(i, j) *= finished.factor;
   }
-  if (is_split) {
+  auto const o_of = [&](int row, int column) {
+    return static_cast<Element*>(params.o) + sequence.batch * params.o_stride.batch +
+           int64_t(sequence.q_row0 + work.row0 + row) * params.o_stride.row + work.head * params.o_stride.head + column;
+  };
+  constexpr bool kFloat32 = std::is_same_v<Element, float>;
+  if (is_split || kFloat32) {  // straight from registers
     CUTE_UNROLL
     for (int i = 0; i < Rows; ++i) {
       int const row = warp_row + row_of(i) + lane / 4;
-      float* const partial = params.o_partial + (result_row0 + row) * params.head_dim_v;
+      float* to = params.o_partial + (result_row0 + row) * params.head_dim_v;
+      if constexpr (kFloat32) to = is_split ? to : o_of(row, 0);
       CUTE_UNROLL
       for (int n = 0; n < Traits::OutAtoms; ++n) {
         int const col = first_column + n * kAtomN + lane % 4 * 2;
         if (row < rows && col < params.head_dim_v)
-          *reinterpret_cast<float2*>(partial + col) = make_float2(out(i, 2 * n), out(i, 2 * n + 1));
+          *reinterpret_cast<float2*>(to + col) = make_float2(out(i, 2 * n), out(i, 2 * n + 1));
       }
     }
     return;
   }
   // O leaves through the warp's own part of the query tile, which nobody reads any more.
-  auto const to_of = [&](int row, int chunk) {
-    return static_cast<Element*>(params.o) + sequence.batch * params.o_stride.batch +
-           int64_t(sequence.q_row0 + work.row0 + row) * params.o_stride.row + work.head * params.o_stride.head +
-           chunk * kVector;
-  };
-  store_rows<Element, B_r>(out, shared.q, lane, warp_row, first_column, to_of, params.o_stride.row, rows,
-                           params.head_dim_v);
+  if constexpr (!kFloat32) {
+    auto const to_of = [&](int row, int chunk) { return o_of(row, chunk * kVector); };
+    store_rows<Element, B_r>(out, shared.q, lane, warp_row, first_column, to_of, params.o_stride.row, rows,
+                             params.head_dim_v);
+  }
 }
 
 }  // namespace cutlass_ext::sm80

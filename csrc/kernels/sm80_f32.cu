@@ -1,0 +1,10 @@
+// fp32 on mma.sync tensor cores, each operand in two fp16 parts, head_dim up to 64 and 128.
+#include "../fmha/sm80/fmha.hpp"
+#include "kernel.hpp"
+
+namespace cutlass_ext {
+static Entered const kernels_here{
+    kernel_of<sm80::FMHA<64, 64, 64, float, 128>>(),
+    kernel_of<sm80::FMHA<64, 48, 128, float, 128, 1>>(),
+};
+}  // namespace cutlass_ext
