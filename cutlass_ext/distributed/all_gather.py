@@ -24,6 +24,7 @@ from .transfer import Transfer, connect
 # for the backward pass, up to KEPT_BYTES, it need not gather again: at 16,384 rows of 8 heads of 128, 64 MB, that would
 # be a thirtieth of its time.)
 PIECES_BYTES = 1 << 23
+COPY, FIRST, FINISH = "cat", 8, "main"  # EXPERIMENT
 
 
 class Places:
@@ -82,7 +83,7 @@ class Gathering:
     def pieces(self, k: Tensor, v: Tensor) -> list[slice]:
         """Of the key heads: the first is small, and what comes after it comes while it is computed."""
         heads = k.shape[-2]
-        first = max(heads // 8, 1)
+        first = max(heads // FIRST, 1)
         if self.ranks == 1 or heads == 1 or self.bytes_of_whole(k, v) < PIECES_BYTES:
             return [slice(0, heads)]
         return [slice(0, first), slice(first, heads)]
@@ -157,9 +158,9 @@ class Launches:
         with torch.cuda.stream(stream):
             yield
 
-    def join(self) -> None:
-        """What is computed next comes after all of them."""
-        for stream in self.streams:
+    def join(self, first: int = 0, end: int | None = None) -> None:
+        """What is computed next comes after them, or after some of them."""
+        for stream in self.streams[first:end]:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def release(self) -> None:
@@ -186,7 +187,12 @@ def _gathered(place: Gathering, k: Tensor, v: Tensor, pieces: list[slice]) -> It
         own, begin = [_of_heads(x, heads).movedim(-3, 0) for x in (k, v)], 0
         for rows in places.rows_of_own:
             n = rows.stop - rows.start
-            torch.cat(own if n == len(own[0]) else [x.narrow(0, begin, n) for x in own], -1, out=kv[rows])
+            *parts, whole = _wide(*(x.narrow(0, begin, n) for x in own), kv[rows])
+            if COPY == "copy":
+                for x, to in zip(parts, whole.split([x.shape[-1] for x in parts], -1), strict=True):
+                    to.copy_(x)
+            else:
+                torch.cat(parts, -1, out=whole)
             begin += n
         for chunk in places.missing:
             kv[places.of_chunk[chunk]].zero_()
@@ -239,24 +245,27 @@ class _Attention(torch.autograd.Function):
         place, (q, sink, out, lse, *saved) = ctx.place, ctx.saved_tensors
         spread, rank = place.spread, place.rank
         if ctx.kept is None:
-            gathered = list(_gathered(place, *saved, [slice(0, saved[0].shape[-2])]))
+            ((_, kv),) = _gathered(place, *saved, [slice(0, saved[0].shape[-2])])
+            gathered = [(heads, _of_heads(kv, heads)) for heads in place.pieces(*saved)]
         else:
             gathered = list(zip(ctx.kept, saved, strict=True))
         H_kv = gathered[-1][0].stop
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        launches, transfers, results = Launches(q.device), [], []
+        launches, pieces = Launches(q.device), []
         launches.begin()
-        # Of each piece of the heads, and each part of the rows here: what the parts of the rows of all ranks give.
-        shares = {(heads.start, j): [] for heads, _ in gathered for j in range(spread.parts)}
-        for part in reversed(range(spread.parts)):  # all ranks name their messages in one order
-            operations, first = _received(place, part, gathered, ctx.d, shares), len(launches.streams)
-            for heads, kv in gathered if part in place.places.parts else ():
-                of_q = _query_heads(heads, q, H_kv)
+        for heads, kv in reversed(gathered):  # the small piece last: nothing is computed beside its messages
+            of_q, first = _query_heads(heads, q, H_kv), len(launches.streams)
+            keys = kv.split((ctx.d, out.shape[-1]), -1)
+            operations, results = [], []
+            shares = [[] for _ in range(spread.parts)]  # of each part of the rows here: what those of all ranks give
+            for part in reversed(range(spread.parts)):  # all ranks name their messages in one order
+                operations += _received(place, part, keys, shares)
+                if part not in place.places.parts:
+                    continue
                 with launches.next():
                     part_dq, dk, dv, *part_dsink = fmha_backward(
-                        place.part_of(dout, part, of_q), place.part_of(q, part, of_q),
-                        *place.keys_of(part, kv.split((ctx.d, out.shape[-1]), -1)), place.part_of(out, part, of_q),
-                        place.part_of_lse(lse, part, of_q).contiguous(),
+                        place.part_of(dout, part, of_q), place.part_of(q, part, of_q), *place.keys_of(part, keys),
+                        place.part_of(out, part, of_q), place.part_of_lse(lse, part, of_q).contiguous(),
                         dlse=None if dlse is None else place.part_of_lse(dlse, part, of_q).contiguous(),
                         **place.options_of(part, of_q, sink, q.device),
                     )  # fmt: skip
@@ -264,25 +273,27 @@ class _Attention(torch.autograd.Function):
                         for j in (j for i, j in pairs if i == part):
                             share = [place.chunk_of(x, spread.chunk(to, j)) for x in (dk, dv)]
                             if to == rank:
-                                shares[heads.start, j].append(share)
+                                shares[j].append(share)
                             else:
                                 operations += [(dist.isend, x, to) for x in share]
-                results.append((part, of_q, part_dq, part_dsink))
-            transfers.append(place.transfer(operations, "dk and dv", launches.streams[first:]))
-        launches.join()
+                results.append((part, part_dq, part_dsink))
+            end = len(launches.streams)
+            transfer = place.transfer(operations, "dk and dv", launches.streams[first:])
+            pieces.append((heads, of_q, (first, end), results, shares, transfer))
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        dsink = None if sink is None else torch.zeros_like(sink)
-        for part, of_q, part_dq, part_dsink in results:  # beside the last messages
-            place.part_of(dq, part, of_q).copy_(part_dq)
-            if dsink is not None:
-                dsink[of_q] += part_dsink[0]
-        for transfer in transfers:
-            transfer.wait()
         dk, dv = (q.new_empty(*q.shape[:-2], H_kv, n) for n in (ctx.d, out.shape[-1]))
-        for heads, _ in gathered:
-            for j in range(spread.parts):
-                for i, x in enumerate((dk, dv)):
-                    _add_up([share[i] for share in shares[heads.start, j]], place.part_of(x, j, heads))
+        dsink = None if sink is None else torch.zeros_like(sink)
+        with _finishing(q.device):
+            for heads, of_q, some, results, shares, transfer in pieces:  # the first beside what the others compute
+                launches.join(*some)
+                for part, part_dq, part_dsink in results:  # beside the messages
+                    _copy(part_dq, place.part_of(dq, part, of_q))
+                    if dsink is not None:
+                        dsink[of_q] += part_dsink[0]
+                transfer.wait()
+                for j, of_part in enumerate(shares):
+                    for i, x in enumerate((dk, dv)):
+                        _add_up([share[i] for share in of_part], place.part_of(x, j, heads))
         launches.release()
         return dq, dk, dv, dsink, None, None
 
@@ -299,30 +310,62 @@ def _of_heads(x: Tensor, heads: slice) -> Tensor:
     return x if n == x.shape[-2] else x.narrow(-2, heads.start, n)
 
 
-def _received(place: Gathering, part: int, gathered: list, d: int, shares: dict) -> list:
+def _received(place: Gathering, part: int, keys: tuple[Tensor, Tensor], shares: list) -> list:
     """What the same part of the rows of other ranks gives for the keys here, as it will have come, is in `shares`."""
     operations = []
-    for heads, kv in gathered:
-        for source, pairs in place.routes.pairs_of_others.items():
-            for j in (j for i, j in pairs if i == part and source != place.rank):
-                rows = place.spread.rows_of_part(place.rank, j)
-                shape = *kv.shape[:-3], rows, kv.shape[-2]
-                share = [kv.new_empty(*shape, n) for n in (d, kv.shape[-1] - d)]
-                shares[heads.start, j].append(share)
-                operations += [(dist.irecv, x, source) for x in share]
+    for source, pairs in place.routes.pairs_of_others.items():
+        for j in (j for i, j in pairs if i == part and source != place.rank):
+            rows = place.spread.rows_of_part(place.rank, j)
+            share = [x.new_empty(*x.shape[:-3], rows, *x.shape[-2:]) for x in keys]
+            shares[j].append(share)
+            operations += [(dist.irecv, x, source) for x in share]
     return operations
 
 
 def _add_up(parts: list[Tensor], out: Tensor) -> None:
     """The sum of a few tensors of 16 bits, rounded once."""
-    if len(parts) == 1:
-        out.copy_(parts[0])
+    if len(parts) > 2:
+        _copy(torch.stack(parts).sum(0), out)
     elif len(parts) == 2:
-        torch.add(*parts, out=out)
+        _copy(torch.add(*parts), out)
     elif parts:
-        torch.sum(torch.stack(parts), 0, out=out)
+        _copy(parts[0], out)
     else:
         out.zero_()
+
+
+def _copy(x: Tensor, to: Tensor) -> None:
+    x, to = _wide(x, to)
+    to.copy_(x)
+
+
+def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same memory in elements of 16 bytes, where all have such: PyTorch copies strided tensors one element after
+    the other, and those of two bytes at a third of the memory's rate."""
+    if COPY == "narrow":
+        return tensors
+    for x in tensors:
+        steps = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
+        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(n * x.element_size() % 16 for n in steps):
+            return tensors
+    return tuple(x.view(torch.complex128) for x in tensors)
+
+
+@functools.lru_cache(maxsize=64)
+def _finish_stream(device: torch.device) -> "torch.cuda.Stream":
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@contextlib.contextmanager
+def _finishing(device: torch.device) -> Iterator[None]:
+    if device.type != "cuda" or FINISH == "main":
+        yield
+        return
+    stream = _finish_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def attention(
