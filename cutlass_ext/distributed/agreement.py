@@ -1,9 +1,11 @@
 """Groups of ranks, and whether all of a group make the same call: found out before any of them waits for data."""
 
+import contextlib
 import pickle
+import time
 import zlib
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,52 +30,97 @@ def group_of(group: object) -> dist.ProcessGroup:
     return group
 
 
-def agreed(group: dist.ProcessGroup, prepare: Callable[[], tuple[Result, dict[str, object]]]) -> Result:
-    """What `prepare` gives on this rank, once every rank has got as far, with the same values of the arguments.
+class Agreement(Generic[Result]):
+    """What `prepare` gives on this rank, and whether every rank has got as far, with the same values of the arguments.
 
     `prepare` raises what is wrong with a rank's own arguments; else it returns its result, and the arguments that have
-    to be equal on all ranks, by name. Two numbers a rank go round on the host. The device does not wait, and nothing is
-    sent of q, k and v before. Whatever is wrong raises on all ranks, with the number of the rank and the argument.
+    to be equal on all ranks, by name. Two numbers a rank then go round on the host, and the device does not wait. Until
+    `wait` has returned nothing may be sent of q, k and v. Whatever is wrong raises there on all ranks, with the number
+    of the rank and the argument.
     """
-    error, result, values = None, None, {}
+
+    def __init__(self, group: dist.ProcessGroup, prepare: Callable[[], tuple[Result, dict[str, object]]]):
+        self.group, self.error, values = group, None, {}
+        try:
+            self._result, values = prepare()
+        except (TypeError, ValueError, NotImplementedError) as refused:
+            self.error = refused
+        except Exception as unforeseen:  # the others must not wait for this rank, whatever it is
+            self.error = RuntimeError(f"{type(unforeseen).__name__}: {unforeseen}")
+        self.texts = {name: str(value) for name, value in values.items()}
+        self.mine = [int(self.error is not None), zlib.crc32(repr(self.texts).encode())]
+        with _naming(group):
+            self.numbers = _of_all_ranks(group, torch.tensor(self.mine))
+
+    @property
+    def result(self) -> Result:
+        """At once, unless this rank's arguments are wrong."""
+        return self._result if self.error is None else self.wait()
+
+    def wait(self) -> Result:
+        size = self.group.size()
+        with _naming(self.group):
+            if self.numbers() == [[0, self.mine[1]]] * size:
+                return self._result
+            words = pickle.dumps((self.error, self.texts))
+            sizes = [n for (n,) in _of_all_ranks(self.group, torch.tensor([len(words)]))()]
+            padded = torch.frombuffer(bytearray(words.ljust(max(sizes))), dtype=torch.uint8)
+            of_all = zip(_of_all_ranks(self.group, padded)(), sizes, strict=True)
+            found = [pickle.loads(bytes(x[:n])) for x, n in of_all]
+        for of_rank, (its_error, _) in enumerate(found):
+            if its_error is not None:
+                raise type(its_error)(f"{its_error} (rank {of_rank} of {size})") from self.error
+        for of_rank, (_, its_texts) in enumerate(found):
+            for name, text in found[0][1].items():
+                if its_texts[name] != text:
+                    raise ValueError(
+                        f"{name}: is {text} on rank 0 and {its_texts[name]} on rank {of_rank}; "
+                        f"it has to be the same on all {size} ranks"
+                    )
+        raise AssertionError("checksums differ, and arguments do not")
+
+
+def agreed(group: dist.ProcessGroup, prepare: Callable[[], tuple[Result, dict[str, object]]]) -> Result:
+    """What `prepare` gives, once all ranks agree."""
+    return Agreement(group, prepare).wait()
+
+
+@contextlib.contextmanager
+def _naming(group: dist.ProcessGroup) -> Iterator[None]:
     try:
-        result, values = prepare()
-    except (TypeError, ValueError, NotImplementedError) as refused:
-        error = refused
-    except Exception as unforeseen:  # the others must not wait for this rank, whatever it is
-        error = RuntimeError(f"{type(unforeseen).__name__}: {unforeseen}")
-    size, rank = group.size(), group.rank()
-    texts = {name: str(value) for name, value in values.items()}
-    mine = [int(error is not None), zlib.crc32(repr(texts).encode())]
-    try:
-        if _of_all_ranks(group, torch.tensor(mine)) == [[0, mine[1]]] * size:
-            return result
-        words = pickle.dumps((error, texts))
-        sizes = [n for (n,) in _of_all_ranks(group, torch.tensor([len(words)]))]
-        padded = torch.frombuffer(bytearray(words.ljust(max(sizes))), dtype=torch.uint8)
-        found = [pickle.loads(bytes(x[:n])) for x, n in zip(_of_all_ranks(group, padded), sizes, strict=True)]
+        yield
     except RuntimeError as failed:
         raise RuntimeError(
-            f"rank {rank} of {size}: a rank is gone, or did not make this call: its arguments did not come ({failed})"
+            f"rank {group.rank()} of {group.size()}: a rank is gone, or did not make this call: "
+            f"its arguments did not come ({failed})"
         ) from failed
-    for of_rank, (its_error, _) in enumerate(found):
-        if its_error is not None:
-            raise type(its_error)(f"{its_error} (rank {of_rank} of {size})") from error
-    for of_rank, (_, its_texts) in enumerate(found):
-        for name, text in found[0][1].items():
-            if its_texts[name] != text:
-                raise ValueError(
-                    f"{name}: is {text} on rank 0 and {its_texts[name]} on rank {of_rank}; "
-                    f"it has to be the same on all {size} ranks"
-                )
-    raise AssertionError("checksums differ, and arguments do not")
 
 
-def _of_all_ranks(group: dist.ProcessGroup, mine: Tensor) -> list[list[int]]:
-    """A few numbers of each rank, by way of the hosts."""
+EXCHANGE = "allgather"  # EXPERIMENT
+
+
+def _of_all_ranks(group: dist.ProcessGroup, mine: Tensor) -> Callable[[], list[list[int]]]:
+    """A few numbers of each rank, by way of the hosts: what waits for them."""
     theirs = [torch.empty_like(mine) for _ in range(group.size())]
-    _between_hosts(group).allgather([theirs], [mine]).wait()
-    return [x.tolist() for x in theirs]
+    host = _between_hosts(group)
+    if EXCHANGE == "p2p":
+        theirs[group.rank()] = mine
+        peers = [rank for rank in range(group.size()) if rank != group.rank()]
+        works = [host.recv([theirs[rank]], rank, 0) for rank in peers]
+        works += [host.send([mine], rank, 0) for rank in peers]
+    else:
+        works = [host.allgather([theirs], [mine])]
+
+    def arrived() -> list[list[int]]:
+        if EXCHANGE == "spin":
+            until = time.perf_counter() + 5e-4
+            while not works[0].is_completed() and time.perf_counter() < until:
+                pass
+        for work in works:
+            work.wait()
+        return [x.tolist() for x in theirs]
+
+    return arrived
 
 
 def _between_hosts(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from ..backward import fmha_backward
 from ..interface import fmha
 from ..torch_backend import dtype_of_scores
+from .agreement import Agreement
 from .model import KEPT_BYTES
 from .ring import routes_of
 from .spread import Spread
@@ -72,9 +73,9 @@ class Gathering:
 
     def __init__(
         self, group: dist.ProcessGroup, spread: Spread, sides: tuple[int, int], options: dict,
-        slopes: Tensor | None, head_start: int,
+        slopes: Tensor | None, head_start: int, agreement: Agreement | None = None,
     ):  # fmt: skip
-        self.group, self.spread, self.options = group, spread, options
+        self.group, self.spread, self.options, self.agreement = group, spread, options, agreement
         self.slopes, self.head_start = slopes, head_start
         self.rank, self.ranks = group.rank(), group.size()
         self.places = places_of(spread, self.rank, sides)
@@ -129,6 +130,13 @@ class Gathering:
             return x.index_select(-3, self.spread.rows_of_chunk(chunk, x.device))
         rows = self.places.of_chunk[chunk]
         return x.narrow(-3, rows.start, rows.stop - rows.start).contiguous()
+
+    def connect(self, device: torch.device) -> None:
+        """Before the first message: what is done here before runs beside the check of arguments."""
+        if self.agreement is not None:
+            self.agreement.wait()
+            self.agreement = None
+        connect(self.group, device)
 
     def transfer(self, operations: list, what: str, after: Iterable = ()) -> Transfer:
         failure = f"rank {self.rank} of {self.ranks}: {what} did not come from the other ranks, or go to them"
@@ -200,6 +208,7 @@ def _gathered(place: Gathering, k: Tensor, v: Tensor, pieces: list[slice]) -> It
         for peer in (peer for peer in range(place.ranks) if peer != place.rank):
             operations += [(dist.irecv, kv[rows], peer) for rows in places.received[peer]]
             operations += [(dist.isend, kv[rows], peer) for rows in places.sent[peer]]
+        place.connect(k.device)
         transfers.append((heads, kv, place.transfer(operations, "k and v")))
     order = spread.order_of_chunks(k.device)
     for heads, kv, transfer in transfers:
@@ -372,5 +381,4 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, place: Gathering, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`out` and `lse` of this rank's rows; without gradients or somebody who asks for it there is no lse."""
-    connect(place.group, q.device)
     return _Attention.apply(q, k, v, sink, place, with_lse)
