@@ -2,7 +2,6 @@
 
 import contextlib
 import pickle
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
@@ -15,6 +14,8 @@ from torch import Tensor
 Result = TypeVar("Result")
 # To one tensor; PyTorch 2.13 has given it another name.
 all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+DIRECT_RANKS = 8  # of a host; nothing has been measured beyond
+TAG = 0x636578  # no message of others in the group is taken for one of these
 _on_host: WeakKeyDictionary = WeakKeyDictionary()  # of each group, gloo between the hosts of its ranks
 
 
@@ -49,8 +50,7 @@ class Agreement(Generic[Result]):
             self.error = RuntimeError(f"{type(unforeseen).__name__}: {unforeseen}")
         self.texts = {name: str(value) for name, value in values.items()}
         self.mine = [int(self.error is not None), zlib.crc32(repr(self.texts).encode())]
-        with _naming(group):
-            self.numbers = _of_all_ranks(group, torch.tensor(self.mine))
+        self.numbers = _of_all_ranks(group, torch.tensor(self.mine))
 
     @property
     def result(self) -> Result:
@@ -59,14 +59,13 @@ class Agreement(Generic[Result]):
 
     def wait(self) -> Result:
         size = self.group.size()
-        with _naming(self.group):
-            if self.numbers() == [[0, self.mine[1]]] * size:
-                return self._result
-            words = pickle.dumps((self.error, self.texts))
-            sizes = [n for (n,) in _of_all_ranks(self.group, torch.tensor([len(words)]))()]
-            padded = torch.frombuffer(bytearray(words.ljust(max(sizes))), dtype=torch.uint8)
-            of_all = zip(_of_all_ranks(self.group, padded)(), sizes, strict=True)
-            found = [pickle.loads(bytes(x[:n])) for x, n in of_all]
+        if self.numbers() == [[0, self.mine[1]]] * size:
+            return self._result
+        words = pickle.dumps((self.error, self.texts))
+        sizes = [n for (n,) in _of_all_ranks(self.group, torch.tensor([len(words)]))()]
+        padded = torch.frombuffer(bytearray(words.ljust(max(sizes))), dtype=torch.uint8)
+        of_all = zip(_of_all_ranks(self.group, padded)(), sizes, strict=True)
+        found = [pickle.loads(bytes(x[:n])) for x, n in of_all]
         for of_rank, (its_error, _) in enumerate(found):
             if its_error is not None:
                 raise type(its_error)(f"{its_error} (rank {of_rank} of {size})") from self.error
@@ -86,38 +85,39 @@ def agreed(group: dist.ProcessGroup, prepare: Callable[[], tuple[Result, dict[st
 
 
 @contextlib.contextmanager
-def _naming(group: dist.ProcessGroup) -> Iterator[None]:
+def _naming(group: dist.ProcessGroup, whom: str = "a rank") -> Iterator[None]:
     try:
         yield
     except RuntimeError as failed:
         raise RuntimeError(
-            f"rank {group.rank()} of {group.size()}: a rank is gone, or did not make this call: "
+            f"rank {group.rank()} of {group.size()}: {whom} is gone, or did not make this call: "
             f"its arguments did not come ({failed})"
         ) from failed
 
 
-EXCHANGE = "allgather"  # EXPERIMENT
-
-
 def _of_all_ranks(group: dist.ProcessGroup, mine: Tensor) -> Callable[[], list[list[int]]]:
-    """A few numbers of each rank, by way of the hosts: what waits for them."""
-    theirs = [torch.empty_like(mine) for _ in range(group.size())]
-    host = _between_hosts(group)
-    if EXCHANGE == "p2p":
-        theirs[group.rank()] = mine
-        peers = [rank for rank in range(group.size()) if rank != group.rank()]
-        works = [host.recv([theirs[rank]], rank, 0) for rank in peers]
-        works += [host.send([mine], rank, 0) for rank in peers]
-    else:
-        works = [host.allgather([theirs], [mine])]
+    """A few numbers of each rank, by way of the hosts: what waits for them.
+
+    Of few ranks each sends to each, and nothing waits for what another forwards: between two that takes 0.4 ms less
+    than gloo's all_gather, which of many has as many messages, one behind the other, but is one call on the host.
+    """
+    size, own = group.size(), group.rank()
+    theirs, works = [torch.empty_like(mine) for _ in range(size)], []
+    with _naming(group):
+        host = _between_hosts(group)
+        if size > DIRECT_RANKS:
+            works.append(("a rank", host.allgather([theirs], [mine])))
+    if size <= DIRECT_RANKS:
+        theirs[own] = mine
+        for rank in (rank for rank in range(size) if rank != own):
+            with _naming(group, f"rank {rank}"):
+                works.append((f"rank {rank}", host.recv([theirs[rank]], rank, TAG)))
+                works.append((f"rank {rank}", host.send([mine], rank, TAG)))
 
     def arrived() -> list[list[int]]:
-        if EXCHANGE == "spin":
-            until = time.perf_counter() + 5e-4
-            while not works[0].is_completed() and time.perf_counter() < until:
-                pass
-        for work in works:
-            work.wait()
+        for whom, work in works:
+            with _naming(group, whom):
+                work.wait()
         return [x.tolist() for x in theirs]
 
     return arrived

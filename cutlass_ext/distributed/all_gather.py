@@ -25,7 +25,6 @@ from .transfer import Transfer, connect
 # for the backward pass, up to KEPT_BYTES, it need not gather again: at 16,384 rows of 8 heads of 128, 64 MB, that would
 # be a thirtieth of its time.)
 PIECES_BYTES = 1 << 23
-COPY, FIRST, FINISH = "cat", 8, "main"  # EXPERIMENT
 
 
 class Places:
@@ -84,7 +83,7 @@ class Gathering:
     def pieces(self, k: Tensor, v: Tensor) -> list[slice]:
         """Of the key heads: the first is small, and what comes after it comes while it is computed."""
         heads = k.shape[-2]
-        first = max(heads // FIRST, 1)
+        first = max(heads // 8, 1)
         if self.ranks == 1 or heads == 1 or self.bytes_of_whole(k, v) < PIECES_BYTES:
             return [slice(0, heads)]
         return [slice(0, first), slice(first, heads)]
@@ -125,11 +124,11 @@ class Gathering:
         return options
 
     def chunk_of(self, x: Tensor, chunk: int) -> Tensor:
-        """Of a gradient of the keys that `keys_of` gave: what one chunk has of it, contiguous."""
+        """Of a gradient of the keys that `keys_of` gave: what one chunk has of it."""
         if len(self.spread.lengths) > 1:
             return x.index_select(-3, self.spread.rows_of_chunk(chunk, x.device))
         rows = self.places.of_chunk[chunk]
-        return x.narrow(-3, rows.start, rows.stop - rows.start).contiguous()
+        return x.narrow(-3, rows.start, rows.stop - rows.start)
 
     def connect(self, device: torch.device) -> None:
         """Before the first message: what is done here before runs beside the check of arguments."""
@@ -144,8 +143,9 @@ class Gathering:
 
 
 class Launches:
-    """Calls on streams of their own, all after what was computed before `begin` and none after another: where one ends,
-    and leaves multiprocessors idle, the next is there already. On a CPU one after the other."""
+    """Calls on streams of their own, all after what was computed before `begin` and, unless they are told to be, none
+    after another: where one ends, and leaves multiprocessors idle, the next is there already. On a CPU one after the
+    other."""
 
     def __init__(self, device: torch.device):
         self.device, self.streams, self.begun = device, [], None
@@ -156,13 +156,16 @@ class Launches:
             self.begun = torch.cuda.current_stream(self.device).record_event()
 
     @contextlib.contextmanager
-    def next(self) -> Iterator[None]:
+    def next(self, after: Iterable = ()) -> Iterator[None]:
+        """A call, after what some streams have been given so far."""
         if self.device.type != "cuda":
             yield
             return
         stream = _stream_of(self.device, len(self.streams))
         self.streams.append(stream)
         stream.wait_event(self.begun)
+        for other in after:
+            stream.wait_stream(other)
         with torch.cuda.stream(stream):
             yield
 
@@ -196,11 +199,7 @@ def _gathered(place: Gathering, k: Tensor, v: Tensor, pieces: list[slice]) -> It
         for rows in places.rows_of_own:
             n = rows.stop - rows.start
             *parts, whole = _wide(*(x.narrow(0, begin, n) for x in own), kv[rows])
-            if COPY == "copy":
-                for x, to in zip(parts, whole.split([x.shape[-1] for x in parts], -1), strict=True):
-                    to.copy_(x)
-            else:
-                torch.cat(parts, -1, out=whole)
+            torch.cat(parts, -1, out=whole)
             begin += n
         for chunk in places.missing:
             kv[places.of_chunk[chunk]].zero_()
@@ -260,18 +259,21 @@ class _Attention(torch.autograd.Function):
             gathered = list(zip(ctx.kept, saved, strict=True))
         H_kv = gathered[-1][0].stop
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        launches, pieces = Launches(q.device), []
+        launches, pieces, before = Launches(q.device), [], []
         launches.begin()
         for heads, kv in reversed(gathered):  # the small piece last: nothing is computed beside its messages
             of_q, first = _query_heads(heads, q, H_kv), len(launches.streams)
             keys = kv.split((ctx.d, out.shape[-1]), -1)
-            operations, results = [], []
-            shares = [[] for _ in range(spread.parts)]  # of each part of the rows here: what those of all ranks give
+            operations, results, shares = [], [], [_Shares(place, part, keys) for part in range(spread.parts)]
             for part in reversed(range(spread.parts)):  # all ranks name their messages in one order
-                operations += _received(place, part, keys, shares)
+                for source, pairs in place.routes.pairs_of_others.items():
+                    for j in (j for i, j in pairs if i == part and source != rank):
+                        operations += [(dist.irecv, x, source) for x in shares[j].next()]
                 if part not in place.places.parts:
                     continue
-                with launches.next():
+                # Were all calls there at once, some of the small piece would run first, and the messages of the others
+                # begin when nothing is left to compute. The earliest rows alone begin where the first call ends.
+                with launches.next(before if part else before[:1]):
                     part_dq, dk, dv, *part_dsink = fmha_backward(
                         place.part_of(dout, part, of_q), place.part_of(q, part, of_q), *place.keys_of(part, keys),
                         place.part_of(out, part, of_q), place.part_of_lse(lse, part, of_q).contiguous(),
@@ -282,29 +284,63 @@ class _Attention(torch.autograd.Function):
                         for j in (j for i, j in pairs if i == part):
                             share = [place.chunk_of(x, spread.chunk(to, j)) for x in (dk, dv)]
                             if to == rank:
-                                shares[j].append(share)
+                                shares[j].keep(share)
                             else:
-                                operations += [(dist.isend, x, to) for x in share]
+                                operations += [(dist.isend, x.contiguous(), to) for x in share]
                 results.append((part, part_dq, part_dsink))
-            end = len(launches.streams)
-            transfer = place.transfer(operations, "dk and dv", launches.streams[first:])
+            end, before = len(launches.streams), launches.streams[first:]
+            transfer = place.transfer(operations, "dk and dv", before)
             pieces.append((heads, of_q, (first, end), results, shares, transfer))
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dk, dv = (q.new_empty(*q.shape[:-2], H_kv, n) for n in (ctx.d, out.shape[-1]))
         dsink = None if sink is None else torch.zeros_like(sink)
-        with _finishing(q.device):
-            for heads, of_q, some, results, shares, transfer in pieces:  # the first beside what the others compute
-                launches.join(*some)
-                for part, part_dq, part_dsink in results:  # beside the messages
-                    _copy(part_dq, place.part_of(dq, part, of_q))
-                    if dsink is not None:
-                        dsink[of_q] += part_dsink[0]
-                transfer.wait()
-                for j, of_part in enumerate(shares):
-                    for i, x in enumerate((dk, dv)):
-                        _add_up([share[i] for share in of_part], place.part_of(x, j, heads))
+        for heads, of_q, some, results, shares, transfer in pieces:  # the first beside what the others compute
+            launches.join(*some)
+            for part, part_dq, part_dsink in results:  # beside the messages, as the next
+                _copy(part_dq, place.part_of(dq, part, of_q))
+                if dsink is not None:
+                    dsink[of_q] += part_dsink[0]
+            for of_part in shares:
+                of_part.copy_own()
+            transfer.wait()
+            for j, of_part in enumerate(shares):
+                of_part.sum_up([place.part_of(x, j, heads) for x in (dk, dv)])
         launches.release()
         return dq, dk, dv, dsink, None, None
+
+
+class _Shares:
+    """Of dk and dv of a part of the rows here: what the rows of all ranks give, one beside the other, so that one pass
+    adds them up in float32 and rounds once. A share that has no other is where it was computed."""
+
+    def __init__(self, place: Gathering, part: int, keys: tuple[Tensor, Tensor]):
+        sources = [to for to, pairs in place.routes.pairs_of_others.items() for _, j in pairs if j == part]
+        self.alone = sources == [place.rank]
+        n, rows = 0 if self.alone else len(sources), place.spread.rows_of_part(place.rank, part)
+        self.all = [x.new_empty(n, *x.shape[:-3], rows, *x.shape[-2:]) for x in keys]
+        self.places = zip(*self.all, strict=True)
+        self.own: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
+
+    def next(self) -> tuple[Tensor, ...]:
+        """Where the dk and dv of a share come."""
+        return next(self.places)
+
+    def keep(self, share: list[Tensor]) -> None:
+        """The dk and dv of a share computed here."""
+        self.own.append((share, () if self.alone else self.next()))
+
+    def copy_own(self) -> None:
+        for share, places in () if self.alone else self.own:
+            for x, to in zip(share, places, strict=True):
+                _copy(x, to)
+
+    def sum_up(self, out: list[Tensor]) -> None:
+        if self.alone:
+            for x, to in zip(self.own[0][0], out, strict=True):
+                _copy(x, to)
+        else:
+            for x, to in zip(self.all, out, strict=True):
+                torch.sum(x, 0, out=to)
 
 
 def _query_heads(heads: slice, q: Tensor, H_kv: int) -> slice:
@@ -319,30 +355,6 @@ def _of_heads(x: Tensor, heads: slice) -> Tensor:
     return x if n == x.shape[-2] else x.narrow(-2, heads.start, n)
 
 
-def _received(place: Gathering, part: int, keys: tuple[Tensor, Tensor], shares: list) -> list:
-    """What the same part of the rows of other ranks gives for the keys here, as it will have come, is in `shares`."""
-    operations = []
-    for source, pairs in place.routes.pairs_of_others.items():
-        for j in (j for i, j in pairs if i == part and source != place.rank):
-            rows = place.spread.rows_of_part(place.rank, j)
-            share = [x.new_empty(*x.shape[:-3], rows, *x.shape[-2:]) for x in keys]
-            shares[j].append(share)
-            operations += [(dist.irecv, x, source) for x in share]
-    return operations
-
-
-def _add_up(parts: list[Tensor], out: Tensor) -> None:
-    """The sum of a few tensors of 16 bits, rounded once."""
-    if len(parts) > 2:
-        _copy(torch.stack(parts).sum(0), out)
-    elif len(parts) == 2:
-        _copy(torch.add(*parts), out)
-    elif parts:
-        _copy(parts[0], out)
-    else:
-        out.zero_()
-
-
 def _copy(x: Tensor, to: Tensor) -> None:
     x, to = _wide(x, to)
     to.copy_(x)
@@ -351,30 +363,11 @@ def _copy(x: Tensor, to: Tensor) -> None:
 def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The same memory in elements of 16 bytes, where all have such: PyTorch copies strided tensors one element after
     the other, and those of two bytes at a third of the memory's rate."""
-    if COPY == "narrow":
-        return tensors
     for x in tensors:
         steps = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
         if x.stride(-1) != 1 or x.data_ptr() % 16 or any(n * x.element_size() % 16 for n in steps):
             return tensors
     return tuple(x.view(torch.complex128) for x in tensors)
-
-
-@functools.lru_cache(maxsize=64)
-def _finish_stream(device: torch.device) -> "torch.cuda.Stream":
-    return torch.cuda.Stream(device, priority=-1)
-
-
-@contextlib.contextmanager
-def _finishing(device: torch.device) -> Iterator[None]:
-    if device.type != "cuda" or FINISH == "main":
-        yield
-        return
-    stream = _finish_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def attention(

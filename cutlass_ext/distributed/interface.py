@@ -17,7 +17,6 @@ from .spread import Layout, Spread, cu_seqlens_of, spread_of
 
 Method = Literal["ring", "all_to_all", "all_gather", "auto"]
 
-OVERLAP = True  # EXPERIMENT
 GATHERED_BYTES = 1 << 30  # of K and V of all ranks, up to which "auto" gathers them
 
 
@@ -146,7 +145,7 @@ def fmha(
     agreement = Agreement(group, prepare) if check else None
     spread, method, sides = agreement.result if check else prepare()[0]
     draws = dropout_p > 0 and dropout_seed is None
-    if check and (draws or method != "all_gather" or not OVERLAP):
+    if check and (draws or method != "all_gather"):
         agreement.wait()
         agreement = None
     options = {
