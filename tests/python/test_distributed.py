@@ -584,7 +584,7 @@ PACKED = [(3, 4, 16), (3, 2, 16), (3, 2, 16)]
         ({2: {"window": (3, 0)}}, ["window: is (-1, -1) on rank 0 and (3, 0) on rank 2"]),
         ({3: {"return_lse": True}}, ["return_lse: is False on rank 0 and True on rank 3"]),  # all-to-all would send it
         ({0: {"dtype": torch.bfloat16}}, ["q: is torch.bfloat16", "rank 1"]),
-        ({2: {"method": "ring"}}, ["method: is all_to_all on rank 0 and ring on rank 2"]),
+        ({2: {"method": "ring"}}, ["method: is all_gather on rank 0 and ring on rank 2"]),
         ({2: {"softcap": -1.0}}, ["ValueError: softcap", "(rank 2 of 4)"]),
         ({1: {"layout": "striped"}}, ['layout: is \'striped\'; expected "zigzag" or "contiguous" (rank 1 of 4)']),
         ({3: {"shapes": [(1, 4, 4, 16), (1, 3, 2, 16), (1, 4, 2, 16)]}}, ["k: has 3 rows and q 4", "(rank 3 of 4)"]),
