@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from ..backward import fmha_backward
 from ..interface import fmha
 from ..torch_backend import dtype_of_scores
+from .agreement import Agreement
 from .model import KEPT_BYTES
 from .ring import routes_of
 from .spread import Spread
@@ -71,9 +72,9 @@ class Gathering:
 
     def __init__(
         self, group: dist.ProcessGroup, spread: Spread, sides: tuple[int, int], options: dict,
-        slopes: Tensor | None, head_start: int,
+        slopes: Tensor | None, head_start: int, agreement: Agreement | None = None,
     ):  # fmt: skip
-        self.group, self.spread, self.options = group, spread, options
+        self.group, self.spread, self.options, self.agreement = group, spread, options, agreement
         self.slopes, self.head_start = slopes, head_start
         self.rank, self.ranks = group.rank(), group.size()
         self.places = places_of(spread, self.rank, sides)
@@ -123,11 +124,18 @@ class Gathering:
         return options
 
     def chunk_of(self, x: Tensor, chunk: int) -> Tensor:
-        """Of a gradient of the keys that `keys_of` gave: what one chunk has of it, contiguous."""
+        """Of a gradient of the keys that `keys_of` gave: what one chunk has of it."""
         if len(self.spread.lengths) > 1:
             return x.index_select(-3, self.spread.rows_of_chunk(chunk, x.device))
         rows = self.places.of_chunk[chunk]
-        return x.narrow(-3, rows.start, rows.stop - rows.start).contiguous()
+        return x.narrow(-3, rows.start, rows.stop - rows.start)
+
+    def connect(self, device: torch.device) -> None:
+        """Before the first message: what is done here before runs beside the check of arguments."""
+        if self.agreement is not None:
+            self.agreement.wait()
+            self.agreement = None
+        connect(self.group, device)
 
     def transfer(self, operations: list, what: str, after: Iterable = ()) -> Transfer:
         failure = f"rank {self.rank} of {self.ranks}: {what} did not come from the other ranks, or go to them"
@@ -135,8 +143,9 @@ class Gathering:
 
 
 class Launches:
-    """Calls on streams of their own, all after what was computed before `begin` and none after another: where one ends,
-    and leaves multiprocessors idle, the next is there already. On a CPU one after the other."""
+    """Calls on streams of their own, all after what was computed before `begin` and, unless they are told to be, none
+    after another: where one ends, and leaves multiprocessors idle, the next is there already. On a CPU one after the
+    other."""
 
     def __init__(self, device: torch.device):
         self.device, self.streams, self.begun = device, [], None
@@ -147,19 +156,22 @@ class Launches:
             self.begun = torch.cuda.current_stream(self.device).record_event()
 
     @contextlib.contextmanager
-    def next(self) -> Iterator[None]:
+    def next(self, after: Iterable = ()) -> Iterator[None]:
+        """A call, after what some streams have been given so far."""
         if self.device.type != "cuda":
             yield
             return
         stream = _stream_of(self.device, len(self.streams))
         self.streams.append(stream)
         stream.wait_event(self.begun)
+        for other in after:
+            stream.wait_stream(other)
         with torch.cuda.stream(stream):
             yield
 
-    def join(self) -> None:
-        """What is computed next comes after all of them."""
-        for stream in self.streams:
+    def join(self, first: int = 0, end: int | None = None) -> None:
+        """What is computed next comes after them, or after some of them."""
+        for stream in self.streams[first:end]:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def release(self) -> None:
@@ -186,7 +198,8 @@ def _gathered(place: Gathering, k: Tensor, v: Tensor, pieces: list[slice]) -> It
         own, begin = [_of_heads(x, heads).movedim(-3, 0) for x in (k, v)], 0
         for rows in places.rows_of_own:
             n = rows.stop - rows.start
-            torch.cat(own if n == len(own[0]) else [x.narrow(0, begin, n) for x in own], -1, out=kv[rows])
+            *parts, whole = _wide(*(x.narrow(0, begin, n) for x in own), kv[rows])
+            torch.cat(parts, -1, out=whole)
             begin += n
         for chunk in places.missing:
             kv[places.of_chunk[chunk]].zero_()
@@ -194,6 +207,7 @@ def _gathered(place: Gathering, k: Tensor, v: Tensor, pieces: list[slice]) -> It
         for peer in (peer for peer in range(place.ranks) if peer != place.rank):
             operations += [(dist.irecv, kv[rows], peer) for rows in places.received[peer]]
             operations += [(dist.isend, kv[rows], peer) for rows in places.sent[peer]]
+        place.connect(k.device)
         transfers.append((heads, kv, place.transfer(operations, "k and v")))
     order = spread.order_of_chunks(k.device)
     for heads, kv, transfer in transfers:
@@ -239,24 +253,30 @@ class _Attention(torch.autograd.Function):
         place, (q, sink, out, lse, *saved) = ctx.place, ctx.saved_tensors
         spread, rank = place.spread, place.rank
         if ctx.kept is None:
-            gathered = list(_gathered(place, *saved, [slice(0, saved[0].shape[-2])]))
+            ((_, kv),) = _gathered(place, *saved, [slice(0, saved[0].shape[-2])])
+            gathered = [(heads, _of_heads(kv, heads)) for heads in place.pieces(*saved)]
         else:
             gathered = list(zip(ctx.kept, saved, strict=True))
         H_kv = gathered[-1][0].stop
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        launches, transfers, results = Launches(q.device), [], []
+        launches, pieces, before = Launches(q.device), [], []
         launches.begin()
-        # Of each piece of the heads, and each part of the rows here: what the parts of the rows of all ranks give.
-        shares = {(heads.start, j): [] for heads, _ in gathered for j in range(spread.parts)}
-        for part in reversed(range(spread.parts)):  # all ranks name their messages in one order
-            operations, first = _received(place, part, gathered, ctx.d, shares), len(launches.streams)
-            for heads, kv in gathered if part in place.places.parts else ():
-                of_q = _query_heads(heads, q, H_kv)
-                with launches.next():
+        for heads, kv in reversed(gathered):  # the small piece last: nothing is computed beside its messages
+            of_q, first = _query_heads(heads, q, H_kv), len(launches.streams)
+            keys = kv.split((ctx.d, out.shape[-1]), -1)
+            operations, results, shares = [], [], [_Shares(place, part, keys) for part in range(spread.parts)]
+            for part in reversed(range(spread.parts)):  # all ranks name their messages in one order
+                for source, pairs in place.routes.pairs_of_others.items():
+                    for j in (j for i, j in pairs if i == part and source != rank):
+                        operations += [(dist.irecv, x, source) for x in shares[j].next()]
+                if part not in place.places.parts:
+                    continue
+                # Were all calls there at once, some of the small piece would run first, and the messages of the others
+                # begin when nothing is left to compute. The earliest rows alone begin where the first call ends.
+                with launches.next(before if part else before[:1]):
                     part_dq, dk, dv, *part_dsink = fmha_backward(
-                        place.part_of(dout, part, of_q), place.part_of(q, part, of_q),
-                        *place.keys_of(part, kv.split((ctx.d, out.shape[-1]), -1)), place.part_of(out, part, of_q),
-                        place.part_of_lse(lse, part, of_q).contiguous(),
+                        place.part_of(dout, part, of_q), place.part_of(q, part, of_q), *place.keys_of(part, keys),
+                        place.part_of(out, part, of_q), place.part_of_lse(lse, part, of_q).contiguous(),
                         dlse=None if dlse is None else place.part_of_lse(dlse, part, of_q).contiguous(),
                         **place.options_of(part, of_q, sink, q.device),
                     )  # fmt: skip
@@ -264,27 +284,63 @@ class _Attention(torch.autograd.Function):
                         for j in (j for i, j in pairs if i == part):
                             share = [place.chunk_of(x, spread.chunk(to, j)) for x in (dk, dv)]
                             if to == rank:
-                                shares[heads.start, j].append(share)
+                                shares[j].keep(share)
                             else:
-                                operations += [(dist.isend, x, to) for x in share]
-                results.append((part, of_q, part_dq, part_dsink))
-            transfers.append(place.transfer(operations, "dk and dv", launches.streams[first:]))
-        launches.join()
+                                operations += [(dist.isend, x.contiguous(), to) for x in share]
+                results.append((part, part_dq, part_dsink))
+            end, before = len(launches.streams), launches.streams[first:]
+            transfer = place.transfer(operations, "dk and dv", before)
+            pieces.append((heads, of_q, (first, end), results, shares, transfer))
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-        dsink = None if sink is None else torch.zeros_like(sink)
-        for part, of_q, part_dq, part_dsink in results:  # beside the last messages
-            place.part_of(dq, part, of_q).copy_(part_dq)
-            if dsink is not None:
-                dsink[of_q] += part_dsink[0]
-        for transfer in transfers:
-            transfer.wait()
         dk, dv = (q.new_empty(*q.shape[:-2], H_kv, n) for n in (ctx.d, out.shape[-1]))
-        for heads, _ in gathered:
-            for j in range(spread.parts):
-                for i, x in enumerate((dk, dv)):
-                    _add_up([share[i] for share in shares[heads.start, j]], place.part_of(x, j, heads))
+        dsink = None if sink is None else torch.zeros_like(sink)
+        for heads, of_q, some, results, shares, transfer in pieces:  # the first beside what the others compute
+            launches.join(*some)
+            for part, part_dq, part_dsink in results:  # beside the messages, as the next
+                _copy(part_dq, place.part_of(dq, part, of_q))
+                if dsink is not None:
+                    dsink[of_q] += part_dsink[0]
+            for of_part in shares:
+                of_part.copy_own()
+            transfer.wait()
+            for j, of_part in enumerate(shares):
+                of_part.sum_up([place.part_of(x, j, heads) for x in (dk, dv)])
         launches.release()
         return dq, dk, dv, dsink, None, None
+
+
+class _Shares:
+    """Of dk and dv of a part of the rows here: what the rows of all ranks give, one beside the other, so that one pass
+    adds them up in float32 and rounds once. A share that has no other is where it was computed."""
+
+    def __init__(self, place: Gathering, part: int, keys: tuple[Tensor, Tensor]):
+        sources = [to for to, pairs in place.routes.pairs_of_others.items() for _, j in pairs if j == part]
+        self.alone = sources == [place.rank]
+        n, rows = 0 if self.alone else len(sources), place.spread.rows_of_part(place.rank, part)
+        self.all = [x.new_empty(n, *x.shape[:-3], rows, *x.shape[-2:]) for x in keys]
+        self.places = zip(*self.all, strict=True)
+        self.own: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
+
+    def next(self) -> tuple[Tensor, ...]:
+        """Where the dk and dv of a share come."""
+        return next(self.places)
+
+    def keep(self, share: list[Tensor]) -> None:
+        """The dk and dv of a share computed here."""
+        self.own.append((share, () if self.alone else self.next()))
+
+    def copy_own(self) -> None:
+        for share, places in () if self.alone else self.own:
+            for x, to in zip(share, places, strict=True):
+                _copy(x, to)
+
+    def sum_up(self, out: list[Tensor]) -> None:
+        if self.alone:
+            for x, to in zip(self.own[0][0], out, strict=True):
+                _copy(x, to)
+        else:
+            for x, to in zip(self.all, out, strict=True):
+                torch.sum(x, 0, out=to)
 
 
 def _query_heads(heads: slice, q: Tensor, H_kv: int) -> slice:
@@ -299,35 +355,23 @@ def _of_heads(x: Tensor, heads: slice) -> Tensor:
     return x if n == x.shape[-2] else x.narrow(-2, heads.start, n)
 
 
-def _received(place: Gathering, part: int, gathered: list, d: int, shares: dict) -> list:
-    """What the same part of the rows of other ranks gives for the keys here, as it will have come, is in `shares`."""
-    operations = []
-    for heads, kv in gathered:
-        for source, pairs in place.routes.pairs_of_others.items():
-            for j in (j for i, j in pairs if i == part and source != place.rank):
-                rows = place.spread.rows_of_part(place.rank, j)
-                shape = *kv.shape[:-3], rows, kv.shape[-2]
-                share = [kv.new_empty(*shape, n) for n in (d, kv.shape[-1] - d)]
-                shares[heads.start, j].append(share)
-                operations += [(dist.irecv, x, source) for x in share]
-    return operations
+def _copy(x: Tensor, to: Tensor) -> None:
+    x, to = _wide(x, to)
+    to.copy_(x)
 
 
-def _add_up(parts: list[Tensor], out: Tensor) -> None:
-    """The sum of a few tensors of 16 bits, rounded once."""
-    if len(parts) == 1:
-        out.copy_(parts[0])
-    elif len(parts) == 2:
-        torch.add(*parts, out=out)
-    elif parts:
-        torch.sum(torch.stack(parts), 0, out=out)
-    else:
-        out.zero_()
+def _wide(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same memory in elements of 16 bytes, where all have such: PyTorch copies strided tensors one element after
+    the other, and those of two bytes at a third of the memory's rate."""
+    for x in tensors:
+        steps = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
+        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(n * x.element_size() % 16 for n in steps):
+            return tensors
+    return tuple(x.view(torch.complex128) for x in tensors)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, place: Gathering, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """`out` and `lse` of this rank's rows; without gradients or somebody who asks for it there is no lse."""
-    connect(place.group, q.device)
     return _Attention.apply(q, k, v, sink, place, with_lse)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..interface import Backend, draw_seed, explain, window_sides
 from . import all_gather, all_to_all, ring
-from .agreement import agreed, group_of
+from .agreement import Agreement, group_of
 from .model import MODELS, Attention, Machine
 from .spread import Layout, Spread, cu_seqlens_of, spread_of
 
@@ -142,13 +142,18 @@ def fmha(
         values |= {"dropout_seed": dropout_seed is None, "requires_grad": _needs_grad(q, k, v, sink)}
         return (spread, chosen, (left, 0 if causal else right)), values
 
-    spread, method, sides = agreed(group, prepare) if check else prepare()[0]
+    agreement = Agreement(group, prepare) if check else None
+    spread, method, sides = agreement.result if check else prepare()[0]
+    draws = dropout_p > 0 and dropout_seed is None
+    if check and (draws or method != "all_gather"):
+        agreement.wait()
+        agreement = None
     options = {
         "causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap, "backend": backend,
         "deterministic": deterministic,
     }  # fmt: skip
     if dropout_p:
-        if dropout_seed is None:
+        if draws:
             dropout_seed = draw_seed(q)
             dist.broadcast(dropout_seed, group=group, group_src=0)
         options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed, "sequence_start": sequence_start}
@@ -157,7 +162,7 @@ def fmha(
         out, lse = ring.attention(q, k, v, sink, ring.Ring(group, spread, sides, options))
         return (out, lse) if return_lse else out
     if method == "all_gather":
-        place = all_gather.Gathering(group, spread, sides, options, alibi_slopes, head_start)
+        place = all_gather.Gathering(group, spread, sides, options, alibi_slopes, head_start, agreement)
         out, lse = all_gather.attention(q, k, v, sink, place, return_lse or _needs_grad(q, k, v, sink))
         return (out, lse) if return_lse else out
     return all_to_all.attention(q, k, v, group, spread, options, alibi_slopes, sink, head_start, return_lse)

@@ -11,12 +11,14 @@ KEPT_BYTES = 1 << 27  # of K and V of all ranks, up to which all_gather.py keeps
 class Machine:
     """Rates of a GPU and of its links: of two H200s, as bench/results/distributed_h200.md has them. Fitted there: the
     TFLOP/s are one GPU's at 65,536 tokens, `host_gbs` is NCCL's of one message of 64 MB; `memory_gbs` and `pass_us` are
-    those of ring and all_to_all at commit a9c3e12. Nothing across hosts has been measured."""
+    those of ring and all_to_all at commit a9c3e12, `gather_us` is all_gather's forward at 0058028. Nothing across hosts
+    has been measured."""
 
     forward_tflops: float = 744.0
     backward_tflops: float = 581.0
     memory_gbs: float = 3000.0  # read and written together
     pass_us: float = 300.0  # forward or backward, on more than one GPU, beyond what is counted
+    gather_us: float = 60.0  # the same of all_gather
     host_gbs: float = 266.0  # of a GPU, each way, to another of its host (NVLink)
     network_gbs: float = 40.0  # to one of another host (400 Gbit/s)
     host_gpus: int = 8
@@ -90,25 +92,27 @@ def all_to_all_ms(call: Attention, machine: Machine, gpus: int, backward: bool) 
 
 
 def all_gather_ms(call: Attention, machine: Machine, gpus: int, backward: bool) -> float:
-    """K and V of the first heads, which nothing is beside; the others' beside those. Backward long ones come again,
-    and gradients of half of the rows go back beside the other half."""
+    """K and V of the first heads, which nothing is beside; the others' beside those. Backward long ones come again; the
+    gradients of all heads but those go back beside those, and theirs beside nothing."""
     ms = one_gpu_ms(call, machine, backward) / gpus
     if gpus == 1:
         return ms
     rows = call.tokens / gpus
     out, kv = rows * call.heads * call.head_dim, 2 * rows * call.kv_heads * call.head_dim
     first = max(call.kv_heads // 8, 1) / call.kv_heads
-    compute = call.flops(False) / gpus / machine.forward_tflops / 1e9
 
     def transfer(part: float) -> float:
         return _transfer_ms(part * 2 * kv * (gpus - 1), machine, gpus)
 
-    late = max(transfer(1 - first) - first * compute, 0.0) if first < 1 else 0.0
-    ms += transfer(first) + late + 4 * kv / machine.memory_gbs / 1e6 + machine.pass_us / 1e3
+    def exposed(compute: float) -> float:
+        late = max(transfer(1 - first) - first * compute / gpus, 0.0) if first < 1 else 0.0
+        return transfer(first) + late + machine.gather_us / 1e3
+
+    ms += exposed(call.flops(False) / machine.forward_tflops / 1e9) + 4 * first * kv / machine.memory_gbs / 1e6
     if backward:
         again = transfer(1) if 2 * kv * gpus > KEPT_BYTES else 0.0
         sums = (4 * out + 6 * (gpus + 0.5) * kv) / machine.memory_gbs / 1e6
-        ms += again + transfer(0.5) + sums + machine.pass_us / 1e3
+        ms += again + exposed(call.flops(True) / machine.backward_tflops / 1e9) + sums
     return ms
 
 

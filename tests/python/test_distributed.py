@@ -235,6 +235,47 @@ def test_all_gather(pool, ranks, layout, packed, features, in_pieces):
     pool.run(compare_gathered, ranks, layout, FEATURES.get(features, DROPOUT), packed, in_pieces)
 
 
+def compare_odd(group):
+    """bfloat16 at addresses that are no multiples of 16 bytes."""
+    cut, bound = {"group": group}, bound_of(torch.bfloat16)
+
+    def tensor(H):
+        return torch.randn(2, 24, H, 16).bfloat16()
+
+    q, k, v, dout = (tensor(H) for H in (4, 2, 2, 4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    want = ce.fmha(*leaves, causal=True)
+    want = [want, *torch.autograd.grad(want, leaves, dout)]
+    parts = []
+    for x in (q, k, v):
+        x = ce.distributed.shard(x.detach(), **cut)
+        memory = torch.empty(x.numel() + 1, dtype=x.dtype)
+        parts.append(memory[1:].view_as(x).copy_(x).requires_grad_())
+    got = ce.distributed.fmha(*parts, method="all_gather", causal=True, **cut)
+    got = [got, *torch.autograd.grad(got, parts, ce.distributed.shard(dout, **cut))]
+    for part, expected in zip(got, want, strict=True):
+        assert_close(ce.distributed.gather(part, **cut), expected, **bound)
+
+
+def test_all_gather_of_odd_addresses(pool):
+    pool.run(compare_odd, 2)
+
+
+def test_copies_of_16_bytes():
+    """Where all tensors have such elements, and only there."""
+    from cutlass_ext.distributed.all_gather import _wide
+
+    x = torch.zeros(4, 6, 16, dtype=torch.bfloat16)
+
+    def is_wide(*tensors):
+        (size,) = {x.element_size() for x in _wide(*tensors)}
+        return size == 16
+
+    assert is_wide(x, x[:, 1:3], x[..., 8:], x.transpose(0, 1), x.float(), x[:0])
+    assert not is_wide(x, x[..., 4:]) and not is_wide(x, x[..., :4]) and not is_wide(x, x.mT)
+    assert not is_wide(torch.zeros(4, 12, dtype=torch.bfloat16)) and not is_wide(x.flatten()[1:-7])
+
+
 @pytest.fixture(scope="module")
 def eight():
     pool = Pool(8)
@@ -543,7 +584,7 @@ PACKED = [(3, 4, 16), (3, 2, 16), (3, 2, 16)]
         ({2: {"window": (3, 0)}}, ["window: is (-1, -1) on rank 0 and (3, 0) on rank 2"]),
         ({3: {"return_lse": True}}, ["return_lse: is False on rank 0 and True on rank 3"]),  # all-to-all would send it
         ({0: {"dtype": torch.bfloat16}}, ["q: is torch.bfloat16", "rank 1"]),
-        ({2: {"method": "ring"}}, ["method: is all_to_all on rank 0 and ring on rank 2"]),
+        ({2: {"method": "ring"}}, ["method: is all_gather on rank 0 and ring on rank 2"]),
         ({2: {"softcap": -1.0}}, ["ValueError: softcap", "(rank 2 of 4)"]),
         ({1: {"layout": "striped"}}, ['layout: is \'striped\'; expected "zigzag" or "contiguous" (rank 1 of 4)']),
         ({3: {"shapes": [(1, 4, 4, 16), (1, 3, 2, 16), (1, 4, 2, 16)]}}, ["k: has 3 rows and q 4", "(rank 3 of 4)"]),
@@ -563,6 +604,33 @@ def test_errors_on_all_ranks(pool, of_ranks, texts):
     for error in pool.errors(call, 4, of_ranks):
         assert error is not None and all(text in error for text in texts), error
     pool.run(call, 4, {})
+
+
+def call_of_many(group, of_ranks):
+    """As more ranks than send to each other would."""
+    from cutlass_ext.distributed import agreement
+
+    before, agreement.DIRECT_RANKS = agreement.DIRECT_RANKS, 1
+    try:
+        call(group, of_ranks)
+    finally:
+        agreement.DIRECT_RANKS = before
+
+
+def test_errors_of_many_ranks(pool):
+    for error in pool.errors(call_of_many, 4, {2: {"softcap": -1.0, "method": "all_gather"}}):
+        assert "ValueError: softcap" in error and "(rank 2 of 4)" in error
+    pool.run(call_of_many, 4, {})
+
+
+def test_errors_of_all_gather(pool):
+    """Which begins before the others have answered."""
+    options = {"method": "all_gather", "causal": True}
+    for error in pool.errors(call, 4, {None: options, 1: options | {"window": (2, 0)}}):
+        assert "ValueError: window: is (-1, -1) on rank 0 and (2, 0) on rank 1" in error
+    for error in pool.errors(call, 4, {None: options, 3: options | {"softcap": -1.0}}):
+        assert "ValueError: softcap" in error and "(rank 3 of 4)" in error
+    pool.run(call, 4, {None: options})
 
 
 @pytest.mark.gpu
@@ -626,7 +694,7 @@ MISSING = {
 @pytest.mark.parametrize(
     "method,check,backward,missing",
     [
-        ("ring", True, False, "a rank is gone"),
+        ("ring", True, False, "rank 1 is gone"),
         *[(method, False, False, missing) for method, missing in MISSING.items()],
         *[(method, False, True, "") for method in MISSING],
     ],
@@ -651,7 +719,7 @@ def test_a_dead_rank_of_two_gpus():
         found = pool.answers_of(dies, 2, "ring", True, False, "cuda", expected=1)
     finally:
         pool.close()
-    assert found[0][0].startswith("RuntimeError: rank 0 of 2: a rank is gone"), found
+    assert found[0][0].startswith("RuntimeError: rank 0 of 2: rank 1 is gone"), found
 
 
 def stays_away(group, method, check):
@@ -672,7 +740,7 @@ def stays_away(group, method, check):
 def test_a_rank_that_stays_away(pool, method, check):
     """The others wait as long as the group's timeout says, and say whom for."""
     first, *_ = pool.run(stays_away, 4, method, check)
-    assert re.search("did not make this call" if check else MISSING[method], first), first
+    assert re.search(r"rank [123] is gone, or did not make this call" if check else MISSING[method], first), first
 
 
 def without_cpu_tensors(group):
