@@ -56,6 +56,13 @@ Kernel decode(DType dtype, int d, int b_r, int b_c, int threads, int shared, Fea
           b_c,    takes,        threads, shared, new_entry(), b_r == 16 ? +short_tile : +tall_tile,
           nullptr};
 }
+/// Hopper's, beside a launch that prefills.
+Kernel decode_beside(DType dtype, int d, int threads, int shared, Features takes = kDecode & ~FixedSplits) {
+  Kernel kernel = decode(dtype, d, 16, 16, threads, shared, takes);
+  kernel.family = "sm90";
+  kernel.takes_shape = [](Params const& p) { return p.is_beside_chunks() && decode::fits(p, 16); };
+  return kernel;
+}
 /// Hopper's, of as many rows as a WGMMA has.
 Kernel decode_rows(DType dtype, int d, int b_c) {
   Kernel kernel = decode(dtype, d, 64, b_c, 128, 99328);
@@ -129,18 +136,22 @@ Entered of_16_bits(DType t) {
       brief(t, 64, 2, 93184),
       brief(t, 128, 1, 50176),
       brief(t, 128, 2, 183296),
-      decode(t, 64, 16, 16, 128, 99456, kPlainDecode),
+      decode(t, 64, 16, 16, 128, 99456, kPlainDecode | Packed),
       decode(t, 64, 16, 16, 128, 99456),
       decode(t, 64, 64, 64, 128, 99072),
-      decode(t, 128, 16, 16, 128, 99456, kPlainDecode),
+      decode(t, 128, 16, 16, 128, 99456, kPlainDecode | Packed),
       decode(t, 128, 16, 16, 128, 99456),
       decode(t, 128, 64, 64, 128, 99072),
-      decode(t, 192, 16, 16, 64, 80512, kPlainDecode),
+      decode(t, 192, 16, 16, 64, 80512, kPlainDecode | Packed),
       decode(t, 192, 16, 16, 64, 80512),
       decode(t, 192, 64, 32, 128, 99072),
-      decode(t, 256, 16, 16, 64, 74368, kPlainDecode),
+      decode(t, 256, 16, 16, 64, 74368, kPlainDecode | Packed),
       decode(t, 256, 16, 16, 64, 74368),
       decode(t, 256, 64, 32, 128, 99072),
+      decode_beside(t, 64, 384, 199552, kPlainDecode | Packed),
+      decode_beside(t, 64, 256, 198784),
+      decode_beside(t, 128, 384, 199552, kPlainDecode | Packed),
+      decode_beside(t, 128, 256, 198784),
       decode_rows(t, 64, 64),
       decode_rows(t, 128, 64),
       decode_rows(t, 192, 32),

@@ -326,8 +326,8 @@ TEST(Plan, OfFewPackedRowsOverPages) {
       CASE(packed(1, 32, 16), "sm80 narrow 8x16 d128, shared out, grid 8 33 1, 512 counters"),
       CASE(packed(2, 32, 48), "sm80 narrow 8x16 d128, shared out, grid 8 33 1, 512 counters"),
       CASE(packed(1, 32, 16).splits(3), "sm80 decode 16x16 d128, 3 splits, grid 1536, 512 counters"),
-      CASE(packed(3, 32, 16), "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
-      CASE(packed(1, 32, 1), "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
+      CASE(packed(3, 32, 16), "sm80 decode 16x16 d128 plain, shared out, grid 264, 512 counters"),
+      CASE(packed(1, 32, 1), "sm80 decode 16x16 d128 plain, shared out, grid 264, 512 counters"),
       CASE(packed(16, 32, 16), "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
       CASE(packed(1, 32, 16).sink(), "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
   });
@@ -344,10 +344,17 @@ TEST(Plan, OfFewPackedRowsBesideMany) {
       CASE(packed(32, 8, 128).sink(),
            "sm90 persistent 128x128 d128 plain, 1 split, grid 52, 2 counters, 80 behind, "
            "sm90 decode 16x16 by 8, grid 80"),
-      CASE(packed(32, 32, 128), ""),
-      CASE(packed(32, 8, 128).splits(2), ""),
-      CASE(packed(32, 8, 192), ""),
-      CASE(packed(32, 8, 128).on(fake::kA40), ""),
+      CASE(packed(32, 32, 128),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 36, 2 counters, 96 behind, "
+           "sm90 decode 16x16 by 12, grid 96"),
+      CASE(packed(32, 8, 128).splits(2),
+           "sm90 persistent 128x128 d128 plain, 2 splits, grid 132, 2 counters, merged apart, "
+           "sm80 decode 16x16 by 4, grid 1040"),
+      CASE(packed(32, 8, 192),
+           "sm90 persistent 128x96 d192 plain, 1 split, grid 132, 2 counters, "
+           "sm80 decode 16x16 by 2, grid 104"),
+      CASE(packed(32, 8, 128).on(fake::kA40),
+           "sm80 tiles 128x48 d128, 1 split, grid 8320, sm80 decode 16x16 by 4, grid 64"),
   });
 }
 

@@ -279,8 +279,8 @@ struct Decode {
 
 /// The same beside a launch that prefills, on Hopper: a CTA has all of a multiprocessor, so that few of them read
 /// memory as fast as it comes and the prefill has the others. Where registers allow it, twelve warps and few stages: a
-/// warp works 1.4 us on a tile, one step after the other, and 80 CTAs of eight warps and three stages read 3.2 TB/s
-/// where twelve and two read 3.8.
+/// warp works 1.6 us on a tile, one step after the other, and 80 CTAs of eight warps and three stages read 3.2 TB/s
+/// where twelve and two read 3.7.
 template <int HeadDim, class Element, int KeyWarps, int Stages, bool Plain>
 struct DecodeBeside : Decode<HeadDim, Element, 1, KeyWarps, 16, Stages, Plain> {
   using Base = Decode<HeadDim, Element, 1, KeyWarps, 16, Stages, Plain>;
