@@ -168,15 +168,17 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   size_t const rows = StatisticsRows(params).size(params);  // with those that fill up tiles
   if (rows > 0) params.row_statistics = static_cast<RowStatistics*>(allocate(rows * sizeof(RowStatistics)));
   if (rows > 0 && changes_scores(params)) params.empty_rows = static_cast<uint32_t*>(allocate(rows / 8));
-  compute_row_statistics(plan.of_keys.kernel->dtype, params, stream);
+  size_t cleared = 0;
+  if (plan.adds_to_queries()) {
+    // Cleared together: the sums, and, in four more, how many tiles have been taken.
+    size_t const sums = rows * plan.of_keys.kernel->head_dim;
+    cleared = sums + 4;
+    params.dq_sums = static_cast<float*>(allocate(cleared * sizeof(float)));
+    params.counters = reinterpret_cast<unsigned*>(params.dq_sums + sums);
+  }
+  compute_row_statistics(plan.of_keys.kernel->dtype, params, params.dq_sums, cleared, stream);
   if (params.dbias) compute_dbias(plan.of_keys.kernel->dtype, plan.of_bias, params, stream, allocate);
   if (plan.adds_to_queries()) {
-    // Cleared together: the sums, and how many tiles have been taken.
-    size_t const sums = rows * plan.of_keys.kernel->head_dim;
-    size_t const bytes = sums * sizeof(float) + sizeof(*params.counters);
-    params.dq_sums = static_cast<float*>(allocate(bytes));
-    params.counters = reinterpret_cast<unsigned*>(params.dq_sums + sums);
-    check_cuda(cudaMemsetAsync(params.dq_sums, 0, bytes, stream), "clearing the sums of dQ");
     launch(plan.of_keys, params, stream, allocate);
     finish_dq(*plan.of_keys.kernel, params, stream);
     return;

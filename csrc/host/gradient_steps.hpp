@@ -10,8 +10,10 @@
 namespace cutlass_ext {
 
 /// `params.row_statistics` of every query row, `params.empty_rows` where there is room for them, and the sink's
-/// gradient where it is asked for.
-void compute_row_statistics(DType dtype, BackwardParams const& params, cudaStream_t stream);
+/// gradient where it is asked for. If there are query rows, `floats` of workspace from `to_clear` on, a multiple of
+/// four, are zero then.
+void compute_row_statistics(DType dtype, BackwardParams const& params, float* to_clear, size_t floats,
+                            cudaStream_t stream);
 
 /// `params.mask_of_keys`, and `params.tile_map` of a launch, both of which there is room for.
 void turn_mask(BackwardParams const& params, cudaStream_t stream);

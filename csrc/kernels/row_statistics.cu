@@ -17,7 +17,8 @@ auto kernel_of_rows(int cols) {
 
 }  // namespace
 
-void compute_row_statistics(DType dtype, BackwardParams const& params, cudaStream_t stream) {
+void compute_row_statistics(DType dtype, BackwardParams const& params, float* to_clear, size_t floats,
+                            cudaStream_t stream) {
   if (params.batch > 65535 || params.heads_q > 65535)
     fail("ValueError", "q: has ", params.batch, " sequences of ", params.heads_q,
          " heads; the backward pass takes 65,535 of each at most");
@@ -27,7 +28,10 @@ void compute_row_statistics(DType dtype, BackwardParams const& params, cudaStrea
                       : dtype == DType::Float16 ? kernel_of_rows<cutlass::half_t>(cols)
                                                 : kernel_of_rows<cutlass::bfloat16_t>(cols);
   if (ctas.x > 0 && ctas.z > 0) {
-    kernel<<<ctas, kStatisticsThreads, 0, stream>>>(params);
+    ToClear clear{reinterpret_cast<float4*>(to_clear), static_cast<int64_t>(floats / 4)};
+    int64_t const all = int64_t(ctas.x) * ctas.y * ctas.z;
+    clear.of_a_cta = (clear.size + all - 1) / all;
+    kernel<<<ctas, kStatisticsThreads, 0, stream>>>(params, clear);
     check_cuda(cudaGetLastError(), "launching the statistics of rows");
     if (params.empty_rows) {
       empty_rows_kernel<<<ctas, kStatisticsThreads, 0, stream>>>(params);

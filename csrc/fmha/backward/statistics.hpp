@@ -39,11 +39,22 @@ CUTE_DEVICE float row_product(Element const* dout, Element const* out, int cols,
   return warp_sum<Lanes, 1>(sum);
 }
 
+/// Workspace that other kernels want to be zero, in pieces of 16 bytes, and how many a CTA clears: writes beside what
+/// the statistics read.
+struct ToClear {
+  float4* data = nullptr;
+  int64_t size = 0, of_a_cta = 0;
+};
+
 /// The statistics of a tile of rows of one head: a CTA each.
 template <class Element, int Lanes>
 __global__ void __launch_bounds__(kStatisticsThreads)
-    row_statistics_kernel(__grid_constant__ BackwardParams const params) {
+    row_statistics_kernel(__grid_constant__ BackwardParams const params, ToClear const to_clear) {
   constexpr int kTile = StatisticsRows::kTile, kRowsAPass = kStatisticsThreads / Lanes;
+  int64_t const begin = ((int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * to_clear.of_a_cta,
+                end = min(begin + to_clear.of_a_cta, to_clear.size);
+  for (int64_t i = begin + threadIdx.x; i < end; i += kStatisticsThreads)
+    to_clear.data[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   int const b = blockIdx.z, head = blockIdx.y, row0 = blockIdx.x * kTile, lane = threadIdx.x % Lanes;
   Sequence const sequence = sequence_of(params, b);
   int const n_q = sequence.visibility.n_q;
