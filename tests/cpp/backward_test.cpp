@@ -424,7 +424,7 @@ TEST(BackwardRun, AddsUpWhatSplitsLeave) {
   EXPECT_EQ(run_of(few, &workspace), "statistics, rows, splits, keys, splits");
   EXPECT_EQ(workspace, statistics + 8 * a_split + 8 * 2 * a_split);
   EXPECT_EQ(run_of(Call(few).in_any_order(), &workspace), "statistics, keys, splits, dQ");
-  EXPECT_EQ(workspace, statistics + 8 * 2 * a_split + a_split + sizeof(unsigned));
+  EXPECT_EQ(workspace, statistics + 8 * 2 * a_split + a_split + 16);
 }
 
 TEST(BackwardRun, MakesPartsAndHasLaunchesStandBy) {
