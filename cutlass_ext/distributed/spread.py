@@ -43,12 +43,21 @@ class Spread:
         """Which chunk of each sequence a part is."""
         return rank if part == 0 else self.chunks - 1 - rank
 
+    @functools.cached_property
+    def _edges(self) -> list[list[tuple[int, int]]]:
+        chunks = self.chunks
+        return [[(n * i // chunks, n * (i + 1) // chunks) for n in self.lengths] for i in range(chunks)]
+
     def edges(self, chunk: int) -> list[tuple[int, int]]:
         """First row and end of a chunk in each sequence."""
-        return [(n * chunk // self.chunks, n * (chunk + 1) // self.chunks) for n in self.lengths]
+        return self._edges[chunk]
+
+    @functools.cached_property
+    def _chunk_rows(self) -> list[int]:
+        return [sum(end - begin for begin, end in edges) for edges in self._edges]
 
     def rows_of_part(self, rank: int, part: int) -> int:
-        return sum(end - begin for begin, end in self.edges(self.chunk(rank, part)))
+        return self._chunk_rows[self.chunk(rank, part)]
 
     @functools.cached_property
     def rows(self) -> list[int]:
@@ -59,8 +68,7 @@ class Spread:
     def places(self) -> list[int]:
         """Where chunks begin that lie one after the other, each the rows of all sequences; and where the last ends.
         Of one sequence that is its own order."""
-        rows = [sum(end - begin for begin, end in self.edges(chunk)) for chunk in range(self.chunks)]
-        return list(itertools.accumulate(rows, initial=0))
+        return list(itertools.accumulate(self._chunk_rows, initial=0))
 
     def slice_of(self, rank: int, parts: slice) -> slice:
         """Where some parts lie in a rank's shard."""
