@@ -84,7 +84,7 @@ def fmha_backward(
         causal, start_pos, window, softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k, cu_seqlens_q,
             cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias, mask, head_start, sequence_start: as in the call of `fmha`.
         block_table: must be None: keys in pages have no gradients.
-        backend: as in `fmha`.
+        backend: as in `fmha`; `"sm80"` has no gradients of float32.
         deterministic: the same bits, run after run; without it those of dq may differ. Also on where
             `torch.use_deterministic_algorithms(True)` is.
         dropout_p, dropout_seed: as in the call of `fmha`, which the seed has to be given, too.

@@ -27,11 +27,18 @@ namespace cutlass_ext::operand_parts {
 constexpr int kThreads = 256, kRows = 128;  // of a CTA
 constexpr int kTop = 14;                    // log2 of the largest element, scaled and rounded down
 constexpr int kSpread = 15;                 // by which the largest of a row or a column may be smaller
-constexpr int kMostExponent = 64;           // of the largest element: factors of scores stay finite (kMostScale)
-constexpr float kMostScale = 1 << 20;       // ScoreMod::query_scale
+constexpr int kMostExponent = 64;           // of the largest element: factors of scores stay finite, and not 0, which
+                                            // would make NaN of hidden scores (takes_scale)
 // Of a backward pass the exponents of the largest scores' factors together: scores then stay below 2^22, and P, of an
 // lse that float32 has rounded, in fp16's range.
 constexpr int kMostOfScores = 12;
+
+/// Whether what scores are multiplied by stays in fp32's range beside the operands' powers of two.
+inline bool takes_scale(Scores const& scores) {
+  constexpr float kLeast = 0x1p-32f, kMost = 0x1p20f;
+  float const scale = ScoreMod::query_scale(scores);
+  return kLeast <= scale && scale <= kMost;
+}
 
 /// What is read, and where parts go. [batch, head, row, column]: high parts of `Cols` columns (of v and dout `ColsV`),
 /// as the kernel that multiplies them has, then their low parts; of keys in pages every sequence is one of the batch.

@@ -51,6 +51,9 @@ struct ScoreMod {
     return scores.softcap > 0.f ? scores.softmax_scale / scores.softcap : scores.softmax_scale * kLog2e;
   }
 
+  /// The argument that an error of this factor names.
+  static char const* argument_of_scale(Scores const& scores) { return caps(scores) ? "softcap" : "softmax_scale"; }
+
   /// What sums of gradients of scores times keys, or rows, are to be multiplied by.
   CUTE_HOST_DEVICE static float gradient_scale(Scores const& scores) { return scores.softmax_scale; }
 

@@ -106,7 +106,7 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
 BackwardPlan plan_in_parts(Call const& call) {
   Request request = call.request;
   BackwardPlan plan;
-  if (ScoreMod::query_scale(call.params) > operand_parts::kMostScale) return plan;
+  if (!operand_parts::takes_scale(call.params)) return plan;
   request.precision = Precision::High;
   Call const in_parts{call.params, request, call.device, call.features};
   plan.of_keys = launch_of(in_parts, Kind::KeyGradients);

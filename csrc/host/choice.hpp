@@ -9,6 +9,7 @@
 #include <string>
 #include <tuple>
 
+#include "../fmha/score.hpp"
 #include "plan.hpp"
 
 namespace cutlass_ext {
@@ -80,24 +81,28 @@ inline std::string refusal_of(Call const& call, std::initializer_list<Kind> kind
   bool const high = call.request.precision == Precision::High;
   Kernel const* const nearest = cheapest(kinds, call.request.dtype, holds, cost);
   std::string const where = call.request.backend == "auto" ? "" : " of backend \"" + call.request.backend + "\"";
+  constexpr char kFactor[] = "a factor of scores so large or so small";  // operand_parts::takes_scale
   std::ostringstream text;
   if (high && !nearest) {
     text << "precision: no kernel" << where << " for this GPU computes float32 with head_dim "
          << std::max(call.params.head_dim, call.params.head_dim_v) << " on tensor cores";
   } else if (high) {
     text << "precision: no kernel" << where << " of tensor cores takes float32 together with "
-         << (missing(*nearest) ? argument_of(missing(*nearest)) : "a factor of scores so large");
+         << (missing(*nearest) ? argument_of(missing(*nearest)) : kFactor);
   } else if (!nearest) {
     text << "q: no kernel" << where << " for this GPU takes " << name_of(call.request.dtype) << " with head_dim "
          << std::max(call.params.head_dim, call.params.head_dim_v);
   } else if (missing(*nearest) & feature::UnalignedRows) {
     text << "q, k, v: no kernel" << where << " takes rows that do not begin at multiples of 16 bytes; copy them with "
          << ".contiguous()";
-  } else if (Features const kept_by = missing(*nearest) | feature_that_keeps(*nearest, call); kept_by == 0) {
-    text << "backend: no kernel" << where << " is for a call of these sizes";
-  } else {
+  } else if (Features const kept_by = missing(*nearest) | feature_that_keeps(*nearest, call); kept_by != 0) {
     text << argument_of(missing(*nearest) ? missing(*nearest) : kept_by) << ": no kernel" << where
          << " takes it together with what else is asked";
+  } else if (multiplies_parts(*nearest)) {
+    text << ScoreMod::argument_of_scale(call.params) << ": no kernel" << where << " takes float32 together with "
+         << kFactor;
+  } else {
+    text << "backend: no kernel" << where << " is for a call of these sizes";
   }
   if (high) {
     text << "; use precision=None or \"highest\"";

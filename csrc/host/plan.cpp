@@ -153,7 +153,7 @@ void plan_prefill(Call const& call, Plan* plan) {
   // With the number of splits fixed nothing may depend on the batch.
   bool const tiny = backend == "auto" && !p.fixed_splits && is_tiny(p, call.device);
   DType const dtype = call.request.dtype;
-  bool const in_parts = !call.request.is_cache && ScoreMod::query_scale(p) <= operand_parts::kMostScale &&
+  bool const in_parts = !call.request.is_cache && operand_parts::takes_scale(p) &&
                         (call.request.precision == Precision::High || backend == "sm90" || backend == "sm80" ||
                          parts_pay(p, call.device));
   // On Hopper those of its own multiply them.

@@ -80,6 +80,7 @@ struct Call {
   Call& on(fake::Gpu other) { return gpu = other, *this; }
   Call& head_dim_v(int d_v) { return p.head_dim_v = d_v, *this; }
   Call& causal() { return p.window_right = 0, *this; }
+  Call& scale(float x) { return p.softmax_scale = x, *this; }
   Call& softcap() { return p.softcap = 30.f, *this; }
   Call& sink() { return p.sink = p.dsink = somewhere<float>(), *this; }
   Call& lengths() { return p.seqused_k = somewhere<int>(), *this; }
@@ -174,6 +175,7 @@ TEST(BackwardPlan, MultipliesFloat32InPartsWhereThatIsAskedFor) {
   // A wish: what parts are not for is computed on CUDA cores.
   for (Call const& other :
        {call(64).float32(Precision::High).softcap(), call(64).float32(Precision::High).unaligned_dout(),
+        call(64).float32(Precision::High).scale(1e-10f), call(64).float32(Precision::High).scale(1e6f),
         call(64).float32(Precision::High).on(fake::kA100), call(64).float32(Precision::Highest),
         call(64).float32(Precision::Any).backend("simt")}) {
     EXPECT_EQ(line_of(other), exact);
@@ -316,6 +318,7 @@ TEST(BackwardPlan, RefusesByName) {
   begins(Call(2, 100, 100, 4, 4, 128).pages(), "block_table: ");
   begins(Call(2, 100, 100, 4, 4, 128).softcap().backend("sm90"), "softcap: ");
   begins(Call(2, 100, 100, 4, 4, 128).unaligned_dout().backend("sm90"), "q, k, v: ");
+  begins(Call(2, 100, 100, 4, 4, 64).float32(Precision::Any).scale(1e-10f).backend("sm90"), "softmax_scale: ");
   begins(Call(2, 100, 100, 4, 4, 256), "q: no kernel for this GPU takes bfloat16 with head_dim 256");
   begins(Call(2, 100, 100, 4, 4, 128).backend("simt"), "q: no kernel of backend \"simt\"");
   Call half(2, 100, 100, 4, 4, 128);

@@ -67,7 +67,8 @@ struct Call {
   Call& head_dim_v(int d_v) { return p.head_dim_v = d_v, *this; }
   Call& window(int left, int right) { return p.window_left = left, p.window_right = right, *this; }
   Call& causal() { return window(-1, 0); }
-  Call& softcap() { return p.softcap = 30.f, *this; }
+  Call& scale(float x) { return p.softmax_scale = x, *this; }
+  Call& softcap(float x = 30.f) { return p.softcap = x, *this; }
   Call& sink() { return p.sink = somewhere<float>(), *this; }
   Call& lengths() { return p.seqused_k = somewhere(), *this; }
   Call& unaligned() { return p.k = somewhere<char>() + 4, *this; }
@@ -264,6 +265,11 @@ TEST(Plan, OfFloat32) {
       CASE(fmha32(2, 4096, 4096, 16, 16, 160).head_dim_v(72).softcap(),
            "sm90 persistent 128x48 d192, 1 split, grid 132, 2 counters"),
       CASE(fmha32(2, 4096, 4096, 16, 16, 192), "simt tiles 64x32 d192, 1 split, grid 2048"),
+      // Of a factor of scores that would be 0, or leave float32, beside the operands' powers of two, not unasked.
+      CASE(fmha32(2, 4096, 4096, 16, 16, 64).scale(1e-9f),
+           "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 64).scale(1e-10f), "simt tiles 128x64 d64, 1 split, grid 1024"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 64).scale(1e6f), "simt tiles 128x64 d64, 1 split, grid 1024"),
       // On tensor cores of other GPUs where it is asked for, and on Hopper with their kernels.
       CASE(fmha32(2, 4096, 4096, 16, 16, 128).precision(Precision::High).on(fake::kA100),
            "sm80 tiles 64x48 d128, 1 split, grid 2048"),
@@ -443,6 +449,11 @@ TEST(Plan, OfNone) {
       {fmha32(2, 4096, 4096, 16, 16, 192).on(fake::kA100).precision(Precision::High), "precision: no kernel for this"},
       {fmha32(2, 4096, 4096, 16, 16, 64).splits(2).backend("sm80"), R"(num_splits: no kernel of backend "sm80" takes)"},
       {fmha32(2, 4096, 4096, 16, 16, 192).backend("sm80"), R"(q: no kernel of backend "sm80" for this GPU takes)"},
+      {fmha32(2, 4096, 4096, 16, 16, 64).scale(1e-10f).backend("sm80"),
+       R"(softmax_scale: no kernel of backend "sm80")"},
+      {fmha32(2, 4096, 4096, 16, 16, 64).softcap(1e-9f).backend("sm90"), R"(softcap: no kernel of backend "sm90")"},
+      {fmha32(2, 4096, 4096, 16, 16, 64).scale(1e-10f).precision(Precision::High),
+       "precision: no kernel of tensor cores takes float32 together with a factor of scores"},
       {kvcache(4, 1, 4096, 32, 8, 128).dtype(DType::Float32).backend("sm80"), R"(q: no kernel of backend "sm80")"},
       {fmha32(2, 4096, 4096, 16, 16, 64).unaligned().precision(Precision::High),
        "precision: no kernel of tensor cores takes float32 together with q, k, v"},
