@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ._ops import renaming
+from .interface import check_bool
 from .support import attend
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
@@ -42,6 +43,14 @@ def engine_arguments(s_aux: Tensor | None, others: dict) -> Tensor | None:
         given = f"has dtype {str(s_aux.dtype)[6:]}" if isinstance(s_aux, Tensor) else f"is {s_aux!r}"
         raise TypeError(f"s_aux: {given}; expected a tensor of float32, float16 or bfloat16")
     return s_aux.float()
+
+
+def _wants_lse(return_attn_probs: bool, return_softmax_lse: bool) -> bool:
+    """Whether one of two arguments asks for it: `fmha` has one, and would name that where they are no bools."""
+    for name, value in (("return_attn_probs", return_attn_probs), ("return_softmax_lse", return_softmax_lse)):
+        if value is not True and value is not False:
+            check_bool(name, value)
+    return return_attn_probs or return_softmax_lse
 
 
 @renaming(window="window_size", sink="s_aux")
@@ -103,9 +112,10 @@ def flash_attn_func(
     Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
     """
     sink = engine_arguments(s_aux, engine)
+    return_lse = _wants_lse(return_attn_probs, return_softmax_lse)
     results = attend(
         q, k, v, causal=causal, start_pos="end", window=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        alibi_slopes=alibi_slopes, sink=sink, return_lse=return_attn_probs or return_softmax_lse, num_splits=num_splits,
+        alibi_slopes=alibi_slopes, sink=sink, return_lse=return_lse, num_splits=num_splits,
         deterministic=deterministic, dropout_p=dropout_p, out=out,
     )  # fmt: skip
     return (*results, None) if return_attn_probs else results
@@ -177,11 +187,12 @@ def flash_attn_varlen_func(
     if block_table is not None and cu_seqlens_k is not None:
         seqused_k = _lengths_between(cu_seqlens_k, cu_seqlens_q) if seqused_k is None else seqused_k
         cu_seqlens_k = None
+    return_lse = _wants_lse(return_attn_probs, return_softmax_lse)
     results = attend(
         q, k, v, causal=causal, start_pos="end", window=(-1, -1) if window_size is None else window_size,
         softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, seqused_k=seqused_k,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        block_table=block_table, return_lse=return_attn_probs or return_softmax_lse, num_splits=num_splits,
+        block_table=block_table, return_lse=return_lse, num_splits=num_splits,
         deterministic=deterministic, dropout_p=dropout_p, out=out,
     )  # fmt: skip
     return (*results, None) if return_attn_probs else results

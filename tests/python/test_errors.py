@@ -311,6 +311,8 @@ FLASH = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_fu
         ("alibi_slopes", T, torch.ones(HEADS, dtype=F16)),
         ("causal", T, "yes"),
         ("causal", T, None),
+        ("return_attn_probs", T, 1),
+        ("return_softmax_lse", T, None),
         ("block_table", T, None),
     ],
     ids=str,
