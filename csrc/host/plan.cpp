@@ -145,7 +145,8 @@ Kernel const* of_best_size(Call const& call, std::vector<Kernel const*> const& s
   return best;
 }
 
-/// Query tiles: Hopper's short kernels where those are faster, else its persistent ones, else tiles.
+/// Query tiles: Hopper's short kernels where those are faster, else its persistent ones, else tiles, of float32 in
+/// parts first.
 void plan_prefill(Call const& call, Plan* plan) {
   Params& p = call.params;
   std::string const& backend = call.request.backend;
@@ -156,7 +157,7 @@ void plan_prefill(Call const& call, Plan* plan) {
   bool const in_parts = !call.request.is_cache && operand_parts::takes_scale(p) &&
                         (call.request.precision == Precision::High || backend == "sm90" || backend == "sm80" ||
                          parts_pay(p, call.device));
-  // On Hopper those of its own multiply them.
+  // Hopper's own kernels multiply them there, unless the others are asked for.
   bool const portable_parts = backend == "sm80" || call.device.capability != 90;
   auto const accepts = [&](Kernel const& k) {
     if (multiplies_parts(k)) return in_parts && (wants_hopper(k) || portable_parts) && call.runs(k);
@@ -233,12 +234,11 @@ void plan_chunk(Call const& call, Plan* plan) {
 
 /// Has a persistent launch leave `taken` multiprocessors to one that decodes beside it, and come to them after that:
 /// whichever begins first, both run side by side.
-void make_room(int64_t taken, Params* params, Plan* plan) {
+void make_room(Device const& device, int64_t taken, Params* params, Plan* plan) {
   constexpr int kLeast = 8;  // of the GPU, one part in so many is left
   Params& p = *params;
-  if (taken == 0 || plan->kernel->kind != Kind::Persistent) return;
-  int64_t const all = current_device().multiprocessors,
-                left = std::max(all - taken, all / kLeast) * p.resident_ctas / all;
+  if (plan->kernel->kind != Kind::Persistent) return;
+  int64_t const all = device.multiprocessors, left = std::max(all - taken, all / kLeast) * p.resident_ctas / all;
   if (p.queue_ctas <= left) return;
   p.dealt_ctas = static_cast<int>(left);
   plan->relief = static_cast<unsigned>(p.queue_ctas - left);
@@ -273,7 +273,7 @@ void plan_mixed(Call const& call, Plan* plan) {
   plan_tiles(call, plan);
   if (!decoded.kernel || !plan->kernel) return;
   plan->few = std::make_shared<Step const>(Step{decoding, decoded});
-  make_room(leaves_no_room(*decoded.kernel) ? decoded.grid.ctas.x : 0, &p, plan);
+  if (leaves_no_room(*decoded.kernel)) make_room(call.device, decoded.grid.ctas.x, &p, plan);
 }
 
 }  // namespace
@@ -385,7 +385,7 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
   std::optional<Fork> fork;
   if (plan.few) {
     Step step = *plan.few;
-    step.params.o = params.o, step.params.o_stride = params.o_stride, step.params.lse = params.lse;
+    static_cast<Results&>(step.params) = params;
     run(step.plan, step.params, fork.emplace(device, stream).beside(), allocate);
   }
   plan.kernel->launch(params, plan.grid, stream);

@@ -364,6 +364,49 @@ TEST(Plan, OfFewPackedRowsBesideMany) {
   });
 }
 
+/// Whatever the device has: of each sequence one launch computes all rows, and its CTAs take all work.
+TEST(Plan, OfPackedRowsOverPagesLeavesNoSequenceOut) {
+  auto const rows_of = [](Params p, int rows) {
+    int const ends[] = {0, rows};
+    p.cu_seqlens_q = ends;
+    return std::min(query_rows_of(p, 0).size(), p.n_q);
+  };
+  int mixed = 0, relieved = 0;
+  for (fake::Gpu gpu : {fake::kH200, fake::kA100}) {
+    for (DType dtype : {DType::Float32, DType::BFloat16}) {
+      for (int group : {1, 2, 4, 5, 8, 16, 17, 32, 64, 65, 128}) {
+        for (int n_q : {0, 1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64, 65, 512}) {
+          for (int batch : {1, 3, 65}) {
+            for (int splits : {0, 2}) {
+              Call call = fmha(batch, n_q, 4096, 2 * group, 2, 128).packed(std::max(batch * n_q - 1, n_q), 0);
+              call.lengths().pages(128).causal().dtype(dtype).splits(splits).on(gpu);
+              SCOPED_TRACE(line_of(call));
+              Params p;
+              Plan const plan = plan_of(call, &p);
+              ASSERT_TRUE(plan.kernel);
+              for (int rows = 0; rows <= n_q; ++rows) {
+                int const of_few = plan.few ? rows_of(plan.few->params, rows) : 0, of_many = rows_of(p, rows);
+                EXPECT_EQ(of_few + of_many, rows);
+                EXPECT_TRUE(of_few == 0 || of_many == 0) << rows;
+                if (plan.out_of_range) {
+                  EXPECT_EQ(rows_of(plan.out_of_range->params, rows), of_many);
+                }
+              }
+              mixed += plan.few != nullptr, relieved += plan.relief > 0;
+              EXPECT_TRUE(plan.relief == 0 || plan.few) << "it waits for a launch that decodes";
+              if (plan.kernel->kind != Kind::Persistent || n_q == 0) continue;
+              EXPECT_EQ(p.dealt_ctas, static_cast<int>(plan.grid.ctas.x));
+              EXPECT_EQ(p.queue_ctas, static_cast<int>(plan.grid.ctas.x + plan.relief));
+              EXPECT_LE(p.queue_ctas, std::min<int64_t>(p.scheduler.size(), p.resident_ctas));
+            }
+          }
+        }
+      }
+    }
+  }
+  EXPECT_TRUE(mixed > 300 && relieved > 50) << mixed << " " << relieved;
+}
+
 TEST(Plan, OfACache) {
   check({
       CASE(kvcache(4, 1, 4096, 32, 8, 128).lengths(), "sm90 cluster 8x16 d128, 4 splits, grid 4 8 4 in clusters of 4"),

@@ -187,6 +187,7 @@ class Query {
 
  public:
   static constexpr bool Waits = Each <= 2;  // registers for more than 2 are not there
+  static_assert(Waits || All % Traits::Threads == 0, "what is copied straight to its place has one there");
 
   /// Asks for the rows of the sequence that `walk` stands at, which go to `sQ`, tiles of QueryTileRows rows.
   CUTE_DEVICE void ask(Params const& params, Place const& place, Walk<Traits::TileKeys> const& walk, Element* sQ,

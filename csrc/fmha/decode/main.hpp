@@ -1,8 +1,8 @@
 // Decoding: attention of a few query rows to a long cache, bound by the memory that holds it. The query rows of all
 // heads that share a key head are packed into one tile, so that each key is read once; the keys of all sequences are
 // shared out among the CTAs; partial results are merged in key order by the last CTA of a sequence to finish
-// (Flash-Decoding's split of the keys, in one launch). Instantiated by csrc/kernels/decode_*.cu and
-// sm90_decode_rows.cu.
+// (Flash-Decoding's split of the keys, in one launch). Instantiated by csrc/kernels/decode_*.cu, sm90_decode_rows.cu
+// and, beside a launch that prefills, sm90_decode.cu.
 #pragma once
 
 #include "../features.hpp"
