@@ -6,7 +6,7 @@
 #include <cute/tensor.hpp>
 
 #include "../mma/mma_sync.hpp"
-#include "params.hpp"
+#include "../operand.hpp"
 #include "traits.hpp"
 
 namespace cutlass_ext::decode {

@@ -8,8 +8,6 @@
 #include <cute/arch/mma_sm80.hpp>
 #include <cutlass/numeric_types.h>
 
-#include "../operand.hpp"
-
 namespace cutlass_ext::sm80 {
 
 using namespace cute;
