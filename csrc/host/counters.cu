@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 
+#include "capture.hpp"
 #include "error.hpp"
 #include "slices.hpp"
 
@@ -15,18 +16,15 @@ constexpr size_t kPool = size_t(1) << 20;  // counters; decoding wants one for e
 
 __device__ unsigned pool[kPool];
 
-/// Where the current device has the pool. To be told so may load the module, which an open capture forbids otherwise.
+/// Where the current device has the pool. To be told so may load the module.
 unsigned* begin_of_pool(int device) {
   static std::mutex mutex;
   static auto* const found = new std::map<int, unsigned*>;
   std::lock_guard<std::mutex> const lock(mutex);
   unsigned*& begin = (*found)[device];
   if (!begin) {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "relaxing the capture mode");
-    cudaError_t const error = cudaGetSymbolAddress(reinterpret_cast<void**>(&begin), pool);
-    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "restoring the capture mode");
-    check_cuda(error, "finding the counters");
+    RelaxedCapture const relaxed;
+    check_cuda(cudaGetSymbolAddress(reinterpret_cast<void**>(&begin), pool), "finding the counters");
   }
   return begin;
 }

@@ -3,6 +3,7 @@
 
 #include <map>
 
+#include "capture.hpp"
 #include "error.hpp"
 
 namespace cutlass_ext {
@@ -13,13 +14,12 @@ struct Branch {
   cudaEvent_t forked, joined;
 };
 
-/// Of the current device. To make it may need calls that an open capture forbids otherwise.
+/// Of the current device.
 Branch const& branch_of(int device) {
   thread_local auto& branches = *new std::map<int, Branch>;  // graphs and streams may outlive a thread's objects
   auto found = branches.find(device);
   if (found != branches.end()) return found->second;
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "relaxing the capture mode");
+  RelaxedCapture const relaxed;
   Branch branch;
   int least, greatest;
   check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for stream priorities");
@@ -27,7 +27,6 @@ Branch const& branch_of(int device) {
   check_cuda(cudaStreamCreateWithPriority(&branch.stream, cudaStreamNonBlocking, greatest), "making a stream");
   check_cuda(cudaEventCreateWithFlags(&branch.forked, cudaEventDisableTiming), "making an event");
   check_cuda(cudaEventCreateWithFlags(&branch.joined, cudaEventDisableTiming), "making an event");
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "restoring the capture mode");
   return branches.emplace(device, branch).first->second;
 }
 
