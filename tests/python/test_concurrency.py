@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import assert_same_bits
+from test_pages import build
 
 import cutlass_ext
 
@@ -19,11 +20,16 @@ ROOT = Path(cutlass_ext.__file__).parents[1]  # so that a fresh process finds th
 TWO_DEVICES = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
+CALLS = "persistent", "splits", "decode", "append", "mixed"
+
+
 def calls_of(gpu):
-    """Calls that need counters, a workspace, or both: persistent CTAs, splits, decoding, and an append."""
+    """Calls that need counters, a workspace, or both: persistent CTAs, splits, decoding, an append, and decoding beside
+    chunks, on Hopper on multiprocessors that these take once it is done."""
     long, decode = gpu.qkv(2, 700, 8, 64), gpu.qkv(3, 1, 8, 64, n_kv=3000, heads_kv=2)
     new, lens = gpu.qkv(3, 1, 8, 64, heads_kv=2)[1:], gpu.int32([2990, 7, 0])
     cache = [t.clone() for t in decode[1:]]
+    mixed = build(gpu, [1, 700, 3, 0, 300, 1], [900, 800, 64, 70, 300, 1500], heads=(8, 2))
 
     def append():
         return cutlass_ext.flash_attn_with_kvcache(
@@ -35,6 +41,7 @@ def calls_of(gpu):
         lambda: cutlass_ext.fmha(*long, num_splits=3, return_lse=True),
         lambda: cutlass_ext.fmha(*decode, return_lse=True),
         append,
+        lambda: cutlass_ext.fmha(**mixed.arguments, causal=True, start_pos="end", return_lse=True),
     ]
 
 
@@ -200,7 +207,7 @@ def captured(call, **options):
     return graph, out
 
 
-@pytest.mark.parametrize("which", range(4), ids=["persistent", "splits", "decode", "append"])
+@pytest.mark.parametrize("which", range(len(CALLS)), ids=CALLS)
 def test_a_call_captured_twice(gpu, which):
     """Two graphs of it, replayed one after the other on two streams, with eager calls between them."""
     call = calls_of(gpu)[which]
@@ -219,7 +226,7 @@ def test_a_call_captured_twice(gpu, which):
             assert_same_bits(out, want), assert_same_bits(eager, want)
 
 
-@pytest.mark.parametrize("which", range(4), ids=["persistent", "splits", "decode", "append"])
+@pytest.mark.parametrize("which", range(len(CALLS)), ids=CALLS)
 def test_a_graph_instantiated_twice(gpu, runtime, which):
     """One after the other, on two streams: they have the workspace in common, and whatever else the call took."""
     call = calls_of(gpu)[which]
