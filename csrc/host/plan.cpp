@@ -235,10 +235,11 @@ void plan_chunk(Call const& call, Plan* plan) {
 /// Has a persistent launch leave `taken` multiprocessors to one that decodes beside it, and come to them after that:
 /// whichever begins first, both run side by side.
 void make_room(Device const& device, int64_t taken, Params* params, Plan* plan) {
-  constexpr int kLeast = 8;  // of the GPU, one part in so many is left
+  constexpr int64_t kLeast = 8;  // of the GPU, one part in so many is left, and a multiprocessor of a slice of it
   Params& p = *params;
   if (plan->kernel->kind != Kind::Persistent) return;
-  int64_t const all = device.multiprocessors, left = std::max(all - taken, all / kLeast) * p.resident_ctas / all;
+  int64_t const all = device.multiprocessors, least = std::max<int64_t>(all / kLeast, 1),
+                left = std::max(all - taken, least) * p.resident_ctas / all;
   if (p.queue_ctas <= left) return;
   p.dealt_ctas = static_cast<int>(left);
   plan->relief = static_cast<unsigned>(p.queue_ctas - left);

@@ -6,7 +6,8 @@
 
 namespace cutlass_ext::fake {
 
-enum Gpu : int { kH200, kA100, kA40 };  // compute capability 9.0, 8.0, 8.6
+// Compute capability 9.0, 8.0, 8.6; and what a process of MPS may have been left of the first.
+enum Gpu : int { kH200, kA100, kA40, kSevenOfH200 };
 
 /// Makes `gpu` the current device.
 void use(Gpu gpu);

@@ -372,18 +372,19 @@ TEST(Plan, OfPackedRowsOverPagesLeavesNoSequenceOut) {
     return std::min(query_rows_of(p, 0).size(), p.n_q);
   };
   int mixed = 0, relieved = 0;
-  for (fake::Gpu gpu : {fake::kH200, fake::kA100}) {
+  for (fake::Gpu gpu : {fake::kH200, fake::kSevenOfH200, fake::kA100}) {
     for (DType dtype : {DType::Float32, DType::BFloat16}) {
       for (int group : {1, 2, 4, 5, 8, 16, 17, 32, 64, 65, 128}) {
         for (int n_q : {0, 1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64, 65, 512}) {
           for (int batch : {1, 3, 65}) {
             for (int splits : {0, 2}) {
-              Call call = fmha(batch, n_q, 4096, 2 * group, 2, 128).packed(std::max(batch * n_q - 1, n_q), 0);
+              Call call = fmha(batch, n_q, 4096, 8 * group, 8, 128).packed(std::max(batch * n_q - 1, n_q), 0);
               call.lengths().pages(128).causal().dtype(dtype).splits(splits).on(gpu);
               SCOPED_TRACE(line_of(call));
               Params p;
               Plan const plan = plan_of(call, &p);
               ASSERT_TRUE(plan.kernel);
+              EXPECT_EQ(plan.grid.ctas.x > 0, n_q > 0);
               for (int rows = 0; rows <= n_q; ++rows) {
                 int const of_few = plan.few ? rows_of(plan.few->params, rows) : 0, of_many = rows_of(p, rows);
                 EXPECT_EQ(of_few + of_many, rows);
