@@ -63,8 +63,8 @@ CUTE_HOST_DEVICE constexpr int part_chunk(int part) {
 template <class Traits, uint32_t Beyond = 0>
 struct Queries {
   static constexpr int Steps = Traits::HeadDim / kAtom;
-  using Operand = typename Traits::Rows16;
-  using Held = Operand[Traits::QueriesInRegisters ? Steps : 1];
+  using Rows16 = typename Traits::Rows16;
+  using Held = Rows16[Traits::QueriesInRegisters ? Steps : 1];
   Held& held;
   uint32_t at;  // where the lane's rows of fragments begin
 
@@ -75,7 +75,7 @@ struct Queries {
       for (int k = 0; k < Steps; ++k) load(held[k], k);
     }
   }
-  CUTE_DEVICE void operator()(Operand& q, int k) const {
+  CUTE_DEVICE void operator()(Rows16& q, int k) const {
     if constexpr (Traits::QueriesInRegisters) {
       CUTE_UNROLL
       for (int part = 0; part < Traits::Parts; ++part) {
@@ -91,7 +91,7 @@ struct Queries {
   }
 
  private:
-  CUTE_DEVICE void load(Operand& q, int k) const {
+  CUTE_DEVICE void load(Rows16& q, int k) const {
     CUTE_UNROLL
     for (int part = 0; part < Traits::Parts; ++part) {
       CUTE_UNROLL
@@ -133,12 +133,12 @@ CUTE_DEVICE void gemm_qk(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Quer
   clear(S);
   float low[Traits::RowAtoms][Traits::KeyAtoms][4];
   if constexpr (Traits::Parts > 1) clear(low);
-  auto multiply = [&](typename Traits::Rows16 const& q, int k, int n) {
+  auto const multiply_keys = [&](typename Traits::Rows16 const& q, int k, int n) {
     typename Traits::Columns16 keys;  // two atoms of 8 keys, both halves of the 16 columns
     CUTE_UNROLL
     for (int part = 0; part < Traits::Parts; ++part)
       load_matrices(keys[part], chunk_at<Traits::B_c>(keys_at, n * kAtomN, part_chunk<Traits>(part) + 2 * k) + Beyond);
-    sm80::multiply<Traits>(S, low, n, q, keys);
+    multiply<Traits>(S, low, n, q, keys);
   };
   // The last steps go keys first, so that the maxima of some scores are taken while others are still being summed.
   constexpr int Steps = Traits::HeadDim / kAtom, Last = Traits::QueriesInRegisters ? Steps : 2 / Traits::Parts;
@@ -147,7 +147,7 @@ CUTE_DEVICE void gemm_qk(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Quer
     typename Traits::Rows16 q;
     queries(q, k);
     CUTE_UNROLL
-    for (int n = 0; n < Traits::KeyAtoms; n += 2) multiply(q, k, n);
+    for (int n = 0; n < Traits::KeyAtoms; n += 2) multiply_keys(q, k, n);
     if (k == 0) meanwhile();
   }
   typename Traits::Rows16 q[Last];
@@ -156,7 +156,7 @@ CUTE_DEVICE void gemm_qk(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Quer
   CUTE_UNROLL
   for (int n = 0; n < Traits::KeyAtoms; n += 2) {
     CUTE_UNROLL
-    for (int k = 0; k < Last; ++k) multiply(q[k], Steps - Last + k, n);
+    for (int k = 0; k < Last; ++k) multiply_keys(q[k], Steps - Last + k, n);
     if (Last == Steps && n == 0) meanwhile();
   }
   if constexpr (Traits::Parts > 1) add(S, low);
