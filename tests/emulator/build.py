@@ -7,6 +7,7 @@ launches that these name. What is left out is not in the table of kernels, so th
 not run; a source takes about a minute of one core all the same. MAX_JOBS (1) compilers run at a time.
 """
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -32,7 +33,7 @@ def rules(home: Path, torch: Path) -> str:
     stable = "-DTORCH_TARGET_VERSION=0x020a000000000000 -DPy_LIMITED_API=0x030A0000"
     link = f"c++ -shared -o $out $in -L{torch}/lib -ltorch -ltorch_cpu -lc10 -Wl,-rpath,{torch}/lib"
     commands = {
-        "own": f"c++ -MMD -MF $out.d -fPIC -Wall -g {common} -c $in -o $out",
+        "own": f"c++ -MMD -MF $out.d -fPIC -Wall -O3 -march=native {common} -c $in -o $out",
         "cxx": f"c++ -MMD -MF $out.d -fPIC -Wall -fvisibility=hidden {common} {stable} -c $in -o $out",
         "nvcc": f"{home}/bin/nvcc -MD -MF $out.d -Xcompiler=-fPIC -Xcompiler=-fvisibility=hidden --no-compress "
         f"--expt-relaxed-constexpr {common} $targets -c $in -o $out",
@@ -47,9 +48,8 @@ def rules(home: Path, torch: Path) -> str:
 
 
 def ninja_file(chosen: str) -> str:
-    import torch
-
-    lines = [rules(toolchain.require_cuda_home(), Path(torch.__file__).parent)]
+    torch = Path(importlib.util.find_spec("torch").origin).parent
+    lines = [rules(toolchain.require_cuda_home(), torch)]
 
     def compiled(rule: str, source: str, targets: str = "") -> str:
         built = OUT / "objects" / Path(source).with_suffix(".o")
