@@ -74,6 +74,11 @@ class Stream(AtOnce):
         return hash(self.cuda_stream)
 
 
+class ExternalStream(Stream):
+    def __init__(self, handle, device=None):
+        super().__init__(handle=handle)
+
+
 class Event(AtOnce):
     def __init__(self, *_, **__):
         self.seconds = 0.0
@@ -106,8 +111,9 @@ def on_stream(stream):
 
 
 # ------------------------------------------------------------------------------ torch.cuda
-def no_graphs(*_, **__):
-    raise unittest.SkipTest("the emulated GPU has no CUDA graphs")
+class NoGraph:
+    def __init__(self, *_, **__):
+        raise unittest.SkipTest("the emulated GPU has no CUDA graphs")
 
 
 def returning(value):
@@ -133,22 +139,22 @@ def patch_torch() -> None:
         "memory_reserved": 0,
         "memory_snapshot": [],
         "mem_get_info": (BYTES, BYTES),
-        "device": contextlib.nullcontext(),
     }
     functions = {name: returning(value) for name, value in values.items()} | {
         "current_stream": lambda *_: current_stream,
         "set_stream": set_stream,
         "stream": on_stream,
         "Stream": Stream,
-        "ExternalStream": lambda handle, *_: Stream(handle=handle),
+        "ExternalStream": ExternalStream,
         "Event": Event,
         "memory_allocated": lambda *_: library.emulator_bytes_allocated(),
         "max_memory_allocated": lambda *_: library.emulator_most_allocated(),
         "reset_peak_memory_stats": lambda *_: library.emulator_forget_most(),
         "get_rng_state": lambda *_: torch.get_rng_state(),
         "set_rng_state": lambda state, *_: torch.set_rng_state(state),
-        "graph": no_graphs,
-        "CUDAGraph": no_graphs,
+        "graph": NoGraph,
+        "CUDAGraph": NoGraph,
+        "device": contextlib.nullcontext,
     }
     for name, function in functions.items():
         setattr(cuda, name, function)
