@@ -1,7 +1,7 @@
-"""A GPU for a machine that has none: to import this gives PyTorch, a CPU build of it, a CUDA device that is emulated, and
-loads the build of the library for it that `build.py` made. What runs afterwards believes that it is on an H200, with the
-few multiprocessors of CUTLASS_EXT_EMULATOR_SMS (4). Kernels run from their PTX, instruction by instruction: sizes are
-to be small. CUDA graphs are not there: a test that wants one is skipped.
+"""A GPU for a machine that has none: to import this gives PyTorch, a CPU build of it, a CUDA device that is emulated,
+and loads the build of the library that `build.py` made for it. What runs afterwards believes that it is on an H200,
+with the few multiprocessors of CUTLASS_EXT_EMULATOR_SMS (4). Kernels run from their PTX, instruction by instruction:
+sizes are to be small. CUDA graphs are not there: a test that wants one is skipped.
 
     python tests/emulator/run.py tests/sanitizer_sweep.py --shard 0/10
     PYTHONPATH=tests python -m pytest -p emulator -m gpu tests/python/test_shapes.py

@@ -33,7 +33,7 @@ def rules(home: Path, torch: Path) -> str:
     stable = "-DTORCH_TARGET_VERSION=0x020a000000000000 -DPy_LIMITED_API=0x030A0000"
     link = f"c++ -shared -o $out $in -L{torch}/lib -ltorch -ltorch_cpu -lc10 -Wl,-rpath,{torch}/lib"
     commands = {
-        "own": f"c++ -MMD -MF $out.d -fPIC -Wall -O3 -march=native {common} -c $in -o $out",
+        "own": f"c++ -MMD -MF $out.d -fPIC -Wall {common} -O3 -march=native -c $in -o $out",
         "cxx": f"c++ -MMD -MF $out.d -fPIC -Wall -fvisibility=hidden {common} {stable} -c $in -o $out",
         "nvcc": f"{home}/bin/nvcc -MD -MF $out.d -Xcompiler=-fPIC -Xcompiler=-fvisibility=hidden --no-compress "
         f"--expt-relaxed-constexpr {common} $targets -c $in -o $out",

@@ -1,7 +1,7 @@
 // The CUDA runtime of the emulator: what csrc/'s objects want of libcudart, and of the driver cuTensorMapEncodeTiled.
-// Kernels come as PTX in the objects' fat binaries. Launches run at once and to their end, in the order of the calls, so
-// that streams and events have nothing to do. Environment: CUTLASS_EXT_EMULATOR_SMS, the multiprocessors that the GPU
-// says it has (4); CUTLASS_EXT_EMULATOR_TRACE=1 writes a line for each launch.
+// Kernels come as PTX in the objects' fat binaries. Launches run at once and to their end, in the order of the calls,
+// so that streams and events have nothing to do. Environment: CUTLASS_EXT_EMULATOR_SMS, the multiprocessors that the
+// GPU says it has (4); CUTLASS_EXT_EMULATOR_TRACE=1 writes a line for each launch.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -29,7 +29,8 @@ namespace {
 // An H200, but for its multiprocessors.
 constexpr int kMajor = 9, kMinor = 0, kL2Bytes = 60 << 20, kBlockShared = 227 << 10, kMultiprocessorShared = 228 << 10;
 constexpr int kSharedUnlessRaised = 48 << 10, kReservedShared = 1024, kRegisters = 65536, kThreads = 2048;
-constexpr int kRegistersOfAThread = 128;  // ptxas, which knows, has not run; most kernels are held back by shared memory
+constexpr int kRegistersOfAThread =
+    128;  // ptxas, which knows, has not run; most kernels are held back by shared memory
 
 int multiprocessors() {
   static int const count = [] {

@@ -78,11 +78,13 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   at::Allocator* getCUDADeviceAllocator() const override { return cuda_memory(); }
   at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   // what is drawn is drawn on the CPU
-  at::Generator const& getDefaultGenerator(c10::DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+  at::Generator const& getDefaultGenerator(c10::DeviceIndex) const override {
+    return at::detail::getDefaultCPUGenerator();
+  }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
 };
-using at::CUDAHooksRegistry;
 using at::CUDAHooksArgs;
+using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
 REGISTER_CUDA_HOOKS(CUDAHooks)
 
