@@ -523,6 +523,12 @@ Function conversion(std::string const& to, std::string const& from, bool saturat
   return nullptr;
 }
 
+/// Of a source in a wider register than its type: the lower half, into one of its own width.
+void from_lower_half(Warp& w, Instruction const& i, Lanes mask) {
+  each(mask, [&](int lane) { w.at<uint32_t>(i.operands[1], lane) = uint32_t(w.at<uint64_t>(i.operands[5], lane)); });
+  i.then(w, i, mask);
+}
+
 template <class T>
 struct PackFloats {  // the first is the upper one
   Pair<T> operator()(float a, float b) const { return {b, a}; }
@@ -957,6 +963,13 @@ static void decode_conversion(Instruction& i, Words const& op, Words const& oper
     i.run = conversion<Rounding::Nearest>(to, from, saturates);
   } else {
     i.run = conversion<Rounding::None>(to, from, saturates);
+  }
+  Register const source = reader.value(operands[1], bytes_of(from), is_float(from));
+  if (source.width == Width::Long && bytes_of(from) <= 4) {
+    i.operands[5] = source.place;
+    i.operands[1] = reader.scratch(Width::Word).place;
+    i.then = i.run;
+    i.run = from_lower_half;
   }
 }
 

@@ -68,7 +68,7 @@ Warp::Warp(Cta& of, int i, int threads)
 }
 
 char* Warp::memory(uint8_t space, uint64_t address, unsigned bytes, bool writes) {
-  if (address % (bytes & -bytes)) fault("a misaligned address, " + hex(address) + ", of " + std::to_string(bytes) + " bytes");
+  if (address % std::min(bytes & -bytes, 16u)) fault("a misaligned address, " + hex(address) + ", of " + std::to_string(bytes) + " bytes");
   if (space == Shared || (space == Generic && address >> 56 == kSharedWindow >> 56)) {
     auto const [owner, offset] = cta.cluster.owner(cta, address & 0xffffffff, bytes);
     if (writes) {
@@ -174,8 +174,8 @@ void Warp::run(int instructions) {
           i.run(*this, i, mask);
         } catch (std::runtime_error const& error) {
           std::ostringstream text;
-          text << error.what() << "\n  kernel " << program.name << "\n  CTA " << cta.index[0] << ", " << cta.index[1] << ", "
-               << cta.index[2] << ", warp " << index << ", lanes " << hex(mask) << "\n  " << program.lines[i.line];
+          text << error.what() << "; kernel " << program.name << ", CTA " << cta.index[0] << ", " << cta.index[1] << ", "
+               << cta.index[2] << ", warp " << index << ", lanes " << hex(mask) << ": " << program.lines[i.line];
           throw std::runtime_error(text.str());
         }
       }
@@ -320,7 +320,7 @@ void Machine::report_hang() {
     for (auto const& cta : cluster->ctas) {
       for (auto const& warp : cta->warps) {
         if (!warp->live) continue;
-        text << "\n  CTA " << cta->index[0] << ", " << cta->index[1] << ", " << cta->index[2] << ", warp " << warp->index
+        text << ", CTA " << cta->index[0] << ", " << cta->index[1] << ", " << cta->index[2] << ", warp " << warp->index
              << (warp->blocked ? ", at a barrier: " : ": ") << program.lines[program.code[warp->pc - (warp->blocked ? 1 : 0)].line];
       }
     }

@@ -23,7 +23,7 @@ enum class Together : uint8_t { Nobody, Named, Everyone };
 enum class Control : uint8_t { None, Branch, Exit };
 
 struct Instruction {
-  Function run = nullptr;
+  Function run = nullptr, then = nullptr;
   uint32_t operands[6] = {};         // of a register the byte where lane 0 lies, of a predicate its index
   std::vector<uint32_t> many;        // of operands in braces, one after the other
   int64_t offset = 0, offset_2 = 0;  // added to addresses; immediate numbers
