@@ -40,7 +40,7 @@ def rules(home: Path, torch: Path) -> str:
         "runtime": f"{link} -Wl,-soname,libtorch_cuda.so -Wl,--no-undefined -lpthread -ldl",
         "extension": f"{link} -L{OUT} -l:libtorch_cuda.so -Wl,-rpath,{OUT}",
     }
-    compiles = "\n  depfile = $out.d\n  deps = gcc"
+    compiles = "\n  depfile = $out.d"  # kept as files, so that two builds at a time do no harm
     return "".join(
         f"rule {name}\n  command = {command}{compiles if '.d ' in command else ''}\n"
         for name, command in commands.items()
