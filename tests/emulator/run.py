@@ -18,5 +18,5 @@ if sys.argv[1] == "-m":
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 else:
     sys.argv = sys.argv[1:]
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
