@@ -87,6 +87,7 @@ struct Function {
 struct Variable {
   FatBinary* binary;
   std::string name;
+  size_t bytes;
 };
 
 /// What the objects enter before main, by the addresses that stand for it on the host.
@@ -137,6 +138,14 @@ std::string readable(std::string const& mangled) {
   return text ? text.get() : mangled;
 }
 
+/// What a kernel that failed left in the modules' memory is not for the next one: as if they were loaded again.
+void zero_variables() {
+  for (auto const& [host, variable] : registry().variables) {
+    Module* const module = variable.binary->module.get();
+    if (module) std::memset(module->address_of(variable.name), 0, variable.bytes);
+  }
+}
+
 cudaError_t launch(void const* entry, dim3 grid, dim3 block, dim3 cluster, size_t shared_bytes, void** arguments) {
   static bool const traces = std::getenv("CUTLASS_EXT_EMULATOR_TRACE") != nullptr;
   std::lock_guard const lock(registry().mutex);
@@ -158,7 +167,10 @@ cudaError_t launch(void const* entry, dim3 grid, dim3 block, dim3 cluster, size_
                       arguments};
   auto const start = std::chrono::steady_clock::now();
   cudaError_t const error = attempt([&] { function->binary->loaded().launch(launch); });
-  if (error != cudaSuccess) last_text += " [in " + readable(function->name) + "]";
+  if (error != cudaSuccess) {
+    last_text += " [in " + readable(function->name) + "]";
+    zero_variables();
+  }
   if (traces) {
     std::chrono::duration<double> const seconds = std::chrono::steady_clock::now() - start;
     std::fprintf(stderr, "emulator: %s <<<(%u, %u, %u), (%u, %u, %u), %zu>>> in clusters of %u: %.2f s\n",
@@ -237,8 +249,8 @@ void __cudaRegisterFunction(void** binary, char const* host, char*, char const* 
   registry().functions[host] = {reinterpret_cast<FatBinary*>(binary), name};
 }
 
-void __cudaRegisterVar(void** binary, char* host, char*, char const* name, int, size_t, int, int) {
-  registry().variables[host] = {reinterpret_cast<FatBinary*>(binary), name};
+void __cudaRegisterVar(void** binary, char* host, char*, char const* name, int, size_t bytes, int, int) {
+  registry().variables[host] = {reinterpret_cast<FatBinary*>(binary), name, bytes};
 }
 
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream) {
@@ -323,8 +335,8 @@ cudaError_t cudaGetSymbolAddress(void** address, void const* host) {
   std::lock_guard const lock(registry().mutex);
   auto const found = registry().variables.find(host);
   if (found == registry().variables.end()) return failed(cudaErrorInvalidSymbol, "no variable that was registered");
-  auto const& [binary, name] = found->second;
-  return attempt([&, binary = binary, &name = name] { *address = binary->loaded().address_of(name); });
+  Variable const& variable = found->second;
+  return attempt([&] { *address = variable.binary->loaded().address_of(variable.name); });
 }
 
 cudaError_t cudaGetDriverEntryPointByVersion(char const* symbol, void** found, unsigned, unsigned long long,
