@@ -353,20 +353,24 @@ class Operand {
     std::memcpy(&bits, warp_.cta.shared.data() + address, 2);
     return number(bits, is_bfloat);
   }
+  /// Whether all that has been read was there for WGMMA to see.
+  bool is_fenced() const { return is_fenced_; }
 
  private:
   void read(uint32_t granule) const {
-    warp_.cta.async_read(uint64_t(granule) * 16, 16);
+    auto const& [cta, offset] = warp_.cta.cluster.owner(warp_.cta, uint64_t(granule) * 16, 16);
     granule_ = granule;
-    ++warp_.cta.granules[granule].readers;
-    ++warp_.cta.products;
-    warp_.open_products.push_back(granule);
+    is_fenced_ &= cta->is_fenced(granule);
+    ++cta->granules[granule].readers;
+    ++cta->products;
+    warp_.open_products.back().granules.push_back(offset / 16);
   }
 
   Warp& warp_;
   uint32_t const begin_, leading_, stride_;
   bool const runs_along_rows_;
   mutable uint32_t granule_ = ~0u;
+  mutable bool is_fenced_ = true;
 };
 
 /// many: C; then A where it is in registers (count 1). kind: 1 bfloat16, 2 A runs along its rows, 4 B does.
@@ -375,6 +379,8 @@ void wgmma(Warp& w, Instruction const& i, Lanes mask) {
   int const columns = i.bytes;
   bool const is_bfloat = i.kind & 1;
   float a[16][16];
+  bool is_fenced = true;
+  w.open_products.push_back({&i, {}});
   if (i.count) {
     rows_of(w, reinterpret_cast<uint32_t const(&)[4]>(i.many[columns / 2]), is_bfloat, a);
   } else {
@@ -382,6 +388,7 @@ void wgmma(Warp& w, Instruction const& i, Lanes mask) {
     for (int row = 0; row < 16; ++row) {
       for (int k = 0; k < 16; ++k) a[row][k] = of_a(w.index % 4 * 16 + row, k, is_bfloat);
     }
+    is_fenced = of_a.is_fenced();
   }
   Operand const of_b(w, w.at<uint64_t>(i.operands[1], 0), i.kind & 4);
   std::vector<float> b(16 * columns);
@@ -395,14 +402,28 @@ void wgmma(Warp& w, Instruction const& i, Lanes mask) {
     }
   }
   product(w, i.many.data(), i.many.data(), a, b.data(), columns, w.predicates[i.operands[2]] & 1);
+  if (!is_fenced || !of_b.is_fenced()) w.spoil(i);  // reads what was written without fence.proxy.async
 }
 
 void commit_products(Warp& w, Instruction const&, Lanes) {
   w.products.push_back(std::move(w.open_products));
   w.open_products.clear();
+  ++w.committed;
+  ++w.cta.cluster.machine.progress;
 }
 
-void wait_for_products(Warp& w, Instruction const& i, Lanes) { w.finish_products(size_t(i.offset)); }
+/// A product is its four warps': it ends for all of them, once all have begun it. Waited for are all but the last `offset`.
+void wait_for_products(Warp& w, Instruction const& i, Lanes) {
+  uint64_t const ended = w.committed - std::min(uint64_t(i.offset), w.committed);
+  auto const* const warpgroup = &w.cta.warps[size_t(w.index / 4 * 4)];
+  bool const have_begun = std::all_of(warpgroup, warpgroup + 4, [&](auto& warp) { return warp->committed >= ended; });
+  if (have_begun) {
+    for (int n = 0; n < 4; ++n) warpgroup[n]->end_products(ended);
+  } else {
+    w.yielded = true;
+    --w.pc;  // asks again
+  }
+}
 
 /// ldmatrix and stmatrix of matrices of 8 x 8; flag: transposed. many: their registers.
 template <bool Stores>

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <set>
 #include <sstream>
 
 #include "warp.hpp"
@@ -72,7 +73,7 @@ char* Warp::memory(uint8_t space, uint64_t address, unsigned bytes, bool writes)
   if (space == Shared || (space == Generic && address >> 56 == kSharedWindow >> 56)) {
     auto const [owner, offset] = cta.cluster.owner(cta, address & 0xffffffff, bytes);
     if (writes) {
-      if (owner->products) owner->check_write(offset, bytes);
+      if (owner->products) owner->spoil_readers(offset, bytes);
       for (uint32_t granule = offset / 16; granule <= (offset + bytes - 1) / 16; ++granule) {
         owner->granules[granule].writer = uint32_t(index + 1);
         owner->granules[granule].fences = fences;
@@ -92,10 +93,25 @@ char* Warp::memory(uint8_t space, uint64_t address, unsigned bytes, bool writes)
   return at;
 }
 
-void Warp::finish_products(size_t left) {
-  for (; products.size() > left; products.pop_front()) {
-    for (uint32_t const granule : products.front()) --cta.granules[granule].readers;
-    cta.products -= int(products.front().size());
+void Warp::end_products(uint64_t ended) {
+  for (; committed - products.size() < ended; products.pop_front()) {
+    for (auto const& [instruction, granules] : products.front()) {
+      for (uint32_t const granule : granules) --cta.granules[granule].readers;
+      cta.products -= int(granules.size());
+    }
+  }
+}
+
+void Warp::spoil(Instruction const& product) {
+  std::set<std::string> given;
+  for (int n = 0; n < product.bytes / 2; ++n) {
+    char* const place = registers.data() + product.many[n];
+    std::string const lanes(place, 128);
+    if (lanes.substr(4) != lanes.substr(0, 124)) given.insert(lanes);  // what all lanes have may be a constant
+    std::memset(place, 0xff, 128);
+  }
+  for (uint32_t place = 0; place < registers.size(); place += 128) {
+    if (given.count({registers.data() + place, 128})) std::memset(registers.data() + place, 0xff, 128);
   }
 }
 
@@ -229,27 +245,40 @@ bool Cta::is_done() const {
   return under_way.empty() && std::all_of(warps.begin(), warps.end(), [](auto const& warp) { return !warp->live; });
 }
 
-void Cta::check_write(uint32_t offset, unsigned bytes) {
+/// A kernel may compute what it does not use of whatever lies there, so that this is no fault by itself.
+void Cta::spoil_readers(uint32_t offset, unsigned bytes) {
   for (uint32_t granule = offset / 16; granule <= (offset + bytes - 1) / 16; ++granule) {
-    if (granules[granule].readers)
-      fault("writes to shared memory at " + hex(offset) + ", which a WGMMA that nobody has waited for reads");
+    if (!granules[granule].readers) continue;
+    for (auto const& warp : warps) {
+      auto const spoil = [&](std::vector<Product> const& group) {
+        for (auto const& [instruction, read] : group) {
+          if (std::find(read.begin(), read.end(), granule) != read.end()) warp->spoil(*instruction);
+        }
+      };
+      std::for_each(warp->products.begin(), warp->products.end(), spoil);
+      spoil(warp->open_products);
+    }
   }
+}
+
+bool Cta::is_fenced(uint32_t granule) const {
+  Granule const& at = granules[granule];
+  return !at.writer || warps[at.writer - 1]->fences > at.fences;
 }
 
 char* Cta::async_read(uint64_t address, unsigned bytes) {
   auto const [owner, offset] = cluster.owner(*this, address, bytes);
   for (uint32_t granule = offset / 16; granule <= (offset + bytes - 1) / 16; ++granule) {
-    Granule const& at = owner->granules[granule];
-    if (at.writer && owner->warps.size() >= at.writer && owner->warps[at.writer - 1]->fences <= at.fences)
-      fault("WGMMA or the copy engine reads shared memory at " + hex(offset) + ", which warp " +
-            std::to_string(at.writer - 1) + " wrote without fence.proxy.async");
+    if (!owner->is_fenced(granule))
+      fault("the copy engine reads shared memory at " + hex(offset) + ", which warp " +
+            std::to_string(owner->granules[granule].writer - 1) + " wrote without fence.proxy.async");
   }
   return owner->shared.data() + offset;
 }
 
 char* Cta::async_write(uint64_t address, unsigned bytes) {
   auto const [owner, offset] = cluster.owner(*this, address, bytes);
-  if (owner->products) owner->check_write(offset, bytes);
+  if (owner->products) owner->spoil_readers(offset, bytes);
   for (uint32_t granule = offset / 16; granule <= (offset + bytes - 1) / 16; ++granule) owner->granules[granule].writer = 0;
   return owner->shared.data() + offset;
 }
@@ -371,13 +400,9 @@ Module::Module(std::string ptx) : ptx_(std::move(ptx)) {
     size_t const begin = at + 7;
     entries_[ptx_.substr(begin, ptx_.find_first_of("(\n ", begin) - begin)] = begin;
   }
-  for (auto const& declared : declarations(ptx_)) {
-    if (declared.is_dynamic_shared) {
-      dynamic_shared_.push_back(declared.name);
-    } else {
-      auto& memory = variables_[declared.name] = std::make_unique<char[]>(declared.bytes);
-      add_memory(memory.get(), declared.bytes);
-    }
+  for (auto const& [name, bytes] : declarations(ptx_).global) {
+    auto& memory = variables_[name] = std::make_unique<char[]>(bytes);
+    add_memory(memory.get(), bytes);
   }
 }
 
@@ -392,7 +417,7 @@ void* Module::address_of(std::string const& variable) const {
 
 void Module::launch(Launch const& launch) {
   auto& program = programs_[launch.kernel];
-  if (!program) program = read_program(launch.kernel, ptx_.data() + entries_.at(launch.kernel), dynamic_shared_, variables_);
+  if (!program) program = read_program(launch.kernel, ptx_, entries_.at(launch.kernel), variables_);
   for (size_t n = 0; n < program->parameters.size(); ++n)
     std::memcpy(program->parameter_memory() + program->parameters[n].offset, launch.arguments[n], program->parameters[n].bytes);
   static uint64_t launches = 0;

@@ -7,7 +7,6 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <vector>
 
 namespace cutlass_ext::emulator {
 
@@ -34,8 +33,7 @@ class Module {
 
  private:
   std::string const ptx_;
-  std::map<std::string, size_t> entries_;    // where their texts begin
-  std::vector<std::string> dynamic_shared_;  // names of shared memory that a launch sizes
+  std::map<std::string, size_t> entries_;  // where their texts begin
   std::map<std::string, std::unique_ptr<char[]>> variables_;
   std::map<std::string, std::unique_ptr<Program>> programs_;
 };

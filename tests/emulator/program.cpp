@@ -73,8 +73,8 @@ Variable variable_of(std::string const& text) {
 
 class KernelReader final : public Reader {
  public:
-  KernelReader(Program& program, std::vector<std::string> const& dynamic, Variables const& variables)
-      : program_(program), dynamic_(dynamic), variables_(variables) {}
+  KernelReader(Program& program, Declarations const& declared, Variables const& variables)
+      : program_(program), declared_(declared), variables_(variables) {}
 
   void read(char const* text) {
     char const* const parameters = std::strchr(text, '(');
@@ -89,6 +89,10 @@ class KernelReader final : public Reader {
     }
     program_.parameter_bytes.resize(offset + 128);  // the copy engine's maps begin at multiples of 64
     for (auto& [name, place] : symbols_) place += reinterpret_cast<uint64_t>(program_.parameter_memory());
+    std::string const whole(end_of_parameters, std::strstr(end_of_parameters, "\n}"));
+    for (auto const& [name, declaration] : declared_.shared) {
+      if (whole.find(name) != std::string::npos) declare_memory(declaration, program_.static_shared_bytes, false);
+    }
     body(std::strchr(end_of_parameters, '{') + 1);
     for (auto const& [instruction, scope, name] : branches_)
       program_.code[instruction].target = find(scope, name, &Scope::labels);
@@ -181,7 +185,8 @@ class KernelReader final : public Reader {
       return bytes < 8 ? value & ((uint64_t(1) << 8 * std::max(bytes, 4)) - 1) : value;
     }
     if (auto const found = symbols_.find(text); found != symbols_.end()) return found->second;
-    if (std::find(dynamic_.begin(), dynamic_.end(), text) != dynamic_.end()) return program_.dynamic_shared();
+    auto const& dynamic = declared_.dynamic_shared;
+    if (std::find(dynamic.begin(), dynamic.end(), text) != dynamic.end()) return program_.dynamic_shared();
     if (auto const found = variables_.find(text); found != variables_.end())
       return reinterpret_cast<uint64_t>(found->second.get());
     throw std::runtime_error("unknown operand " + text);
@@ -291,7 +296,7 @@ class KernelReader final : public Reader {
   }
 
   Program& program_;
-  std::vector<std::string> const& dynamic_;  // names of the shared memory that a launch sizes
+  Declarations const& declared_;
   Variables const& variables_;
   std::map<std::string, uint64_t> symbols_;  // parameters and shared memory
   std::map<std::string, Width> families_;  // of registers, as `.reg .b32 %r<10>`
@@ -309,24 +314,32 @@ std::vector<std::string> members(std::string const& operand) {
   return split(operand.substr(1, operand.rfind('}') - 1));
 }
 
-std::vector<Declared> declarations(std::string const& ptx) {
-  std::vector<Declared> declared;
+Declarations declarations(std::string const& ptx) {
+  Declarations declared;
   std::istringstream lines(ptx);
   for (std::string line; std::getline(lines, line);) {
-    bool const is_shared = line.find(".extern .shared ") == 0;
-    if (!is_shared && line.find(".global ") != 0 && line.find(".visible .global ") != 0) continue;
+    bool const is_dynamic = line.rfind(".extern .shared ", 0) == 0, is_shared = line.rfind(".shared ", 0) == 0;
+    if (!is_dynamic && !is_shared && line.rfind(".global ", 0) != 0 && line.rfind(".visible .global ", 0) != 0) continue;
     if (line.find('=') != std::string::npos) throw std::runtime_error("a variable with a value: " + line);
-    Variable const variable = variable_of(line.substr(0, line.rfind(';')));
-    declared.push_back({variable.name, variable.bytes, is_shared});
+    line = line.substr(0, line.rfind(';'));
+    Variable const variable = variable_of(line);
+    if (is_dynamic) {
+      declared.dynamic_shared.push_back(variable.name);
+    } else if (is_shared) {
+      declared.shared[variable.name] = line;
+    } else {
+      declared.global[variable.name] = variable.bytes;
+    }
   }
   return declared;
 }
 
-std::unique_ptr<Program> read_program(std::string const& name, char const* text, std::vector<std::string> const& dynamic,
+std::unique_ptr<Program> read_program(std::string const& name, std::string const& ptx, size_t begin,
                                       Variables const& variables) {
   auto program = std::make_unique<Program>();
   program->name = name;
-  KernelReader(*program, dynamic, variables).read(text);
+  Declarations const declared = declarations(ptx);
+  KernelReader(*program, declared, variables).read(ptx.data() + begin);
   return program;
 }
 

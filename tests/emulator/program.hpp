@@ -77,19 +77,18 @@ struct Program {
   std::vector<std::pair<uint32_t, uint32_t>> locals;       // registers with addresses in local memory: place, offset
 };
 
-/// What a module declares outside of its kernels.
-struct Declared {
-  std::string name;
-  size_t bytes;
-  bool is_dynamic_shared;  // else in global memory
-};
-std::vector<Declared> declarations(std::string const& ptx);
-
 using Variables = std::map<std::string, std::unique_ptr<char[]>>;  // of a module, in global memory
 
-/// Reads the kernel whose text begins at `text`. `dynamic`: the module's names of shared memory that a launch sizes.
-std::unique_ptr<Program> read_program(std::string const& name, char const* text, std::vector<std::string> const& dynamic,
-                                      Variables const& variables);
+/// What a module declares outside of its kernels.
+struct Declarations {
+  std::map<std::string, size_t> global;     // bytes of each
+  std::map<std::string, std::string> shared;  // the text of each
+  std::vector<std::string> dynamic_shared;  // whose size is the launch's
+};
+Declarations declarations(std::string const& ptx);
+
+/// Reads the kernel whose text begins at `begin` of its module's.
+std::unique_ptr<Program> read_program(std::string const& name, std::string const& ptx, size_t begin, Variables const&);
 
 /// What an operand is, as program.cpp reads it for instructions.cpp.
 class Reader {

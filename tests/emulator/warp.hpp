@@ -40,6 +40,12 @@ struct Groups {
   }
 };
 
+/// A WGMMA under way.
+struct Product {
+  Instruction const* instruction;
+  std::vector<uint32_t> granules;  // of shared memory, that it reads
+};
+
 struct Warp {
   Cta& cta;
   Program const& program;
@@ -60,8 +66,9 @@ struct Warp {
   uint64_t fences = 0;    // between its writes to shared memory and the copy engine's or WGMMA's reads
   uint64_t cluster_phase = 0;
   Groups copies[32], bulk_copies[32];
-  std::deque<std::vector<uint32_t>> products;  // groups of WGMMAs: granules of shared memory that they read
-  std::vector<uint32_t> open_products;
+  std::deque<std::vector<Product>> products;  // groups of WGMMAs under way
+  std::vector<Product> open_products;
+  uint64_t committed = 0;  // groups
 
   Warp(Cta&, int index, int threads);
 
@@ -75,7 +82,10 @@ struct Warp {
   /// Where an address points to; checked.
   char* memory(uint8_t space, uint64_t address, unsigned bytes, bool writes);
   void run(int instructions);
-  void finish_products(size_t left);
+  /// The groups before number `ended`.
+  void end_products(uint64_t ended);
+  /// Makes NaN of what a product has given, wherever it has been moved since.
+  void spoil(Instruction const& product);
 
  private:
   void choose(bool at_random);
@@ -111,7 +121,9 @@ struct Cta {
   /// What the copy engine or a WGMMA reads; what the copy engine writes.
   char* async_read(uint64_t address, unsigned bytes);
   char* async_write(uint64_t address, unsigned bytes);
-  void check_write(uint32_t offset, unsigned bytes);
+  bool is_fenced(uint32_t granule) const;
+  /// Products under way that read there give NaN.
+  void spoil_readers(uint32_t offset, unsigned bytes);
   void arrive(int barrier, int threads, int expected, Warp* blocks);
 };
 
