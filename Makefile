@@ -56,7 +56,7 @@ verify-gpu: build cpp                        ## on a GPU: tests, soak, compute-s
 	$(PY) tests/verify_gpu.py $(SECONDS)
 
 build: $(VENV)/ready                         ## the Python package, in place; recompiles only what changed
-	$(PY) setup.py -q build_ext --inplace
+	CUTLASS_EXT_KEEP_PTX=1 $(PY) setup.py -q build_ext --inplace
 	@test -e $(VENV)/installed || $(PIP) --no-deps --no-build-isolation -e . && touch $(VENV)/installed
 
 wheel: build                                 ## one wheel in dist/ for every torch >= 2.10 and CPython >= 3.10, checked, and tried in an empty environment

@@ -1,7 +1,8 @@
 """Compiles csrc/ into cutlass_ext/_C.abi3.so: one shared object for every torch >= 2.10 and every CPython >= 3.10.
 
 Called by pip (`pip install .`) and by the Makefile. Environment: CUTLASS_EXT_ARCHS (targets, default "80;90"),
-MAX_JOBS (compilers at a time), CUDA_HOME (where nvcc is, if not on PATH).
+MAX_JOBS (compilers at a time), CUDA_HOME (where nvcc is, if not on PATH), CUTLASS_EXT_KEEP_PTX=1 (build/ptx keeps the
+kernels' PTX, which tests/emulator runs; `make` sets it).
 """
 
 import importlib.util
@@ -26,6 +27,8 @@ import toolchain  # noqa: E402
 
 TORCH_PIN = "torch==2.13.0"
 TORCH_TARGET = "0x020a000000000000"  # the stable ABI of torch 2.10
+PTX = ROOT / "build" / "ptx"
+KEEPS_PTX = os.environ.get("CUTLASS_EXT_KEEP_PTX") == "1"
 PTXAS_LOGS = ROOT / "build" / "ptxas"  # what ptxas said of each source; tests/check_build.py reads it
 
 # pip's isolated build hides the environment's packages. The binary is the same whichever torch it is compiled against,
@@ -82,6 +85,13 @@ def progress(total: int, done: int):
         thread.join()
 
 
+def discard_all_but_ptx():
+    """Of what nvcc kept, some 20 MB a source."""
+    for path in PTX.glob("*"):
+        if path.suffix != ".ptx":
+            path.unlink()
+
+
 def build_command():
     """The extension, and torch's BuildExtension told where nvcc is and which targets each family gets."""
     import torch
@@ -119,6 +129,7 @@ def build_command():
                         objects += self.compiler.compile(
                             paths, str(ROOT / "build" / "objects"), include_dirs=ext.include_dirs, extra_postargs=flags
                         )
+                        discard_all_but_ptx()
                     except RuntimeError:  # ninja has shown the compiler's message; torch's traceback adds nothing
                         sys.exit("\ncompiling csrc/ failed: the compiler's message stands above\n")
             target = self.get_ext_fullpath(ext.name)
@@ -137,6 +148,9 @@ def build_command():
     system = [part for path in headers for part in ("-isystem", str(path))]
     # Packed for size, machine code weighs a third.
     nvcc = ["-Xcompiler=-fvisibility=hidden", "--expt-relaxed-constexpr", "-Xptxas=-v", "--compress-mode=size"]
+    if KEEPS_PTX:
+        PTX.mkdir(parents=True, exist_ok=True)
+        nvcc += ["--keep", f"--keep-dir={PTX}"]
     extension = cpp_extension.CppExtension(
         "cutlass_ext._C",
         [path for _, path in toolchain.sources()],

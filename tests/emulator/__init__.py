@@ -26,6 +26,7 @@ if "torch" in sys.modules:
 library = ctypes.CDLL(str(BUILT / "libtorch_cuda.so"))
 for function in (library.emulator_bytes_allocated, library.emulator_most_allocated):
     function.restype = ctypes.c_size_t
+library.emulator_read_ptx(str(BUILT.parent / "ptx").encode())
 
 import torch  # noqa: E402
 

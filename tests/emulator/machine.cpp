@@ -395,12 +395,13 @@ void Machine::run(unsigned resident) {
 }
 
 // -------------------------------------------------------------------------------------------------------------- module
-Module::Module(std::string ptx) : ptx_(std::move(ptx)) {
+Module::Module(std::string ptx)
+    : ptx_(std::move(ptx)), declared_(std::make_unique<Declarations const>(declarations(ptx_))) {
   for (size_t at = ptx_.find(".entry "); at != std::string::npos; at = ptx_.find(".entry ", at + 1)) {
     size_t const begin = at + 7;
     entries_[ptx_.substr(begin, ptx_.find_first_of("(\n ", begin) - begin)] = begin;
   }
-  for (auto const& [name, bytes] : declarations(ptx_).global) {
+  for (auto const& [name, bytes] : declared_->global) {
     auto& memory = variables_[name] = std::make_unique<char[]>(bytes);
     add_memory(memory.get(), bytes);
   }
@@ -410,14 +411,9 @@ Module::~Module() {
   for (auto const& [name, memory] : variables_) remove_memory(memory.get());
 }
 
-void* Module::address_of(std::string const& variable) const {
-  auto const found = variables_.find(variable);
-  return found == variables_.end() ? nullptr : found->second.get();
-}
-
 void Module::launch(Launch const& launch) {
   auto& program = programs_[launch.kernel];
-  if (!program) program = read_program(launch.kernel, ptx_, entries_.at(launch.kernel), variables_);
+  if (!program) program = read_program(launch.kernel, ptx_, entries_.at(launch.kernel), *declared_, variables_);
   for (size_t n = 0; n < program->parameters.size(); ++n)
     std::memcpy(program->parameter_memory() + program->parameters[n].offset, launch.arguments[n], program->parameters[n].bytes);
   static uint64_t launches = 0;

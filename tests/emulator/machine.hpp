@@ -17,6 +17,7 @@ struct Launch {
   void const* const* arguments;  // as cudaLaunchKernel has them: a pointer to each
 };
 
+struct Declarations;
 struct Program;
 
 /// One text of PTX. A kernel is read when it is first launched.
@@ -25,14 +26,16 @@ class Module {
   explicit Module(std::string ptx);
   ~Module();
 
-  bool has(std::string const& kernel) const { return entries_.count(kernel); }
+  bool has_kernel(std::string const& name) const { return entries_.count(name); }
+  bool has_variable(std::string const& name) const { return variables_.count(name); }
   /// A variable in global memory, which is the host's.
-  void* address_of(std::string const& variable) const;
+  void* address_of(std::string const& variable) const { return variables_.at(variable).get(); }
   /// Runs a kernel to its end. std::runtime_error says what went wrong, and where.
   void launch(Launch const&);
 
  private:
   std::string const ptx_;
+  std::unique_ptr<Declarations const> const declared_;
   std::map<std::string, size_t> entries_;  // where their texts begin
   std::map<std::string, std::unique_ptr<char[]>> variables_;
   std::map<std::string, std::unique_ptr<Program>> programs_;

@@ -316,8 +316,8 @@ std::vector<std::string> members(std::string const& operand) {
 
 Declarations declarations(std::string const& ptx) {
   Declarations declared;
-  std::istringstream lines(ptx);
-  for (std::string line; std::getline(lines, line);) {
+  for (size_t at = ptx.find("\n."); at != std::string::npos; at = ptx.find("\n.", at + 1)) {
+    std::string line = ptx.substr(at + 1, ptx.find('\n', at + 1) - at - 1);
     bool const is_dynamic = line.rfind(".extern .shared ", 0) == 0, is_shared = line.rfind(".shared ", 0) == 0;
     if (!is_dynamic && !is_shared && line.rfind(".global ", 0) != 0 && line.rfind(".visible .global ", 0) != 0) continue;
     if (line.find('=') != std::string::npos) throw std::runtime_error("a variable with a value: " + line);
@@ -335,10 +335,9 @@ Declarations declarations(std::string const& ptx) {
 }
 
 std::unique_ptr<Program> read_program(std::string const& name, std::string const& ptx, size_t begin,
-                                      Variables const& variables) {
+                                      Declarations const& declared, Variables const& variables) {
   auto program = std::make_unique<Program>();
   program->name = name;
-  Declarations const declared = declarations(ptx);
   KernelReader(*program, declared, variables).read(ptx.data() + begin);
   return program;
 }

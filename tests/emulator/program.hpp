@@ -88,7 +88,8 @@ struct Declarations {
 Declarations declarations(std::string const& ptx);
 
 /// Reads the kernel whose text begins at `begin` of its module's.
-std::unique_ptr<Program> read_program(std::string const& name, std::string const& ptx, size_t begin, Variables const&);
+std::unique_ptr<Program> read_program(std::string const& name, std::string const& ptx, size_t begin, Declarations const&,
+                                      Variables const&);
 
 /// What an operand is, as program.cpp reads it for instructions.cpp.
 class Reader {

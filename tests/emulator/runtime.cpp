@@ -1,23 +1,26 @@
 // The CUDA runtime of the emulator: what csrc/'s objects want of libcudart, and of the driver cuTensorMapEncodeTiled.
-// Kernels come as PTX in the objects' fat binaries. Launches run at once and to their end, in the order of the calls,
-// so that streams and events have nothing to do. Environment: CUTLASS_EXT_EMULATOR_SMS, the multiprocessors that the
+// Kernels are found by their names in the PTX that the build kept; what the objects hold is machine code. Launches run at
+// once and to their end, in the order of the calls, so that streams and events have nothing to do. Environment: CUTLASS_EXT_EMULATOR_SMS, the multiprocessors that the
 // GPU says it has (4); CUTLASS_EXT_EMULATOR_TRACE=1 writes a line for each launch.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <cxxabi.h>
-#include <fatbinary_section.h>
 
 #include "machine.hpp"
 #include "memory.hpp"
@@ -29,8 +32,7 @@ namespace {
 // An H200, but for its multiprocessors.
 constexpr int kMajor = 9, kMinor = 0, kL2Bytes = 60 << 20, kBlockShared = 227 << 10, kMultiprocessorShared = 228 << 10;
 constexpr int kSharedUnlessRaised = 48 << 10, kReservedShared = 1024, kRegisters = 65536, kThreads = 2048;
-constexpr int kRegistersOfAThread =
-    128;  // ptxas, which knows, has not run; most kernels are held back by shared memory
+constexpr int kRegistersOfAThread = 128;  // as if; most kernels are held back by shared memory
 
 int multiprocessors() {
   static int const count = [] {
@@ -40,52 +42,12 @@ int multiprocessors() {
   return count;
 }
 
-/// The first PTX of a fat binary: a header, then entries with a header and text each.
-std::string ptx_of(void const* fat_binary) {
-  struct Header {
-    uint32_t magic;
-    uint16_t version, header_bytes;
-    uint64_t bytes;
-  };
-  struct Entry {
-    uint16_t kind, version;
-    uint32_t header_bytes;
-    uint64_t bytes;
-  };
-  constexpr uint16_t kPtx = 1;
-  auto const* at = static_cast<char const*>(fat_binary);
-  Header header;
-  std::memcpy(&header, at, sizeof(header));
-  if (header.magic != 0xBA55ED50) throw std::runtime_error("a fat binary without its magic number");
-  char const* const end = at + header.header_bytes + header.bytes;
-  for (at += header.header_bytes; at < end;) {
-    Entry entry;
-    std::memcpy(&entry, at, sizeof(entry));
-    char const* const text = at + entry.header_bytes;
-    if (entry.kind == kPtx) return {text, strnlen(text, entry.bytes)};  // filled up with zeros
-    at = text + entry.bytes;
-  }
-  throw std::runtime_error("a fat binary without PTX: compile with code=compute_.. and --no-compress");
-}
-
-struct FatBinary {
-  void const* data;
-  std::unique_ptr<Module> module;
-
-  Module& loaded() {
-    if (!module) module = std::make_unique<Module>(ptx_of(data));
-    return *module;
-  }
-};
-
 struct Function {
-  FatBinary* binary;
   std::string name;
   int shared_limit = kSharedUnlessRaised;  // of dynamic shared memory
 };
 
 struct Variable {
-  FatBinary* binary;
   std::string name;
   size_t bytes;
 };
@@ -95,11 +57,24 @@ struct Registry {
   std::recursive_mutex mutex;  // held while a kernel runs, too: launches of several threads take turns
   std::map<void const*, Function> functions;
   std::map<void const*, Variable> variables;
+  std::vector<std::unique_ptr<Module>> modules;  // every .ptx of the build
 };
 
 Registry& registry() {
   static auto& all = *new Registry;
   return all;
+}
+
+/// The module that has a kernel or a variable.
+Module& module_of(bool (Module::*has)(std::string const&) const, std::string const& name) {
+  for (auto const& module : registry().modules) {
+    if ((*module.*has)(name)) return *module;
+  }
+  throw std::runtime_error("build/ptx has no " + name + ": run `make build`");
+}
+
+void* address_of(Variable const& variable) {
+  return module_of(&Module::has_variable, variable.name).address_of(variable.name);
 }
 
 thread_local cudaError_t last_error = cudaSuccess;
@@ -140,10 +115,7 @@ std::string readable(std::string const& mangled) {
 
 /// What a kernel that failed left in the modules' memory is not for the next one: as if they were loaded again.
 void zero_variables() {
-  for (auto const& [host, variable] : registry().variables) {
-    Module* const module = variable.binary->module.get();
-    if (module) std::memset(module->address_of(variable.name), 0, variable.bytes);
-  }
+  for (auto const& [host, variable] : registry().variables) std::memset(address_of(variable), 0, variable.bytes);
 }
 
 cudaError_t launch(void const* entry, dim3 grid, dim3 block, dim3 cluster, size_t shared_bytes, void** arguments) {
@@ -166,7 +138,7 @@ cudaError_t launch(void const* entry, dim3 grid, dim3 block, dim3 cluster, size_
                       static_cast<unsigned>(shared_bytes),
                       arguments};
   auto const start = std::chrono::steady_clock::now();
-  cudaError_t const error = attempt([&] { function->binary->loaded().launch(launch); });
+  cudaError_t const error = attempt([&] { module_of(&Module::has_kernel, function->name).launch(launch); });
   if (error != cudaSuccess) {
     last_text += " [in " + readable(function->name) + "]";
     zero_variables();
@@ -236,21 +208,27 @@ using namespace cutlass_ext::emulator;
 
 extern "C" {
 
-// ------------------------------------------------------------------------------ what nvcc's host code calls
-void** __cudaRegisterFatBinary(void* wrapper) {
-  auto const* const described = static_cast<__fatBinC_Wrapper_t const*>(wrapper);
-  return reinterpret_cast<void**>(new FatBinary{described->data, nullptr});
+/// Reads every .ptx of a folder. Called once, before the first launch.
+void emulator_read_ptx(char const* folder) {
+  for (auto const& entry : std::filesystem::directory_iterator(folder)) {
+    std::ifstream const file(entry.path());
+    std::ostringstream text;
+    if (entry.path().extension() == ".ptx") registry().modules.push_back(std::make_unique<Module>((text << file.rdbuf()).str()));
+  }
 }
+
+// ------------------------------------------------------------------------------ what nvcc's host code calls
+void** __cudaRegisterFatBinary(void*) { return nullptr; }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}  // at the process' end, when torch may still hold tensors
 
-void __cudaRegisterFunction(void** binary, char const* host, char*, char const* name, int, uint3*, uint3*, dim3*, dim3*,
+void __cudaRegisterFunction(void**, char const* host, char*, char const* name, int, uint3*, uint3*, dim3*, dim3*,
                             int*) {
-  registry().functions[host] = {reinterpret_cast<FatBinary*>(binary), name};
+  registry().functions[host] = {name};
 }
 
-void __cudaRegisterVar(void** binary, char* host, char*, char const* name, int, size_t bytes, int, int) {
-  registry().variables[host] = {reinterpret_cast<FatBinary*>(binary), name, bytes};
+void __cudaRegisterVar(void**, char* host, char*, char const* name, int, size_t bytes, int, int) {
+  registry().variables[host] = {name, bytes};
 }
 
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream) {
@@ -335,8 +313,7 @@ cudaError_t cudaGetSymbolAddress(void** address, void const* host) {
   std::lock_guard const lock(registry().mutex);
   auto const found = registry().variables.find(host);
   if (found == registry().variables.end()) return failed(cudaErrorInvalidSymbol, "no variable that was registered");
-  Variable const& variable = found->second;
-  return attempt([&] { *address = variable.binary->loaded().address_of(variable.name); });
+  return attempt([&] { *address = address_of(found->second); });
 }
 
 cudaError_t cudaGetDriverEntryPointByVersion(char const* symbol, void** found, unsigned, unsigned long long,
