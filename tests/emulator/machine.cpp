@@ -17,26 +17,34 @@ std::string hex(uint64_t x) {
   return text.str();
 }
 
-uint64_t from_environment(char const* name, uint64_t otherwise) {
-  char const* const text = std::getenv(name);
-  return text ? std::strtoull(text, nullptr, 0) : otherwise;
+constexpr unsigned kResidentCtas = 8;
+
+uint64_t first_seed() {
+  char const* const text = std::getenv("CUTLASS_EXT_EMULATOR_SEED");
+  return text ? std::strtoull(text, nullptr, 0) : 1;
 }
 
 }  // namespace
 
 // -------------------------------------------------------------------------------------------------------------- warps
 Warp::Warp(Cta& of, int i, int threads)
-    : cta(of), program(of.cluster.machine.program), registers(program.register_bytes, char(0x5a)),
-      predicates(program.predicates), local(size_t(program.local_bytes) * 32), index(i) {
+    : cta(of),
+      program(of.cluster.machine.program),
+      registers(program.register_bytes, char(0x5a)),
+      predicates(program.predicates),
+      local(size_t(program.local_bytes) * 32),
+      index(i) {
   live = active = threads >= 32 ? ~Lanes(0) : (Lanes(1) << threads) - 1;
   Machine const& machine = cta.cluster.machine;
   for (auto const& [place, width, value] : program.constants) {
     for (int lane = 0; lane < 32; ++lane)
-      width == Width::Long ? void(at<uint64_t>(place, lane) = value) : void(at<uint32_t>(place, lane) = uint32_t(value));
+      width == Width::Long ? void(at<uint64_t>(place, lane) = value)
+                           : void(at<uint32_t>(place, lane) = uint32_t(value));
   }
   for (auto const& [place, offset] : program.locals) {
     for (int lane = 0; lane < 32; ++lane)
-      at<uint64_t>(place, lane) = reinterpret_cast<uint64_t>(local.data() + size_t(program.local_bytes) * lane + offset);
+      at<uint64_t>(place, lane) =
+          reinterpret_cast<uint64_t>(local.data() + size_t(program.local_bytes) * lane + offset);
   }
   for (auto const& [place, name] : program.specials) {
     for (int lane = 0; lane < 32; ++lane) {
@@ -46,30 +54,48 @@ Warp::Warp(Cta& of, int i, int threads)
       int const axis = name.back() - 'x';
       std::string const of_axis = name.substr(0, name.rfind('.'));
       uint32_t value = 0;
-      if (of_axis == "%tid") value = tid[axis];
-      else if (of_axis == "%ntid") value = machine.block[axis];
-      else if (of_axis == "%ctaid") value = cta.index[axis];
-      else if (of_axis == "%nctaid") value = machine.grid[axis];
-      else if (of_axis == "%cluster_ctaid") value = axis ? 0 : uint32_t(cta.rank);
-      else if (of_axis == "%cluster_nctaid") value = machine.cluster[axis];
-      else if (of_axis == "%clusterid") value = cta.index[axis] / machine.cluster[axis];
-      else if (name == "%cluster_ctarank") value = uint32_t(cta.rank);
-      else if (name == "%cluster_nctarank") value = uint32_t(cta.cluster.ctas.size());
-      else if (name == "%laneid") value = uint32_t(lane);
-      else if (name == "%warpid") value = uint32_t(index);
-      else if (name == "%smid") value = cta.index[0];
-      else if (name == "%lanemask_lt") value = (Lanes(1) << lane) - 1;
-      else if (name == "%lanemask_le") value = (Lanes(2) << lane) - 1;
-      else if (name == "%lanemask_eq") value = Lanes(1) << lane;
-      else if (name == "%dynamic_smem_size") value = machine.shared_bytes - program.dynamic_shared();
-      else if (name != "%clock64" && name != "%clock" && name != "%globaltimer") fault("an unknown special register " + name);
+      if (of_axis == "%tid")
+        value = tid[axis];
+      else if (of_axis == "%ntid")
+        value = machine.block[axis];
+      else if (of_axis == "%ctaid")
+        value = cta.index[axis];
+      else if (of_axis == "%nctaid")
+        value = machine.grid[axis];
+      else if (of_axis == "%cluster_ctaid")
+        value = axis ? 0 : uint32_t(cta.rank);
+      else if (of_axis == "%cluster_nctaid")
+        value = machine.cluster[axis];
+      else if (of_axis == "%clusterid")
+        value = cta.index[axis] / machine.cluster[axis];
+      else if (name == "%cluster_ctarank")
+        value = uint32_t(cta.rank);
+      else if (name == "%cluster_nctarank")
+        value = uint32_t(cta.cluster.ctas.size());
+      else if (name == "%laneid")
+        value = uint32_t(lane);
+      else if (name == "%warpid")
+        value = uint32_t(index);
+      else if (name == "%smid")
+        value = cta.index[0];
+      else if (name == "%lanemask_lt")
+        value = (Lanes(1) << lane) - 1;
+      else if (name == "%lanemask_le")
+        value = (Lanes(2) << lane) - 1;
+      else if (name == "%lanemask_eq")
+        value = Lanes(1) << lane;
+      else if (name == "%dynamic_smem_size")
+        value = machine.shared_bytes - program.dynamic_shared();
+      else if (name != "%clock64" && name != "%clock" && name != "%globaltimer")
+        fault("an unknown special register " + name);
       at<uint32_t>(place, lane) = value;
     }
   }
 }
 
 char* Warp::memory(uint8_t space, uint64_t address, unsigned bytes, bool writes) {
-  if (address % std::min(bytes & -bytes, 16u)) fault("a misaligned address, " + hex(address) + ", of " + std::to_string(bytes) + " bytes");
+  if (address % std::min(bytes & -bytes, 16u))
+    fault("a misaligned address, " + hex(address) + ", of " + std::to_string(bytes) + " bytes");
   if (space == Shared || (space == Generic && address >> 56 == kSharedWindow >> 56)) {
     auto const [owner, offset] = cta.cluster.owner(cta, address & 0xffffffff, bytes);
     if (writes) {
@@ -161,9 +187,8 @@ void Warp::choose(bool at_random) {
 
 bool Warp::are_together(Instruction const& i, Lanes mask) {
   Lanes const wanted = i.together == Together::Everyone ? live
-                       : i.together == Together::Named
-                           ? at<uint32_t>(i.operands[5], __builtin_ctz(mask)) & live
-                           : mask;
+                       : i.together == Together::Named  ? at<uint32_t>(i.operands[5], __builtin_ctz(mask)) & live
+                                                        : mask;
   return (wanted & ~mask) == 0;
 }
 
@@ -190,8 +215,9 @@ void Warp::run(int instructions) {
           i.run(*this, i, mask);
         } catch (std::runtime_error const& error) {
           std::ostringstream text;
-          text << error.what() << "; kernel " << program.name << ", CTA " << cta.index[0] << ", " << cta.index[1] << ", "
-               << cta.index[2] << ", warp " << index << ", lanes " << hex(mask) << ": " << program.lines[i.line];
+          text << error.what() << "; kernel " << program.name << ", CTA " << cta.index[0] << ", " << cta.index[1]
+               << ", " << cta.index[2] << ", warp " << index << ", lanes " << hex(mask) << ": "
+               << program.lines[i.line];
           throw std::runtime_error(text.str());
         }
       }
@@ -279,7 +305,8 @@ char* Cta::async_read(uint64_t address, unsigned bytes) {
 char* Cta::async_write(uint64_t address, unsigned bytes) {
   auto const [owner, offset] = cluster.owner(*this, address, bytes);
   if (owner->products) owner->spoil_readers(offset, bytes);
-  for (uint32_t granule = offset / 16; granule <= (offset + bytes - 1) / 16; ++granule) owner->granules[granule].writer = 0;
+  for (uint32_t granule = offset / 16; granule <= (offset + bytes - 1) / 16; ++granule)
+    owner->granules[granule].writer = 0;
   return owner->shared.data() + offset;
 }
 
@@ -350,7 +377,8 @@ void Machine::report_hang() {
       for (auto const& warp : cta->warps) {
         if (!warp->live) continue;
         text << ", CTA " << cta->index[0] << ", " << cta->index[1] << ", " << cta->index[2] << ", warp " << warp->index
-             << (warp->blocked ? ", at a barrier: " : ": ") << program.lines[program.code[warp->pc - (warp->blocked ? 1 : 0)].line];
+             << (warp->blocked ? ", at a barrier: " : ": ")
+             << program.lines[program.code[warp->pc - (warp->blocked ? 1 : 0)].line];
       }
     }
   }
@@ -364,9 +392,12 @@ void Machine::run(unsigned resident) {
   uint64_t seen = 0;
   unsigned in_vain = 0;
   for (;;) {
-    clusters.erase(std::remove_if(clusters.begin(), clusters.end(), [](auto const& cluster) {
-      return std::all_of(cluster->ctas.begin(), cluster->ctas.end(), [](auto const& cta) { return cta->is_done(); });
-    }), clusters.end());
+    clusters.erase(std::remove_if(clusters.begin(), clusters.end(),
+                                  [](auto const& cluster) {
+                                    return std::all_of(cluster->ctas.begin(), cluster->ctas.end(),
+                                                       [](auto const& cta) { return cta->is_done(); });
+                                  }),
+                   clusters.end());
     while (next < ctas && clusters.size() * size < std::max(resident, size)) {
       clusters.push_back(std::make_unique<Cluster>(*this, next));
       next += size;
@@ -415,11 +446,18 @@ void Module::launch(Launch const& launch) {
   auto& program = programs_[launch.kernel];
   if (!program) program = read_program(launch.kernel, ptx_, entries_.at(launch.kernel), *declared_, variables_);
   for (size_t n = 0; n < program->parameters.size(); ++n)
-    std::memcpy(program->parameter_memory() + program->parameters[n].offset, launch.arguments[n], program->parameters[n].bytes);
+    std::memcpy(program->parameter_memory() + program->parameters[n].offset, launch.arguments[n],
+                program->parameters[n].bytes);
   static uint64_t launches = 0;
-  Machine machine{*program, launch.grid, launch.block, launch.cluster, program->dynamic_shared() + launch.dynamic_shared_bytes,
-                  std::mt19937_64(from_environment("EMULATOR_SEED", 1) + ++launches), {}, 0};
-  machine.run(unsigned(from_environment("EMULATOR_CTAS", 8)));
+  Machine machine{*program,
+                  launch.grid,
+                  launch.block,
+                  launch.cluster,
+                  program->dynamic_shared() + launch.dynamic_shared_bytes,
+                  std::mt19937_64(first_seed() + ++launches),
+                  {},
+                  0};
+  machine.run(kResidentCtas);
 }
 
 }  // namespace cutlass_ext::emulator

@@ -1,6 +1,6 @@
-// A GPU that is a program: it runs kernels' PTX on the CPU, a warp's 32 lanes at a time, with warps, CTAs and clusters in
-// an order drawn at random, copies of the copy engine that land when it is drawn, and every address looked at. Used by
-// runtime.cpp.
+// A GPU that is a program: it runs kernels' PTX on the CPU, a warp's 32 lanes at a time, with warps, CTAs and clusters
+// in an order drawn at random, copies of the copy engine that land when it is drawn, and every address looked at. Used
+// by runtime.cpp.
 #pragma once
 
 #include <array>

@@ -64,7 +64,8 @@ Variable variable_of(std::string const& text) {
   }
   size_t const bracket = variable.name.find('[');
   size_t const element = std::max(bytes_of_type(type), 1);
-  size_t const count = bracket == std::string::npos ? 1 : std::strtoull(variable.name.c_str() + bracket + 1, nullptr, 10);
+  size_t const count =
+      bracket == std::string::npos ? 1 : std::strtoull(variable.name.c_str() + bracket + 1, nullptr, 10);
   variable.bytes = element * count;
   variable.align = std::max(variable.align, element);
   variable.name = variable.name.substr(0, bracket);
@@ -180,8 +181,8 @@ class KernelReader final : public Reader {
       return std::strtoull(text.c_str() + 2, nullptr, 16);
     if (std::isdigit(static_cast<unsigned char>(text[0])) || text[0] == '-' || text[0] == '+') {
       if (is_float && text.find('.') != std::string::npos) throw std::runtime_error("a decimal float: " + text);
-      uint64_t const value = text[0] == '-' ? -std::strtoull(text.c_str() + 1, nullptr, 0)
-                                            : std::strtoull(text.c_str(), nullptr, 0);
+      uint64_t const value =
+          text[0] == '-' ? -std::strtoull(text.c_str() + 1, nullptr, 0) : std::strtoull(text.c_str(), nullptr, 0);
       return bytes < 8 ? value & ((uint64_t(1) << 8 * std::max(bytes, 4)) - 1) : value;
     }
     if (auto const found = symbols_.find(text); found != symbols_.end()) return found->second;
@@ -282,8 +283,8 @@ class KernelReader final : public Reader {
     if (text[0] == '@') {
       size_t const end = text.find_first_of(" \t");
       instruction.guard_negated = text[1] == '!';
-      instruction.guard = static_cast<int32_t>(predicate(text.substr(1 + instruction.guard_negated,
-                                                                     end - 1 - instruction.guard_negated)));
+      instruction.guard = static_cast<int32_t>(
+          predicate(text.substr(1 + instruction.guard_negated, end - 1 - instruction.guard_negated)));
       text = trimmed(text.substr(end));
     }
     size_t const end = std::min(text.find_first_of(" \t"), text.size());
@@ -299,7 +300,7 @@ class KernelReader final : public Reader {
   Declarations const& declared_;
   Variables const& variables_;
   std::map<std::string, uint64_t> symbols_;  // parameters and shared memory
-  std::map<std::string, Width> families_;  // of registers, as `.reg .b32 %r<10>`
+  std::map<std::string, Width> families_;    // of registers, as `.reg .b32 %r<10>`
   std::map<std::string, Register> specials_;
   std::map<std::pair<uint64_t, Width>, Register> constants_;
   std::vector<Scope> scopes_;
@@ -319,7 +320,8 @@ Declarations declarations(std::string const& ptx) {
   for (size_t at = ptx.find("\n."); at != std::string::npos; at = ptx.find("\n.", at + 1)) {
     std::string line = ptx.substr(at + 1, ptx.find('\n', at + 1) - at - 1);
     bool const is_dynamic = line.rfind(".extern .shared ", 0) == 0, is_shared = line.rfind(".shared ", 0) == 0;
-    if (!is_dynamic && !is_shared && line.rfind(".global ", 0) != 0 && line.rfind(".visible .global ", 0) != 0) continue;
+    if (!is_dynamic && !is_shared && line.rfind(".global ", 0) != 0 && line.rfind(".visible .global ", 0) != 0)
+      continue;
     if (line.find('=') != std::string::npos) throw std::runtime_error("a variable with a value: " + line);
     line = line.substr(0, line.rfind(';'));
     Variable const variable = variable_of(line);

@@ -72,7 +72,7 @@ struct Program {
     Width width;
     uint64_t value;
   };
-  std::vector<Constant> constants;                        // registers that every warp begins with
+  std::vector<Constant> constants;                         // registers that every warp begins with
   std::vector<std::pair<uint32_t, std::string>> specials;  // and %tid.x and the like
   std::vector<std::pair<uint32_t, uint32_t>> locals;       // registers with addresses in local memory: place, offset
 };
@@ -81,15 +81,15 @@ using Variables = std::map<std::string, std::unique_ptr<char[]>>;  // of a modul
 
 /// What a module declares outside of its kernels.
 struct Declarations {
-  std::map<std::string, size_t> global;     // bytes of each
+  std::map<std::string, size_t> global;       // bytes of each
   std::map<std::string, std::string> shared;  // the text of each
-  std::vector<std::string> dynamic_shared;  // whose size is the launch's
+  std::vector<std::string> dynamic_shared;    // whose size is the launch's
 };
 Declarations declarations(std::string const& ptx);
 
 /// Reads the kernel whose text begins at `begin` of its module's.
-std::unique_ptr<Program> read_program(std::string const& name, std::string const& ptx, size_t begin, Declarations const&,
-                                      Variables const&);
+std::unique_ptr<Program> read_program(std::string const& name, std::string const& ptx, size_t begin,
+                                      Declarations const&, Variables const&);
 
 /// What an operand is, as program.cpp reads it for instructions.cpp.
 class Reader {

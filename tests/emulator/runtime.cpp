@@ -1,7 +1,8 @@
 // The CUDA runtime of the emulator: what csrc/'s objects want of libcudart, and of the driver cuTensorMapEncodeTiled.
-// Kernels are found by their names in the PTX that the build kept; what the objects hold is machine code. Launches run at
-// once and to their end, in the order of the calls, so that streams and events have nothing to do. Environment: CUTLASS_EXT_EMULATOR_SMS, the multiprocessors that the
-// GPU says it has (4); CUTLASS_EXT_EMULATOR_TRACE=1 writes a line for each launch.
+// Kernels are found by their names in the PTX that the build kept; what the objects hold is machine code. Launches run
+// at once and to their end, in the order of the calls, so that streams and events have nothing to do. Environment:
+// CUTLASS_EXT_EMULATOR_SMS, the multiprocessors that the GPU says it has (4); CUTLASS_EXT_EMULATOR_TRACE=1 writes a
+// line for each launch.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -213,7 +214,8 @@ void emulator_read_ptx(char const* folder) {
   for (auto const& entry : std::filesystem::directory_iterator(folder)) {
     std::ifstream const file(entry.path());
     std::ostringstream text;
-    if (entry.path().extension() == ".ptx") registry().modules.push_back(std::make_unique<Module>((text << file.rdbuf()).str()));
+    if (entry.path().extension() == ".ptx")
+      registry().modules.push_back(std::make_unique<Module>((text << file.rdbuf()).str()));
   }
 }
 

@@ -58,12 +58,12 @@ struct Warp {
   Lanes active = 0;   // those that are at `pc` and run
   Lanes waiting = 0;  // those that wait for others of the warp at an instruction
   uint32_t pc = 0;
-  uint32_t pcs[32] = {};  // of the others
+  uint32_t pcs[32] = {};   // of the others
   uint32_t next_pc = ~0u;  // the least of theirs
 
-  bool blocked = false;   // at a barrier
-  bool yielded = false;   // asked in vain for something that another warp does
-  uint64_t fences = 0;    // between its writes to shared memory and the copy engine's or WGMMA's reads
+  bool blocked = false;  // at a barrier
+  bool yielded = false;  // asked in vain for something that another warp does
+  uint64_t fences = 0;   // between its writes to shared memory and the copy engine's or WGMMA's reads
   uint64_t cluster_phase = 0;
   Groups copies[32], bulk_copies[32];
   std::deque<std::vector<Product>> products;  // groups of WGMMAs under way
