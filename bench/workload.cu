@@ -98,9 +98,7 @@ void time_rounds(benchmark::State& state, double tolerance, Launch const& launch
 
 /// The sizes of a case, and tensors without padding between rows.
 void set_sizes(Params& p, Case const& c, int element_bytes) {
-  auto const strides = [&](int cols) {
-    return Strides{int64_t(c.n) * c.heads * cols, int64_t(c.heads) * cols, cols};
-  };
+  auto const strides = [&](int cols) { return Strides{int64_t(c.n) * c.heads * cols, int64_t(c.heads) * cols, cols}; };
   p.q_stride = p.k_stride = strides(c.head_dim);
   p.v_stride = p.o_stride = strides(c.head_dim_v);
   p.batch = c.batch;
@@ -335,9 +333,8 @@ void run_gradients(benchmark::State& state, Case const& c, Kernel const& of_keys
     state.SkipWithError(error.what());
   }
   using benchmark::Counter;
-  state.counters["TFLOP/s"] =
-      Counter(2e-12 * c.batch * c.heads * (3. * c.head_dim + 2. * c.head_dim_v) * pairs_of(c),
-              Counter::kIsIterationInvariantRate);
+  state.counters["TFLOP/s"] = Counter(2e-12 * c.batch * c.heads * (3. * c.head_dim + 2. * c.head_dim_v) * pairs_of(c),
+                                      Counter::kIsIterationInvariantRate);
 }
 
 }  // namespace cutlass_ext::bench

@@ -52,9 +52,9 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
     int const resident = occupancy_of(*launch.kernel, device).ctas_a_multiprocessor * device.multiprocessors;
     launch.splits = gradient_splits(p, *launch.kernel, of_keys, resident);
   }
-  int64_t const section = gradient_section_for(p, int64_t(p.batch) * heads,
-                                               int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all(),
-                                               bytes_a_head, device);
+  int64_t const section =
+      gradient_section_for(p, int64_t(p.batch) * heads,
+                           int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all(), bytes_a_head, device);
   launch.scheduler =
       Scheduler(p.batch, heads, length, block, launch.splits.all(), section, of_keys ? Axis::Keys : Axis::Rows);
   if (launch.scheduler.size() > INT32_MAX)

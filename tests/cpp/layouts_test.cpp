@@ -102,8 +102,8 @@ TEST(PassedGradients, ArriveAsOperandA) {
         EXPECT_EQ(banks.size(), 8u) << "rows of a matrix in as many groups of banks";
         for (int lane = 0; lane < 32; ++lane) {
           for (int half = 0; half < 2; ++half) {
-            int const at = m * 16 * kPanelColumns +
-                           row_for_operand_a<Element>(matrix * 8 + lane % 4 * 2 + half, warp) + lane / 4;
+            int const at =
+                m * 16 * kPanelColumns + row_for_operand_a<Element>(matrix * 8 + lane % 4 * 2 + half, warp) + lane / 4;
             // Word 4 m + `matrix` of operand A: rows 8 apart, then columns 8 apart.
             Pair const wanted{warp * 16 + matrix % 2 * 8 + lane / 4, m * 16 + matrix / 2 * 8 + lane % 4 * 2 + half};
             EXPECT_EQ(panel.at(at), wanted);

@@ -188,8 +188,8 @@ struct BackwardTraits {
   // What a tile adds to dQ: dS of all keys in hand, as the warpgroups leave it, times K; of each warpgroup a part of
   // the columns. It is multiplied a turn after it was left, so that no warpgroup waits for another within a turn; with
   // three buffers the barrier that says that it is there will do.
-  // Apart, it passes from one warpgroup to another, which says when it has it in registers: as many as there are stages,
-  // so that a turn has one number for both.
+  // Apart, it passes from one warpgroup to another, which says when it has it in registers: as many as there are
+  // stages, so that a turn has one number for both.
   static constexpr int BuffersDS = AddsApart ? Stages : 3;
   // Narrow heads leave registers for all columns: the warpgroups then take turns, which reads dS once.
   static constexpr bool TakesTurns = AddsToQueries && SumsOfTile<HeadDim>::kParts == 1;
@@ -207,11 +207,11 @@ struct BackwardTraits {
   using ShapeOfQueries = Shape<Int<B_r>, Int<Columns>, Int<B_c>>;
   template <int Columns>
   using MmaQueries = decltype(make_tiled_mma(
-      std::conditional_t<AddsApart,
-                         decltype(GMMA::rs_op_selector<Part, Part, float, ShapeOfQueries<Columns>, GMMA::Major::K,
-                                                       GMMA::Major::MN>()),
-                         decltype(GMMA::ss_op_selector<Part, Part, float, ShapeOfQueries<Columns>, GMMA::Major::MN,
-                                                       GMMA::Major::MN>())>{}));
+      std::conditional_t<
+          AddsApart,
+          decltype(GMMA::rs_op_selector<Part, Part, float, ShapeOfQueries<Columns>, GMMA::Major::K, GMMA::Major::MN>()),
+          decltype(GMMA::ss_op_selector<Part, Part, float, ShapeOfQueries<Columns>, GMMA::Major::MN,
+                                        GMMA::Major::MN>())>{}));
   static constexpr int VectorsOfP = kAtomRows * B_r / kWarpgroup / 4;  // of a thread
 
   // Whether a tile of bias, or its part, lies apart from `staging`: where that is too small, or in use.
@@ -222,7 +222,6 @@ struct BackwardTraits {
     alignas(1024) Part streamed[Stages * Step * ColumnsQK];
     alignas(1024) Part streamed_v[Stages * Step * ColumnsV];
     alignas(1024) Part ds[AddsToQueries ? BuffersDS * B_r * B_c : 8];
-    alignas(256) float4 p[PassesP ? VectorsOfP * kWarpgroup : 1];
     // 16 rows of a panel for each consumer warp; where P is passed, a warp's part of what it passes on serves as such.
     alignas(256) Part staging[Parts == 1 && !PassesP ? 4 * Consumers * Staged : 8];
     alignas(256) Part pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
@@ -234,8 +233,10 @@ struct BackwardTraits {
     Barrier tile_full[TilesKnown], tile_empty[TilesKnown];
     Barrier held_full, held_v_full, held_empty, held_v_empty;
     Barrier full[Stages], empty[Stages], full_v[Stages], empty_v[Stages];
-    Barrier ds_full[BuffersDS], ds_empty[BuffersDS], p_full, p_empty;
+    Barrier ds_full[BuffersDS];
     Barrier tail, tail_v;  // the copy of a tile whose rows past the last are to be zeroed before anyone sees it
+    Barrier ds_empty[AddsApart ? BuffersDS : 1], p_full, p_empty;
+    alignas(16) float4 p[PassesP ? VectorsOfP * kWarpgroup : 1];
   };
 
   static_assert(StatisticsRows::kTile % B_r == 0 || !OfKeys, "statistics are copied by whole tiles of rows");
@@ -243,7 +244,8 @@ struct BackwardTraits {
   static_assert(!AddsToQueries || (B_r == SumsOfTile<HeadDim>::kRows &&
                                    (TakesTurns || Apart || Consumers == SumsOfTile<HeadDim>::kParts)),
                 "the order of the sums");
-  static_assert(!PassesP || (AddsApart && !ScoreMods), "P goes from the warpgroup of dV to that of dK");
+  static_assert(!AddsApart || !ScoreMods, "there are no registers for score changes");
+  static_assert(!PassesP || AddsApart, "P goes from the warpgroup of dV to that of dK");
   static_assert(!PassesP || Stages == 2, "the phase of P is a turn's stage: both alternate");
   static_assert(!QueriesApart || PassesP, "there are no registers for S and dP of one warpgroup");
   static_assert(!TakesTurns || Consumers == 2, "every other turn is a warpgroup's");
@@ -433,8 +435,7 @@ struct StreamCopy {
 /// Where the sums of dQ of a streamed tile begin.
 template <class Traits>
 CUTE_DEVICE float* sums_of_tile(BackwardParams const& params, GradientTile<Traits> const& tile, int head, int t) {
-  int64_t const row =
-      StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) + t * Traits::Step;
+  int64_t const row = StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) + t * Traits::Step;
   return params.dq_sums + row * Traits::HeadDim;
 }
 
@@ -535,7 +536,8 @@ struct QuerySums {
         warpgroup_fence_operand(sums);
         constexpr int kColumn = kDone * Columns;
         if (exists)
-          add(sums, to + SumsOfTile<Traits::HeadDim>::first(kColumn / kPanel, 0) * 4 + kColumn % kPanel / 8 * kVectorsOfLanes);
+          add(sums, to + SumsOfTile<Traits::HeadDim>::first(kColumn / kPanel, 0) * 4 +
+                        kColumn % kPanel / 8 * kVectorsOfLanes);
       }
     });
   }
@@ -1030,7 +1032,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if (!Traits::Pairs && ++t == tiles.end) t = tiles.begin, ++head;
   };
   // Adds to dQ what the warpgroup of dK has left of the tile before this one, or, if not `exists`, nothing.
-  [[maybe_unused]] auto const add_last = [&](bool exists) {
+  [[maybe_unused]] auto const add_last = [&](auto exists) {
     Tensor fdQ = QuerySums<Traits>::operand();
     if (exists) {
       shared.ds_full[ds.stage].wait_for(ds.phase);
@@ -1039,9 +1041,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
     query_sums.template add_tile<0>(fdQ, sums_to, exists);
   };
-  // Where dV and dK are two warpgroups', which pass P and dS on: the products of the next tile that wait for neither are
-  // under way beside the last of this one.
-  [[maybe_unused]] auto const take_turn_apart = [&](int turn) __attribute__((always_inline)) {
+  // Where dV and dK are two warpgroups', which pass P and dS on: the products of the next tile that wait for neither
+  // are under way beside the last of this one.
+  [[maybe_unused]] auto const take_turn_apart = [&](auto changed, int turn) __attribute__((always_inline)) {
     bool const is_last = turn + 1 == turns;
     int const stage = ring.stage;
     RingPosition<Traits::Stages> next = ring;
@@ -1052,7 +1054,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       query_sums.share(words_ds, stage);
     };
     if constexpr (What == Sums::Values) {
-      weigh(std::false_type{}, stage, t, head);
+      weigh(changed, stage, t, head);
       if constexpr (Traits::PassesP) {
         shared.p_empty.wait_for(stage ^ 1);
         CUTE_UNROLL
@@ -1083,7 +1085,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       if (!is_last) release(shared.empty_v[stage]);  // dP is there
       shared.full[stage].wait_for(ring.phase);
       shared.p_full.wait_for(stage);
-      take_gradients(std::false_type{}, cS, stage);
+      take_gradients(changed, cS, stage);
       __syncwarp();
       release(shared.p_empty);
       share_ds();
@@ -1097,12 +1099,12 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       Tensor cdP = scores_of_a_tile();
       shared.full_v[stage].wait_for(ring.phase);
       issue_dp(cdP, stage);
-      weigh(std::false_type{}, stage, t, head);
+      weigh(changed, stage, t, head);
       warpgroup_fence_operand(cS);
       if (!is_last) shared.full[next.stage].wait_for(next.phase);
       warpgroup_wait<0>();
       release(shared.empty_v[stage]);
-      take_gradients(std::false_type{}, cdP, stage);
+      take_gradients(changed, cdP, stage);
       share_ds();
       issue_gradient(stage);
       issue_s(following);
@@ -1171,7 +1173,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if constexpr (kInParts) {
       take_turn_in_parts(turn);
     } else if constexpr (Traits::AddsApart) {
-      take_turn_apart(turn);
+      take_turn_apart(std::false_type{}, turn);
     } else if constexpr (Traits::TwoBodies) {
       // No WGMMA is in flight here, and the assembler is to see that a warp does not part.
       if (__any_sync(0xffffffffu, changed_next)) {
@@ -1355,7 +1357,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       constexpr int kReaders = 4 * Traits::Consumers;  // every consumer warp says when it is done with a tile
       for (auto* barrier : {&shared.held_full, &shared.held_v_full, &shared.tail, &shared.tail_v}) barrier->init(1);
       for (auto* barrier : {&shared.held_empty, &shared.held_v_empty}) barrier->init(kReaders);
-      for (auto& barrier : shared.ds_full) barrier.init(Traits::Apart ? 4 : kReaders);
+      for (auto& barrier : shared.ds_full) barrier.init(Traits::AddsApart ? 4 : kReaders);
       if constexpr (Traits::AddsApart) {
         for (auto& barrier : shared.ds_empty) barrier.init(4);
         for (auto* barrier : {&shared.p_full, &shared.p_empty}) barrier->init(4);
@@ -1440,8 +1442,8 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
 template <Axis Of, int B_r, int B_c, int HeadDim, int HeadDimV, class Element, int Stages, bool ScoreMods,
           bool AddsToQueries = false, bool PassesP = false, bool QueriesApart = false>
 struct Backward {
-  using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, HeadDimV, Element, Stages, ScoreMods, AddsToQueries, PassesP,
-                                QueriesApart>;
+  using Traits =
+      BackwardTraits<Of, B_r, B_c, HeadDim, HeadDimV, Element, Stages, ScoreMods, AddsToQueries, PassesP, QueriesApart>;
   static constexpr char const* kFamily = "sm90";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &backward_kernel<Traits>;
