@@ -1,5 +1,6 @@
 // One timed case of fmha_bench: random device tensors, a check of sampled rows in float64, a loop timed by CUDA events.
-// Used by fmha_bench.cu (the library's dispatch), tile_sweep.cu and tile_sweep_sm90.cu (every tile shape).
+// Used by fmha_bench.cu (the library's dispatch), tile_sweep.cu, tile_sweep_sm90.cu and backward_sweep_sm90.cu (tile
+// shapes).
 #pragma once
 
 #include <functional>
@@ -26,5 +27,8 @@ void run(benchmark::State& state, Case const& c, std::function<Plan(Params*)> co
 /// Times one tile shape on the case, whatever would be chosen, and counts its registers, bytes of local memory and CTAs
 /// a multiprocessor.
 void run_kernel(benchmark::State& state, Case const& c, Kernel const& kernel);
+
+/// The same of gradients in bfloat16, by one kernel that has them all, or two; the launches around them are timed, too.
+void run_gradients(benchmark::State& state, Case const& c, Kernel const& of_keys, Kernel const* of_queries);
 
 }  // namespace cutlass_ext::bench

@@ -13,4 +13,13 @@ CUTE_HOST_DEVICE constexpr int swizzled_chunk(int chunk, int moved) {
   return (chunk ^ (moved & 7)) * int(16 / sizeof(Element));
 }
 
+/// Offset, in a panel whose rows are columns of an operand A, of the row that `lane` names to a transposing load of
+/// four matrices (ldmatrix.trans): of the operand's rows 16 `warp` on, and of its first 16 columns; others lie whole
+/// rows of the panel further.
+template <class Element>
+CUTE_HOST_DEVICE constexpr int row_for_operand_a(int lane, int warp) {
+  int const column = lane / 16 * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+  return column * int(128 / sizeof(Element)) + swizzled_chunk<Element>(chunk, column);
+}
+
 }  // namespace cutlass_ext

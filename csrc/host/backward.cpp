@@ -34,14 +34,13 @@ bool splits_tiles(Kernel const& kernel) {
   return wants_hopper(kernel) && kernel.dtype != DType::Float32 && !(kernel.takes & feature::kPairs);
 }
 
-GradientLaunch launch_of(Call const& call, Kind kind) {
-  Params const& p = call.params;
-  bool const of_keys = kind != Kind::QueryGradients;
+/// The launch of a kernel, or of none.
+GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& device) {
   GradientLaunch launch;
-  launch.kernel = cheapest(
-      {kind}, call.request.dtype, [&](Kernel const& k) { return call.runs(k); },
-      [](Kernel const& k) { return std::tuple(!wants_hopper(k), cost_of(k)); });
-  if (!launch.kernel) return launch;
+  launch.kernel = kernel;
+  if (!kernel) return launch;
+  Kind const kind = kernel->kind;
+  bool const of_keys = kind != Kind::QueryGradients;
   int const block = of_keys ? launch.kernel->block_c : launch.kernel->block_r;
   int const heads = of_keys ? p.heads_kv : p.heads_q, length = of_keys ? p.n_kv : p.n_q;
   // What every tile of a head reads: the rows of its query heads and their gradients, or its keys and values; and what
@@ -50,18 +49,24 @@ GradientLaunch launch_of(Call const& call, Kind kind) {
   int64_t const sums_a_row = kind == Kind::AllGradients ? launch.kernel->head_dim * sizeof(float) : 0;
   int64_t const bytes_a_head = rows_a_head * ((p.head_dim + p.head_dim_v) * p.element_bytes + sums_a_row);
   if (splits_tiles(*launch.kernel)) {
-    int const resident = call.ctas_a_multiprocessor(*launch.kernel) * call.device.multiprocessors;
+    int const resident = occupancy_of(*launch.kernel, device).ctas_a_multiprocessor * device.multiprocessors;
     launch.splits = gradient_splits(p, *launch.kernel, of_keys, resident);
   }
-  int64_t const section = gradient_section_for(p, int64_t(p.batch) * heads,
-                                               int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all(),
-                                               bytes_a_head, call.device);
+  int64_t const section =
+      gradient_section_for(p, int64_t(p.batch) * heads,
+                           int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all(), bytes_a_head, device);
   launch.scheduler =
       Scheduler(p.batch, heads, length, block, launch.splits.all(), section, of_keys ? Axis::Keys : Axis::Rows);
   if (launch.scheduler.size() > INT32_MAX)
     fail("ValueError", of_keys ? "k" : "q", ": has ", launch.scheduler.size(),
          " tiles of rows; a launch has room for fewer than 2^31");
   return launch;
+}
+
+GradientLaunch launch_of(Call const& call, Kind kind) {
+  auto const runs = [&](Kernel const& k) { return call.runs(k); };
+  auto const cost = [](Kernel const& k) { return std::tuple(!wants_hopper(k), cost_of(k)); };
+  return launch_with(cheapest({kind}, call.request.dtype, runs, cost), call.params, call.device);
 }
 
 /// What Hopper's kernels want of a mask: which tiles it hides, shows or cuts, and its bits from the side of keys.
@@ -150,6 +155,14 @@ BackwardPlan plan_backward(BackwardParams* params, Request const& request) {
   }
   if (!plan.of_keys.kernel || !plan)
     plan.refusal = refusal_of(any, {plan.of_keys.kernel ? Kind::QueryGradients : Kind::KeyGradients});
+  return plan;
+}
+
+BackwardPlan plan_backward_with(Kernel const* of_keys, Kernel const* of_queries, BackwardParams* params) {
+  params->heads_per_kv = cutlass::FastDivmod(params->heads_q / params->heads_kv);
+  BackwardPlan plan;
+  plan.of_keys = launch_with(of_keys, *params, current_device());
+  plan.of_queries = launch_with(of_queries, *params, current_device());
   return plan;
 }
 

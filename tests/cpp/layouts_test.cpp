@@ -1,7 +1,14 @@
 // Shared-memory layouts of the CUDA-core FMHA: every hand-written offset is the CuTe layout's, no access conflicts on a
-// bank.
+// bank. And what Hopper's warpgroups pass to one another or leave in memory: it arrives where it is meant to.
 #include <gtest/gtest.h>
 
+#include <array>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "fmha/backward/params.hpp"
+#include "fmha/swizzle.hpp"
 #include "simt_banks.hpp"
 
 namespace cutlass_ext::simt {
@@ -53,3 +60,86 @@ TEST(SimtLayouts, LanesCoverTheTile) {
 
 }  // namespace
 }  // namespace cutlass_ext::simt
+
+namespace cutlass_ext {
+namespace {
+
+using Pair = std::pair<int, int>;  // query row and key of an element
+
+/// dS^T of 64 keys and rows as four warps leave it (stmatrix), then as the four warps of another warpgroup take it
+/// (ldmatrix.trans): the instructions by what PTX says of their lanes.
+TEST(PassedGradients, ArriveAsOperandA) {
+  using Element = uint16_t;
+  constexpr int kPanelColumns = 64;
+  std::map<int, Pair> panel;  // by offset in elements
+  for (int warp = 0; warp < 4; ++warp) {
+    for (int m = 0; m < 4; ++m) {
+      auto const address = [&](int lane) {
+        int const key = warp * 16 + lane % 16;
+        return key * kPanelColumns + swizzled_chunk<Element>(2 * m + lane / 16, key);
+      };
+      for (int matrix = 0; matrix < 4; ++matrix) {
+        for (int lane = 0; lane < 32; ++lane) {
+          for (int half = 0; half < 2; ++half) {
+            // Word 4 m + `matrix` of an accumulator: keys 8 apart, then rows 8 apart.
+            Pair const held{m * 16 + matrix / 2 * 8 + lane % 4 * 2 + half, warp * 16 + matrix % 2 * 8 + lane / 4};
+            int const at = address(matrix * 8 + lane / 4) + lane % 4 * 2 + half;
+            EXPECT_TRUE(panel.insert({at, held}).second);
+          }
+        }
+      }
+    }
+  }
+  EXPECT_EQ(panel.size(), 64u * 64u);
+  for (int warp = 0; warp < 4; ++warp) {
+    for (int m = 0; m < 4; ++m) {
+      for (int matrix = 0; matrix < 4; ++matrix) {
+        std::set<int> banks;
+        for (int row = 0; row < 8; ++row) {
+          int const at = m * 16 * kPanelColumns + row_for_operand_a<Element>(matrix * 8 + row, warp);
+          banks.insert(at * 2 / 16 % 8);
+        }
+        EXPECT_EQ(banks.size(), 8u) << "rows of a matrix in as many groups of banks";
+        for (int lane = 0; lane < 32; ++lane) {
+          for (int half = 0; half < 2; ++half) {
+            int const at =
+                m * 16 * kPanelColumns + row_for_operand_a<Element>(matrix * 8 + lane % 4 * 2 + half, warp) + lane / 4;
+            // Word 4 m + `matrix` of operand A: rows 8 apart, then columns 8 apart.
+            Pair const wanted{warp * 16 + matrix % 2 * 8 + lane / 4, m * 16 + matrix / 2 * 8 + lane % 4 * 2 + half};
+            EXPECT_EQ(panel.at(at), wanted);
+          }
+        }
+      }
+    }
+  }
+}
+
+/// A kernel adds parts of a tile's columns in any width; the launch that finishes dQ reads panels of 64.
+template <int HeadDim>
+void expect_sums_in_panels(int columns_at_once) {
+  using Order = SumsOfTile<HeadDim>;
+  using OfPanel = SumsOfTile<64>;
+  std::set<int> vectors;
+  for (int first = 0; first < HeadDim; first += columns_at_once) {
+    for (int warp = 0; warp < 4; ++warp) {
+      for (int eight = 0; eight < columns_at_once / 8; ++eight) {
+        int const at = Order::first(0, warp) + Order::first(first / 64, 0) + first % 64 / 8 * 32 + eight * 32,
+                  column = first + eight * 8;
+        EXPECT_EQ(at, OfPanel::first(column / 64, warp) + column % 64 / 8 * 32);
+        EXPECT_TRUE(vectors.insert(at).second);
+      }
+    }
+  }
+  EXPECT_EQ(vectors.size(), size_t(HeadDim / 8 * 4));
+  EXPECT_EQ(*vectors.rbegin() + 32, HeadDim * 64 / 4);
+}
+
+TEST(SumsOfTile, LieInPanelsWhateverIsAddedAtOnce) {
+  expect_sums_in_panels<64>(64);
+  expect_sums_in_panels<128>(64);
+  expect_sums_in_panels<256>(64);
+  expect_sums_in_panels<256>(32);
+}
+
+}  // namespace
+}  // namespace cutlass_ext

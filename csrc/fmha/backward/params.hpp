@@ -94,11 +94,11 @@ struct StatisticsRows : TiledRows {
 };
 
 /// In which order the sums of dQ of a tile of rows and a head lie: that in which the threads that add them hold them,
-/// as accumulators of WGMMA. `kParts` warpgroups have a part of the columns each, 64 of them; of a part a warp's 16
-/// rows lie in one piece, in vectors of four: two columns of two rows, of eight columns by its lanes side by side.
+/// as accumulators of WGMMA, in parts of 64 columns. Of a part a warp's 16 rows lie in one piece, in vectors of four:
+/// two columns of two rows, of eight columns by its lanes side by side.
 template <int HeadDim>
 struct SumsOfTile {
-  static constexpr int kRows = 64, kParts = HeadDim > 64 ? 2 : 1, kOfAWarp = HeadDim / 8 / kParts * 32;
+  static constexpr int kRows = 64, kParts = (HeadDim + 63) / 64, kOfAWarp = HeadDim / 8 / kParts * 32;
   /// Of the vectors of a warp of a warpgroup.
   CUTE_HOST_DEVICE static constexpr int first(int part, int warp) { return (part * (kRows / 16) + warp) * kOfAWarp; }
 };

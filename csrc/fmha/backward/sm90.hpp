@@ -117,14 +117,17 @@ struct GradientTile {
   }
 };
 
-/// `AddsToQueries`: over tiles of keys, with what each adds to dQ.
+/// `AddsToQueries`: over tiles of keys, with what each adds to dQ. Where dV and dK of a tile are two warpgroups'
+/// (`Apart`), that of dV makes this too, or, `QueriesApart`, a third; and S is computed by both, or, `PassesP`, by that
+/// of dV, which passes P on.
 template <Axis Of_, int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, bool ScoreMods_,
-          bool AddsToQueries_>
+          bool AddsToQueries_, bool PassesP_, bool QueriesApart_>
 struct BackwardTraits {
   static constexpr Axis Of = Of_;
   static constexpr bool OfKeys = Of == Axis::Keys;
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDimV_, Stages = Stages_;
-  static constexpr bool ScoreMods = ScoreMods_, AddsToQueries = AddsToQueries_;
+  static constexpr bool ScoreMods = ScoreMods_, AddsToQueries = AddsToQueries_, PassesP = PassesP_;
+  static constexpr bool QueriesApart = QueriesApart_;
   // Whether a CTA works on one tile after the other: the next one's first copies land while a tile's gradients are
   // stored. Else the launch has a CTA for each (backward.cpp asks the same): with score changes 64 and 104 bytes
   // spilled.
@@ -140,10 +143,13 @@ struct BackwardTraits {
   static constexpr bool Splits = !Pairs && Parts == 1;
   static constexpr int Held = OfKeys ? B_c : B_r, Step = OfKeys ? B_r : B_c;  // rows in hand, and of a streamed tile
   /// Whether each of two warpgroups sums up one of dK and dV, for the same keys; S^T is computed by both.
-  static constexpr bool Apart = OfKeys && Held == kAtomRows;
-  static constexpr int Consumers = Apart ? 2 : Held / kAtomRows;
+  static constexpr bool Apart = OfKeys && Held == kAtomRows, AddsApart = Apart && AddsToQueries;
+  static constexpr int Streaming = Apart ? 2 : Held / kAtomRows;  // warpgroups that go through the streams
+  static constexpr int Consumers = Streaming + QueriesApart;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
-  static constexpr int ProducerRegisters = 24, ConsumerRegisters = 240;  // 504 are there, as in traits.hpp
+  // 504 are there, as in traits.hpp, 512 of four warpgroups.
+  static constexpr int ProducerRegisters = 24, ConsumerRegisters = QueriesApart ? 208 : 240,
+                       RegistersOfValues = QueriesApart ? 200 : 240, RegistersOfQueries = 80;
 
   template <int Columns>
   static constexpr int Padded = (Columns + kPanel - 1) / kPanel * kPanel;  // in shared memory: whole panels
@@ -171,18 +177,23 @@ struct BackwardTraits {
   using MmaScores = decltype(make_tiled_mma(
       std::conditional_t<HoldsInRegisters, decltype(GMMA::rs_op_selector<Part, Part, float, ShapeOfScores<Columns>>()),
                          decltype(GMMA::ss_op_selector<Part, Part, float, ShapeOfScores<Columns>>())>{}));
+  // An instruction may have no more registers than a thread is launched with: 128 where warpgroups are four.
   template <int Columns>
-  using MmaGradient =
-      decltype(make_tiled_mma(GMMA::rs_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<Columns>, Int<Step>>,
-                                                   GMMA::Major::K, GMMA::Major::MN>()));
+  static constexpr int ColumnsAtOnce = QueriesApart && Columns > 128 ? 128 : Columns;
+  template <int Columns>
+  using MmaGradient = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<ColumnsAtOnce<Columns>>, Int<Step>>,
+                           GMMA::Major::K, GMMA::Major::MN>()));
 
   // What a tile adds to dQ: dS of all keys in hand, as the warpgroups leave it, times K; of each warpgroup a part of
   // the columns. It is multiplied a turn after it was left, so that no warpgroup waits for another within a turn; with
   // three buffers the barrier that says that it is there will do.
-  static constexpr int BuffersDS = 3;
+  // Apart, it passes from one warpgroup to another, which says when it has it in registers: as many as there are
+  // stages, so that a turn has one number for both.
+  static constexpr int BuffersDS = AddsApart ? Stages : 3;
   // Narrow heads leave registers for all columns: the warpgroups then take turns, which reads dS once.
   static constexpr bool TakesTurns = AddsToQueries && SumsOfTile<HeadDim>::kParts == 1;
-  static constexpr int QueryColumns = HeadDim / SumsOfTile<HeadDim>::kParts;
+  static constexpr int QueryColumns = QueriesApart ? 32 : HeadDim / SumsOfTile<HeadDim>::kParts;
   // Whether the copy engine adds it, out of `staging`: the registers are free at once. Wider heads have neither room
   // there nor time of shared memory.
   static constexpr bool StagesSums = TakesTurns;
@@ -193,9 +204,15 @@ struct BackwardTraits {
       decltype(make_tiled_mma(GMMA::ss_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<HeadDim>, Int<B_r>>,
                                                    GMMA::Major::K, GMMA::Major::MN>()));
   template <int Columns>
-  using MmaQueries =
-      decltype(make_tiled_mma(GMMA::ss_op_selector<Part, Part, float, Shape<Int<B_r>, Int<Columns>, Int<B_c>>,
-                                                   GMMA::Major::MN, GMMA::Major::MN>()));
+  using ShapeOfQueries = Shape<Int<B_r>, Int<Columns>, Int<B_c>>;
+  template <int Columns>
+  using MmaQueries = decltype(make_tiled_mma(
+      std::conditional_t<
+          AddsApart,
+          decltype(GMMA::rs_op_selector<Part, Part, float, ShapeOfQueries<Columns>, GMMA::Major::K, GMMA::Major::MN>()),
+          decltype(GMMA::ss_op_selector<Part, Part, float, ShapeOfQueries<Columns>, GMMA::Major::MN,
+                                        GMMA::Major::MN>())>{}));
+  static constexpr int VectorsOfP = kAtomRows * B_r / kWarpgroup / 4;  // of a thread
 
   // Whether a tile of bias, or its part, lies apart from `staging`: where that is too small, or in use.
   static constexpr bool StagesPairs = Pairs && (Step > kPanel || StagesSums);
@@ -205,7 +222,8 @@ struct BackwardTraits {
     alignas(1024) Part streamed[Stages * Step * ColumnsQK];
     alignas(1024) Part streamed_v[Stages * Step * ColumnsV];
     alignas(1024) Part ds[AddsToQueries ? BuffersDS * B_r * B_c : 8];
-    alignas(256) Part staging[Parts == 1 ? 4 * Consumers * Staged : 8];  // 16 rows of a panel for each consumer warp
+    // 16 rows of a panel for each consumer warp; where P is passed, a warp's part of what it passes on serves as such.
+    alignas(256) Part staging[Parts == 1 && !PassesP ? 4 * Consumers * Staged : 8];
     alignas(256) Part pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
     alignas(16) uint8_t drawn[Pairs && !OfKeys ? 8 * Consumers * Step : 16];  // a bit for what dropout keeps
     StreamedTile at[Pairs ? Stages : 1];                                      // what the stages hold
@@ -217,13 +235,19 @@ struct BackwardTraits {
     Barrier full[Stages], empty[Stages], full_v[Stages], empty_v[Stages];
     Barrier ds_full[BuffersDS];
     Barrier tail, tail_v;  // the copy of a tile whose rows past the last are to be zeroed before anyone sees it
+    Barrier ds_empty[AddsApart ? BuffersDS : 1], p_full, p_empty;
+    alignas(16) float4 p[PassesP ? VectorsOfP * kWarpgroup : 1];
   };
 
   static_assert(StatisticsRows::kTile % B_r == 0 || !OfKeys, "statistics are copied by whole tiles of rows");
-  static_assert(!AddsToQueries || (OfKeys && !Apart && B_r == kPanel), "a row of a panel of dS is one key's");
-  static_assert(!AddsToQueries ||
-                    (B_r == SumsOfTile<HeadDim>::kRows && (TakesTurns || Consumers == SumsOfTile<HeadDim>::kParts)),
+  static_assert(!AddsToQueries || (OfKeys && B_r == kPanel), "a row of a panel of dS is one key's");
+  static_assert(!AddsToQueries || (B_r == SumsOfTile<HeadDim>::kRows &&
+                                   (TakesTurns || Apart || Consumers == SumsOfTile<HeadDim>::kParts)),
                 "the order of the sums");
+  static_assert(!AddsApart || !ScoreMods, "there are no registers for score changes");
+  static_assert(!PassesP || AddsApart, "P goes from the warpgroup of dV to that of dK");
+  static_assert(!PassesP || Stages == 2, "the phase of P is a turn's stage: both alternate");
+  static_assert(!QueriesApart || PassesP, "there are no registers for S and dP of one warpgroup");
   static_assert(!TakesTurns || Consumers == 2, "every other turn is a warpgroup's");
   static_assert(Held % kAtomRows == 0 && Step % 16 == 0, "WGMMA's rows, and its steps");
   static_assert(Parts == 1 || !(ScoreMods || AddsToQueries), "float32 is multiplied plainly");
@@ -408,8 +432,15 @@ struct StreamCopy {
   }
 };
 
+/// Where the sums of dQ of a streamed tile begin.
+template <class Traits>
+CUTE_DEVICE float* sums_of_tile(BackwardParams const& params, GradientTile<Traits> const& tile, int head, int t) {
+  int64_t const row = StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) + t * Traits::Step;
+  return params.dq_sums + row * Traits::HeadDim;
+}
+
 /// What the keys in hand add to dQ of a tile of rows: dS K, computed by all warpgroups together, of each a part of the
-/// columns. `buffer` is where dS of the tile lies.
+/// columns, or, `AddsApart`, by one of them. `buffer` is where dS of the tile lies.
 template <class Traits>
 struct QuerySums {
   using Element = typename Traits::Element;
@@ -424,7 +455,7 @@ struct QuerySums {
 
   CUTE_DEVICE QuerySums(typename Traits::SharedStorage& shared, int warpgroup) : shared(shared), warpgroup(warpgroup) {
     auto const [lane, warp_row] = ConsumerThread();
-    int const key = warp_row + lane % 16;
+    int const key = (Traits::Apart ? warp_row % Traits::Held : warp_row) + lane % 16;
     ds_at = cast_smem_ptr_to_uint(shared.ds) + key * (kPanel * sizeof(Element)) + ((lane / 16) ^ (key & 7)) * 16;
     compute_here(ds_at);
   }
@@ -439,9 +470,28 @@ struct QuerySums {
                    "r"(words(4 * m)), "r"(words(4 * m + 1)), "r"(words(4 * m + 2)), "r"(words(4 * m + 3))
                    : "memory");
     }
-    cutlass::arch::fence_view_async_shared();
+    if constexpr (!Traits::Apart) cutlass::arch::fence_view_async_shared();  // WGMMA reads it there
     __syncwarp();
     if (elect_one_sync()) shared.ds_full[buffer].arrive();
+  }
+
+  /// dS of the warp's 16 rows of a tile, as operand A, once another warpgroup has left it.
+  CUTE_DEVICE static auto operand() {
+    return make_tensor<Element>(partition_shape_A(Mma{}, Shape<Int<Traits::B_r>, Int<Traits::B_c>>{}));
+  }
+  template <class Operand>
+  CUTE_DEVICE void take(Operand& ds, int buffer) const {
+    int const thread = anew(threadIdx.x);  // an address for each turn: there is no register for one
+    auto const* const from =
+        shared.ds + buffer * Traits::B_c * kPanel + row_for_operand_a<Element>(thread % 32, thread / 32 % 4);
+    Tensor words = recast<uint32_t>(ds);
+    CUTE_UNROLL
+    for (int m = 0; m < Traits::B_c / 16; ++m) {
+      SM75_U16x8_LDSM_T::copy(*reinterpret_cast<uint128_t const*>(from + m * 16 * kPanel), words(4 * m),
+                              words(4 * m + 1), words(4 * m + 2), words(4 * m + 3));
+    }
+    __syncwarp();
+    if (elect_one_sync()) shared.ds_empty[buffer].arrive();
   }
 
   /// dS^T of the warpgroup's own keys, as operand A of dK's product.
@@ -454,16 +504,42 @@ struct QuerySums {
 
   CUTE_DEVICE int part() const { return Traits::TakesTurns ? 0 : warpgroup; }
   CUTE_DEVICE static auto accumulator() { return partition_fragment_C(Mma{}, Shape<Int<Traits::B_r>, Int<Columns>>{}); }
-  template <class Sums>
-  CUTE_DEVICE void issue(Sums& sums, int buffer) const {
+  /// K in hand from a column on, as operand B.
+  CUTE_DEVICE auto keys_from(int column) const {
     constexpr int kKeys = Traits::B_c;
-    int const column = part() * Columns;
-    Tensor fDS =
-        Mma{}.get_slice(0).partition_fragment_A(make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDS{}));
-    Tensor fK = MmaOfPanel{}.get_slice(0).partition_fragment_B(
+    return MmaOfPanel{}.get_slice(0).partition_fragment_B(
         make_tensor(make_smem_ptr(shared.held + column / kPanel * kPanel * kKeys + column % kPanel),
                     LayoutAlongRows<Element, kKeys, kPanel>{}));
-    gemm_async<kKeys / 16>(Mma{}, fDS(_, _, _, buffer), fK, sums, true);
+  }
+  template <class Sums>
+  CUTE_DEVICE void issue(Sums& sums, int buffer) const {
+    Tensor fDS =
+        Mma{}.get_slice(0).partition_fragment_A(make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDS{}));
+    gemm_async<Traits::B_c / 16>(Mma{}, fDS(_, _, _, buffer), keys_from(part() * Columns), sums, true);
+  }
+
+  /// Adds to all columns of a tile of rows, `Columns` at a time, of which `Ahead` + 1 are under way; if not `exists`,
+  /// multiplies alone: WGMMAs forbid a branch around them.
+  template <int Ahead, class Operand>
+  CUTE_DEVICE void add_tile(Operand const& ds, float* to, bool exists) const {
+    constexpr int kSteps = Traits::HeadDim / Columns, kVectorsOfLanes = 32 * 4;
+    Tensor all = make_tensor<float>(append(accumulator().layout(), make_layout(Int<Ahead + 1>{})).shape());
+    for_each(make_int_sequence<kSteps + Ahead>{}, [&](auto step) {
+      constexpr int kNext = decltype(step)::value, kDone = kNext - Ahead;
+      if constexpr (kNext < kSteps) {
+        Tensor sums = all(_, _, _, kNext % (Ahead + 1));
+        gemm_async<Traits::B_c / 16>(Mma{}, ds, keys_from(kNext * Columns), sums, true);
+      }
+      if constexpr (kDone >= 0) {
+        Tensor sums = all(_, _, _, kDone % (Ahead + 1));
+        warpgroup_wait<(kNext < kSteps ? Ahead : kSteps - 1 - kDone)>();
+        warpgroup_fence_operand(sums);
+        constexpr int kColumn = kDone * Columns;
+        if (exists)
+          add(sums, to + SumsOfTile<Traits::HeadDim>::first(kColumn / kPanel, 0) * 4 +
+                        kColumn % kPanel / 8 * kVectorsOfLanes);
+      }
+    });
   }
 
   /// `to`: as `first` says. Sums lie in memory in the order in which threads hold them: each adds whole vectors, side
@@ -512,7 +588,31 @@ template <class Traits>
 struct Standing {
   RingPosition<Traits::Stages> ring{};
   RingPosition<Traits::BuffersDS> ds{}, last_ds{};
+  unsigned taken = 0;  // tiles of dS, by a warpgroup that does nothing else
 };
+
+/// A warpgroup that adds to dQ, of what those of dV and dK have left.
+template <class Traits>
+CUTE_DEVICE void add_to_queries(BackwardParams const& params, typename Traits::SharedStorage& shared,
+                                GradientTile<Traits> const& tile, Standing<Traits>& standing) {
+  if (tile.turns(params) == 0) return;
+  QuerySums<Traits> const query_sums(shared, 0);
+  Tensor fdS = QuerySums<Traits>::operand();
+  shared.held_full.wait_for(tile.held_phase);
+  CUTE_NO_UNROLL
+  for (int head = tile.head_q; head < tile.head_q + tile.heads; ++head) {
+    float* to = sums_of_tile(params, tile, head, tile.tiles.begin) + query_sums.first();
+    CUTE_NO_UNROLL
+    for (int t = tile.tiles.begin; t < tile.tiles.end; ++t, to += Traits::Step * Traits::HeadDim) {
+      int const buffer = standing.taken % Traits::BuffersDS;
+      shared.ds_full[buffer].wait_for(standing.taken / Traits::BuffersDS % 2);
+      query_sums.take(fdS, buffer);
+      ++standing.taken;
+      query_sums.template add_tile<1>(fdS, to, true);
+    }
+  }
+  if (elect_one_sync()) shared.held_empty.arrive(), shared.held_v_empty.arrive();
+}
 
 /// A consumer warpgroup: goes through the tiles of the stream and sums up its gradients.
 template <class Traits, Sums What>
@@ -524,6 +624,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   constexpr bool SumsP = What == Sums::KeysAndValues || What == Sums::Values || What == Sums::All;  // A2 += P Y2
   constexpr bool SumsS = What != Sums::Values;                                                      // A1 += dS Y1
   constexpr bool AddsQ = What == Sums::All;
+  constexpr bool AddsAlone = Traits::AddsApart && What == Sums::Values && !Traits::QueriesApart;
+  // Whether dP is computed in the place of S: P is another warpgroup's.
+  constexpr bool kGetsP = Traits::PassesP && What == Sums::Keys;
   // Wide heads have no registers to spare: dK's product reads dS from shared memory, where it lies for dQ.
   [[maybe_unused]] constexpr bool kReadsDS = AddsQ && Traits::HeadDim > 64;
   constexpr bool kInParts = Traits::Parts > 1;
@@ -565,6 +668,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   Tensor A = rows_and_columns(cA);
   Tensor V = rows_and_columns(cV);
   [[maybe_unused]] QuerySums<Traits> const query_sums(shared, row_block);
+  // Of P that passes from one thread to that of the same number: what both hold lies in the same order.
+  [[maybe_unused]] float4* const passed = shared.p + threadIdx.x / 32 % 4 * Traits::VectorsOfP * 32 + threadIdx.x % 32;
   Tensor words_p = recast<uint32_t>(fP);
   Tensor words_ds = recast<uint32_t>(fdS);
   clear(cA);
@@ -736,11 +841,14 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     auto const multiply = [&](auto const& dp_of) {
       CUTE_UNROLL
       for (int j = 0; j < Step / 4; j += 2) {
+        [[maybe_unused]] float4 p;
+        if constexpr (kGetsP) p = passed[j / 2 * 32];
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
           float2 const of_rows = deltas_of(stage, i, j);
-          put_operand<Element>(words_ds, i, j, S(i, j) * dp_of(i, j, of_rows.x),
-                               S(i, j + 1) * dp_of(i, j + 1, of_rows.y));
+          float left = S(i, j), right = S(i, j + 1);
+          if constexpr (kGetsP) left = i == 0 ? p.x : p.z, right = i == 0 ? p.y : p.w;
+          put_operand<Element>(words_ds, i, j, left * dp_of(i, j, of_rows.x), right * dp_of(i, j + 1, of_rows.y));
         }
       }
     };
@@ -795,8 +903,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       return;
     }
     if (due_t == tiles.begin) {
-      int64_t const row = StatisticsRows(params).first(params, tile.sequence, tile.work.batch, due_head) + due_t * Step;
-      sums_to = params.dq_sums + row * Traits::HeadDim + query_sums.first();
+      sums_to = sums_of_tile(params, tile, due_head, due_t) + query_sums.first();
     } else {
       sums_to += Step * Traits::HeadDim;
     }
@@ -808,8 +915,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     query_sums.add(sums, sums_to);
   };
   if (turns > 0) {
-    shared.held_full.wait_for(tile.held_phase);
-    shared.full[ring.stage].wait_for(ring.phase);
+    if constexpr (!kGetsP) shared.held_full.wait_for(tile.held_phase);
+    (kGetsP ? shared.full_v : shared.full)[ring.stage].wait_for(ring.phase);
     if constexpr (SumsS) shared.held_v_full.wait_for(tile.held_phase);
   }
   if constexpr (Traits::HoldsInRegisters) {
@@ -820,7 +927,11 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       release(shared.held_v_empty);
     }
   }
-  issue_s(ring.stage);
+  if constexpr (kGetsP) {
+    issue_dp(cS, ring.stage);
+  } else {
+    issue_s(ring.stage);
+  }
   read_statistics(ring.stage);
   // What the tile of a stage, the next one, wants, by the body of a turn that comes before.
   [[maybe_unused]] int changed_next = 0;
@@ -920,6 +1031,89 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     ring = next;
     if (!Traits::Pairs && ++t == tiles.end) t = tiles.begin, ++head;
   };
+  // Adds to dQ what the warpgroup of dK has left of the tile before this one, or, if not `exists`, nothing.
+  [[maybe_unused]] auto const add_last = [&](auto exists) {
+    Tensor fdQ = QuerySums<Traits>::operand();
+    if (exists) {
+      shared.ds_full[ds.stage].wait_for(ds.phase);
+      query_sums.take(fdQ, ds.stage);
+      ds.advance();
+    }
+    query_sums.template add_tile<0>(fdQ, sums_to, exists);
+  };
+  // Where dV and dK are two warpgroups', which pass P and dS on: the products of the next tile that wait for neither
+  // are under way beside the last of this one.
+  [[maybe_unused]] auto const take_turn_apart = [&](auto changed, int turn) __attribute__((always_inline)) {
+    bool const is_last = turn + 1 == turns;
+    int const stage = ring.stage;
+    RingPosition<Traits::Stages> next = ring;
+    next.advance();
+    int const following = is_last ? stage : next.stage;  // behind the last tile, of what is there still
+    auto const share_ds = [&] {
+      shared.ds_empty[stage].wait_for(ring.phase ^ 1);
+      query_sums.share(words_ds, stage);
+    };
+    if constexpr (What == Sums::Values) {
+      weigh(changed, stage, t, head);
+      if constexpr (Traits::PassesP) {
+        shared.p_empty.wait_for(stage ^ 1);
+        CUTE_UNROLL
+        for (int j = 0; j < Step / 4; j += 2)
+          passed[j / 2 * 32] = make_float4(S(0, j), S(0, j + 1), S(1, j), S(1, j + 1));
+        __syncwarp();
+        release(shared.p_full);
+      }
+      warpgroup_fence_operand(cS);
+      shared.full_v[stage].wait_for(ring.phase);
+      if (!is_last) shared.full[next.stage].wait_for(next.phase);
+      issue_dv(stage);
+      if constexpr (Traits::QueriesApart) warpgroup_wait<0>();  // there are no registers for P and the next S
+      issue_s(following);
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(cV);
+      release(shared.empty_v[stage]);
+      if constexpr (AddsAlone) {
+        add_last(turn > 0);
+        if (t == tiles.begin) {
+          sums_to = sums_of_tile(params, tile, head, t) + query_sums.first();
+        } else {
+          sums_to += Step * Traits::HeadDim;
+        }
+      }
+      warpgroup_wait<0>();
+    } else if constexpr (kGetsP) {
+      if (!is_last) release(shared.empty_v[stage]);  // dP is there
+      shared.full[stage].wait_for(ring.phase);
+      shared.p_full.wait_for(stage);
+      take_gradients(changed, cS, stage);
+      __syncwarp();
+      release(shared.p_empty);
+      share_ds();
+      warpgroup_fence_operand(cS);
+      if (!is_last) shared.full_v[next.stage].wait_for(next.phase);
+      issue_gradient(stage);
+      issue_dp(cS, following);
+      warpgroup_wait<0>();
+      if (is_last) release(shared.empty_v[stage]);
+    } else {
+      Tensor cdP = scores_of_a_tile();
+      shared.full_v[stage].wait_for(ring.phase);
+      issue_dp(cdP, stage);
+      weigh(changed, stage, t, head);
+      warpgroup_fence_operand(cS);
+      if (!is_last) shared.full[next.stage].wait_for(next.phase);
+      warpgroup_wait<0>();
+      release(shared.empty_v[stage]);
+      take_gradients(changed, cdP, stage);
+      share_ds();
+      issue_gradient(stage);
+      issue_s(following);
+      warpgroup_wait<0>();
+    }
+    shared.empty[stage].arrive();  // every lane for itself: each has read statistics
+    ring = next;
+    if (++t == tiles.end) t = tiles.begin, ++head;
+  };
   [[maybe_unused]] auto const take_turn_in_parts = [&](int turn) __attribute__((always_inline)) {
     constexpr int kPanels = Traits::HeadDimV / kPanel;
     Tensor cdP = scores_of_a_tile();
@@ -978,6 +1172,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   for (int turn = 0; turn < turns; ++turn) {
     if constexpr (kInParts) {
       take_turn_in_parts(turn);
+    } else if constexpr (Traits::AddsApart) {
+      take_turn_apart(std::false_type{}, turn);
     } else if constexpr (Traits::TwoBodies) {
       // No WGMMA is in flight here, and the assembler is to see that a warp does not part.
       if (__any_sync(0xffffffffu, changed_next)) {
@@ -999,6 +1195,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       warpgroup_wait<0>();
       add_sums(cQ);
     }
+  }
+  if constexpr (AddsAlone) {
+    if (turns > 0) add_last(true);
   }
   warpgroup_wait<0>();
   warpgroup_fence_operand(cS);
@@ -1060,7 +1259,16 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       store(params.dq, params.dq_stride, A, params.head_dim, tile.head_q);
     }
   } else {
-    auto* const staging = shared.staging + part_of_warp<Traits>() * Traits::Staged;
+    auto* staging = shared.staging + part_of_warp<Traits>() * Traits::Staged;
+    if constexpr (Traits::PassesP) {  // what the warp has passed on there has been taken
+      if constexpr (SumsP) {
+        shared.p_empty.wait_for(ring.stage ^ 1);
+        staging = reinterpret_cast<Element*>(passed - lane);
+      } else {
+        shared.ds_empty[ring.stage].wait_for(ring.phase ^ 1);
+        staging = shared.ds + (ring.stage * Traits::B_c + warp_row) * kPanel;
+      }
+    }
     auto const store = [&](void* data, Strides const& stride, auto const& sums, int cols, auto head_dim) {
       int64_t const row = tile.held_row0 + tile.work.row0 + warp_row + lane / 8;
       auto* const to = static_cast<Element*>(data) + tile.sequence.batch * stride.batch +
@@ -1149,13 +1357,18 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       constexpr int kReaders = 4 * Traits::Consumers;  // every consumer warp says when it is done with a tile
       for (auto* barrier : {&shared.held_full, &shared.held_v_full, &shared.tail, &shared.tail_v}) barrier->init(1);
       for (auto* barrier : {&shared.held_empty, &shared.held_v_empty}) barrier->init(kReaders);
-      for (auto& barrier : shared.ds_full) barrier.init(kReaders);
+      for (auto& barrier : shared.ds_full) barrier.init(Traits::AddsApart ? 4 : kReaders);
+      if constexpr (Traits::AddsApart) {
+        for (auto& barrier : shared.ds_empty) barrier.init(4);
+        for (auto* barrier : {&shared.p_full, &shared.p_empty}) barrier->init(4);
+      }
       for (auto& barrier : shared.tile_full) barrier.init(1);
       for (auto& barrier : shared.tile_empty) barrier.init(kReaders + 1);  // and the other warp that copies
       CUTE_UNROLL
       for (int i = 0; i < Traits::Stages; ++i) {
         shared.full[i].init(1), shared.full_v[i].init(1);
-        shared.empty[i].init(Traits::OfKeys ? 32 * kReaders : kReaders), shared.empty_v[i].init(kReaders);
+        shared.empty[i].init(4 * Traits::Streaming * (Traits::OfKeys ? 32 : 1));
+        shared.empty_v[i].init(4 * Traits::Streaming);
       }
       cutlass::arch::fence_barrier_init();
     }
@@ -1183,31 +1396,54 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     }
     return;
   }
-  cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
   TileReader<Traits> tiles{shared};
   Standing<Traits> standing;
-  do {
-    auto const* const tile = tiles.here();
-    if (!tile) break;
+  auto const go_through = [&](auto const& work_on) __attribute__((always_inline)) {
+    do {
+      auto const* const tile = tiles.here();
+      if (!tile) break;
+      work_on(*tile);
+    } while (tiles.release());
+  };
+  if constexpr (Traits::QueriesApart) {
+    if (warpgroup == Traits::Consumers) {
+      cutlass::arch::warpgroup_reg_dealloc<Traits::RegistersOfQueries>();
+      go_through([&](auto const& tile) { add_to_queries(params, shared, tile, standing); });
+      return;
+    }
+  }
+  if constexpr (Traits::AddsApart) {
+    if (warpgroup == 1) {
+      cutlass::arch::warpgroup_reg_alloc<Traits::RegistersOfValues>();
+      go_through([&](auto const& tile) { accumulate<Traits, Sums::Values>(params, shared, tile, 0, standing); });
+    } else {
+      cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
+      go_through([&](auto const& tile) { accumulate<Traits, Sums::Keys>(params, shared, tile, 0, standing); });
+    }
+    return;
+  }
+  cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
+  go_through([&](auto const& tile) __attribute__((always_inline)) {
     if constexpr (Traits::Apart) {
       if (warpgroup == 1) {
-        accumulate<Traits, Sums::Values>(params, shared, *tile, 0, standing);
+        accumulate<Traits, Sums::Values>(params, shared, tile, 0, standing);
       } else {
-        accumulate<Traits, Sums::Keys>(params, shared, *tile, 0, standing);
+        accumulate<Traits, Sums::Keys>(params, shared, tile, 0, standing);
       }
     } else {
       constexpr Sums kSums = Traits::AddsToQueries ? Sums::All : Traits::OfKeys ? Sums::KeysAndValues : Sums::Queries;
-      accumulate<Traits, kSums>(params, shared, *tile, warpgroup - 1, standing);
+      accumulate<Traits, kSums>(params, shared, tile, warpgroup - 1, standing);
     }
-  } while (tiles.release());
+  });
 }
 
 /// One side's kernel at one tile shape, a CTA for each tile of that side, or, adding to queries, as many as there is
 /// room for.
 template <Axis Of, int B_r, int B_c, int HeadDim, int HeadDimV, class Element, int Stages, bool ScoreMods,
-          bool AddsToQueries = false>
+          bool AddsToQueries = false, bool PassesP = false, bool QueriesApart = false>
 struct Backward {
-  using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, HeadDimV, Element, Stages, ScoreMods, AddsToQueries>;
+  using Traits =
+      BackwardTraits<Of, B_r, B_c, HeadDim, HeadDimV, Element, Stages, ScoreMods, AddsToQueries, PassesP, QueriesApart>;
   static constexpr char const* kFamily = "sm90";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &backward_kernel<Traits>;
