@@ -189,12 +189,13 @@ inline int64_t key_tiles(Params const& p, Kernel const& kernel) {
 }
 
 /// Microseconds of a launch of Hopper's persistent kernels and of its merge, if its keys are in `splits`: as many turns
-/// as it takes `p.resident_ctas` CTAs for all query tiles, at least the longest, and at least what it takes to read the
+/// as it takes `resident_ctas` CTAs for all query tiles, at least the longest, and at least what it takes to read the
 /// keys of sequences half as long as the longest. Fitted to an H200, which has 132: a tile of 128 rows and 128 keys
 /// takes 1.0 us at head_dim 64 and 1.1 at 128, one of 192 rows 1.24; parts are written and merged in 1.2 us a
 /// megabyte of one, and 0.5 for each: (1, 4096, 1, 64) takes 48.7 us in one split, 32.6 in two, 21.9 in six, (1, 2048,
 /// 1, 128) 27.8, 21.8 and 16.9, (1, 8192, 2, 64) 70.3 and, in three, 76.5.
-inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles const& tiles, int splits) {
+inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles const& tiles, int resident_ctas,
+                              int splits) {
   // Parts have three products for one.
   double const tall = kernel.block_r > 128             ? 0.83
                       : kernel.dtype == DType::Float32 ? 3
@@ -204,7 +205,7 @@ inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles 
   int64_t const keys = longest_keys(p), longest = key_tiles(p, kernel);
   double const shown = p.window_right < 0 || keys == 0 ? 1 : std::max(0.5, 1 - 0.5 * p.n_q / keys);
   auto const item = [&](double key_tiles) { return 0.6 + a_tile * key_tiles; };
-  double const turns = static_cast<double>(ceil_div(tiles.all * splits, p.resident_ctas)),
+  double const turns = static_cast<double>(ceil_div(tiles.all * splits, resident_ctas)),
                longest_item = item(ceil_div(longest, splits)), all_turns = turns * item(shown * longest / splits);
   double const a_key = double(p.heads_kv) * (p.head_dim + p.head_dim_v) * p.element_bytes,
                reads = 0.5 * p.batch * std::min(keys, longest * kernel.block_c) * a_key / 4.1e6;
@@ -213,13 +214,14 @@ inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles 
 }
 
 /// The fastest number of splits there.
-inline int choose_splits_of_persistent(Params const& p, Kernel const& kernel, QueryTiles const& tiles) {
+inline int choose_splits_of_persistent(Params const& p, Kernel const& kernel, QueryTiles const& tiles,
+                                       int resident_ctas) {
   constexpr int kMost = 16;
   int best = 1;
-  if (tiles.all == 0 || tiles.all >= 2 * p.resident_ctas) return best;
-  double least = 0.97 * microseconds_of(p, kernel, tiles, 1);
+  if (tiles.all == 0 || tiles.all >= 2 * resident_ctas) return best;
+  double least = 0.97 * microseconds_of(p, kernel, tiles, resident_ctas, 1);
   for (int splits = 2; splits <= std::min<int64_t>(kMost, key_tiles(p, kernel)); ++splits) {
-    double const us = microseconds_of(p, kernel, tiles, splits);
+    double const us = microseconds_of(p, kernel, tiles, resident_ctas, splits);
     if (us < least) least = us, best = splits;
   }
   return best;

@@ -104,7 +104,7 @@ void lay_out(Device const& device, Params* params, Plan* plan) {
     return;
   }
   if (!p.fixed_splits) {
-    p.num_splits = persistent ? choose_splits_of_persistent(p, kernel, tiles)
+    p.num_splits = persistent ? choose_splits_of_persistent(p, kernel, tiles, p.resident_ctas)
                               : choose_num_splits(tiles.all, key_tiles(p, kernel), p.resident_ctas);
   }
   p.writes_parts = p.num_splits > 1 || p.widens;
@@ -125,14 +125,15 @@ void lay_out(Device const& device, Params* params, Plan* plan) {
 /// Of kernels that differ in the sizes of their tiles alone, the largest first: the first whose query tiles fill the
 /// GPU, else the last; of Hopper's persistent ones, unless the number of splits is fixed, the fastest.
 Kernel const* of_best_size(Call const& call, std::vector<Kernel const*> const& sizes) {
-  Params& p = call.params;
+  Params const& p = call.params;
   Kernel const* best = nullptr;
   double least = INFINITY;
   for (Kernel const* kernel : sizes) {
     QueryTiles const tiles(p, *kernel);
-    p.resident_ctas = call.ctas_a_multiprocessor(*kernel) * call.device.multiprocessors;
+    int const resident_ctas = call.ctas_a_multiprocessor(*kernel) * call.device.multiprocessors;
     if (kernel->kind == Kind::Persistent && !p.fixed_splits) {
-      double const us = microseconds_of(p, *kernel, tiles, choose_splits_of_persistent(p, *kernel, tiles));
+      int const splits = choose_splits_of_persistent(p, *kernel, tiles, resident_ctas);
+      double const us = microseconds_of(p, *kernel, tiles, resident_ctas, splits);
       if (us < least) least = us, best = kernel;
       continue;
     }
@@ -140,7 +141,7 @@ Kernel const* of_best_size(Call const& call, std::vector<Kernel const*> const& s
     bool const tall = 2 * tiles.rows > kernel->block_r;  // else half of the tile or more would be empty
     // With the number of splits fixed a sequence's bits must not depend on the batch that it comes in: then the choice
     // rests on N_q alone, and on nothing where sequences are packed, since each has an N_q of its own.
-    if (p.fixed_splits ? tall || p.packed() : tall && fills(p, kernel->block_r, tiles.all, p.resident_ctas)) break;
+    if (p.fixed_splits ? tall || p.packed() : tall && fills(p, kernel->block_r, tiles.all, resident_ctas)) break;
   }
   return best;
 }
