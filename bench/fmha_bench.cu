@@ -11,10 +11,10 @@ namespace cutlass_ext::bench {
 namespace {
 
 void time_library(benchmark::State& state, Case const& c) {
-  run(state, c, [&](Params* params) {
+  run(state, c, [&](Params const& params) {
     Request const request{c.dtype};
     Plan const planned = plan(params, request);
-    if (planned.kernel) state.SetLabel(planned.kernel->family + (": " + planned.reason(*params, request)));
+    if (planned.kernel) state.SetLabel(planned.kernel->family + (": " + planned.reason(request)));
     return planned;
   });
 }

@@ -158,7 +158,7 @@ double sampled_error(Case const& c, Element const* out, uint64_t const (&seeds)[
 }
 
 template <class Element>
-void run_as(benchmark::State& state, Case const& c, double tolerance, std::function<Plan(Params*)> const& plan) {
+void run_as(benchmark::State& state, Case const& c, double tolerance, std::function<Plan(Params const&)> const& plan) {
   int64_t const rows = int64_t(c.batch) * c.n * c.heads, elements = rows * c.head_dim, elements_v = rows * c.head_dim_v;
   DeviceBuffer<Element> q(elements), k(elements), v(elements_v), o(elements_v);
   DeviceBuffer<float> lse(rows);
@@ -176,12 +176,12 @@ void run_as(benchmark::State& state, Case const& c, double tolerance, std::funct
   p.o = o.get();
   p.lse = lse.get();
   try {
-    Plan const planned = plan(&p);
+    Plan const planned = plan(p);
     if (!planned.kernel) throw std::runtime_error(planned.refusal);
     Workspace workspace;
     auto const launch = [&](cudaStream_t stream) {
       workspace.begin();
-      cutlass_ext::run(planned, p, stream, [&](size_t bytes) { return workspace(bytes); });
+      cutlass_ext::run(planned, stream, [&](size_t bytes) { return workspace(bytes); });
     };
     time_rounds(state, tolerance, launch, [&] { return sampled_error(c, o.get(), seeds); });
   } catch (std::exception const& error) {
@@ -274,7 +274,7 @@ std::string Case::name() const {
          (causal ? "/causal" : "/full");
 }
 
-void run(benchmark::State& state, Case const& c, std::function<Plan(Params*)> const& plan) {
+void run(benchmark::State& state, Case const& c, std::function<Plan(Params const&)> const& plan) {
   switch (c.dtype) {  // in 16 bits P and the output are rounded
     case DType::Float32:
       return run_as<float>(state, c, 1e-5, plan);
@@ -287,7 +287,7 @@ void run(benchmark::State& state, Case const& c, std::function<Plan(Params*)> co
 
 void run_kernel(benchmark::State& state, Case const& c, Kernel const& kernel) {
   count_registers(state, kernel);
-  run(state, c, [&](Params* params) {
+  run(state, c, [&](Params const& params) {
     Device const& device = current_device();
     if (!runs_on(kernel, device)) throw std::runtime_error("this GPU has too little shared memory a block");
     state.counters["CTAs"] = occupancy_of(kernel, device).ctas_a_multiprocessor;

@@ -22,7 +22,7 @@ struct Case {
 
 /// Times what `plan` makes of the case's parameters, in manual time; a wrong row or a failed launch ends it with an
 /// error.
-void run(benchmark::State& state, Case const& c, std::function<Plan(Params*)> const& plan);
+void run(benchmark::State& state, Case const& c, std::function<Plan(Params const&)> const& plan);
 
 /// Times one tile shape on the case, whatever would be chosen, and counts its registers, bytes of local memory and CTAs
 /// a multiprocessor.

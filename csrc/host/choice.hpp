@@ -21,10 +21,13 @@ inline bool multiplies_parts(Kernel const& kernel) {
 
 /// A call on its way to a plan.
 struct Call {
-  Params& params;
+  Params const& params;
   Request const& request;
   Device const& device;
   Features features;
+
+  /// The same of parameters that differ.
+  Call with(Params const& other) const { return {other, request, device, features_of(other)}; }
 
   bool may_use(Kernel const& kernel) const {
     if (kernel.dtype == DType::Float32 &&

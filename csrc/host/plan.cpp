@@ -36,8 +36,9 @@ bool decodes(Call const& call) {
   return !call.params.packed() && call.params.n_q <= kMaxDecodeRows && !(call.features & feature::UnalignedRows);
 }
 
-void plan_decode(Call const& call, Plan* plan) {
-  Params& p = call.params;
+Plan plan_decode(Call const& call) {
+  Plan plan(call.params);
+  Params& p = plan.params;
   int64_t const rows = int64_t(p.n_q) * p.heads_per_kv.divisor;
   auto const of = [&](Kind kind) {
     // The smallest tile that holds the rows, else the largest; of two that are alike, Hopper's.
@@ -49,44 +50,44 @@ void plan_decode(Call const& call, Plan* plan) {
   };
   if (Kernel const* const kernel = of(Kind::Cluster)) {
     if (int const size = cluster_of(p, occupancy_of(*kernel, call.device).clusters)) {
-      plan->kernel = kernel;
-      plan->splits = size;
-      plan->grid = {dim3(size, p.heads_kv, p.batch), unsigned(size)};
-      return;
+      plan.kernel = kernel;
+      plan.splits = size;
+      plan.grid = {dim3(size, p.heads_kv, p.batch), unsigned(size)};
+      return plan;
     }
   }
-  plan->kernel = of(Kind::Narrow);
-  if (!plan->kernel) plan->kernel = of(Kind::Decode);
-  if (!plan->kernel) return;
+  plan.kernel = of(Kind::Narrow);
+  if (!plan.kernel) plan.kernel = of(Kind::Decode);
+  if (!plan.kernel) return plan;
 
-  Kernel const& kernel = *plan->kernel;
+  Kernel const& kernel = *plan.kernel;
   p.row_tiles = decode::row_tiles_of(p, kernel.block_r);
   int64_t const ctas_a_group = int64_t(p.row_tiles) * p.heads_kv;
   p.groups = decode_groups(p, kernel, call.device, call.ctas_a_multiprocessor(kernel), ctas_a_group);
   int64_t const groups = p.fixed_splits ? int64_t(p.batch) * p.num_splits : p.groups;
   int64_t const ctas = groups * ctas_a_group;
   if (ctas > INT32_MAX) fail("ValueError", "q: asks for ", ctas, " CTAs; a launch has room for fewer than 2^31");
-  plan->splits = p.fixed_splits ? p.num_splits : 0;
-  plan->partial_rows = decode::partial_rows(p, kernel.block_r);
-  plan->floats_a_part = 2;
-  plan->counters = plan->partial_rows > 0 ? decode::counters_of(p) : 0;
-  plan->grid.ctas = kernel.kind == Kind::Narrow ? dim3(p.heads_kv, p.groups) : dim3(static_cast<unsigned>(ctas));
+  plan.splits = p.fixed_splits ? p.num_splits : 0;
+  plan.partial_rows = decode::partial_rows(p, kernel.block_r);
+  plan.floats_a_part = 2;
+  plan.counters = plan.partial_rows > 0 ? decode::counters_of(p) : 0;
+  plan.grid.ctas = kernel.kind == Kind::Narrow ? dim3(p.heads_kv, p.groups) : dim3(static_cast<unsigned>(ctas));
+  return plan;
 }
 
 /// The same of a batch that may have more keys than can be shared out: each sequence then has parts of its own.
-void plan_decode_of_any_length(Call const& call, Plan* plan) {
-  Params& p = call.params;
-  if (p.fixed_splits || !decode::has_too_many_keys(p)) return plan_decode(call, plan);
+Plan plan_decode_of_any_length(Call const& call) {
+  if (call.params.fixed_splits || !decode::has_too_many_keys(call.params)) return plan_decode(call);
+  Params p = call.params;
   set_splits(decode::parts_of_many_keys(p), &p);
-  plan_decode({p, call.request, call.device, call.features | feature::FixedSplits}, plan);
-  if (!plan->kernel) set_splits(call.request.num_splits, &p);
+  return plan_decode(call.with(p));
 }
 
 // ------------------------------------------------------------------------------------------------ query tiles
-/// The grid of a kernel of query tiles, the order of its work and its splits.
-void lay_out(Device const& device, Params* params, Plan* plan) {
-  Params& p = *params;
-  Kernel const& kernel = *plan->kernel;
+/// The launch of a kernel of query tiles: its grid, the order of its work and its splits.
+Plan lay_out(Params const& params, Kernel const& kernel, Device const& device) {
+  Plan plan(params, &kernel);
+  Params& p = plan.params;
   bool const persistent = kernel.kind == Kind::Persistent;
   QueryTiles const tiles(p, kernel);
   p.heads_a_tile = cutlass::FastDivmod(tiles.heads_a_tile);
@@ -100,8 +101,8 @@ void lay_out(Device const& device, Params* params, Plan* plan) {
   }
   p.resident_ctas = occupancy_of(kernel, device).ctas_a_multiprocessor * device.multiprocessors;
   if (kernel.kind == Kind::Short) {
-    plan->grid.ctas = dim3(p.heads_q, tiles.of_a_head(), p.batch);
-    return;
+    plan.grid.ctas = dim3(p.heads_q, tiles.of_a_head(), p.batch);
+    return plan;
   }
   if (!p.fixed_splits) {
     p.num_splits = persistent ? choose_splits_of_persistent(p, kernel, tiles, p.resident_ctas)
@@ -113,13 +114,14 @@ void lay_out(Device const& device, Params* params, Plan* plan) {
   int64_t const items = p.scheduler.size();
   if (items > INT32_MAX)
     fail("ValueError", "q: has ", items, " tiles of query rows; a launch has room for fewer than 2^31");
-  plan->grid.ctas = dim3(static_cast<unsigned>(persistent ? std::min<int64_t>(items, p.resident_ctas) : items));
-  p.dealt_ctas = p.queue_ctas = static_cast<int>(plan->grid.ctas.x);
-  plan->counters = persistent ? 2 : 0;
-  plan->splits = p.num_splits;
-  plan->merges_apart = p.writes_parts;
-  plan->partial_rows = plan->merges_apart ? p.num_splits * p.result_rows() : 0;
-  plan->floats_a_part = 1;
+  plan.grid.ctas = dim3(static_cast<unsigned>(persistent ? std::min<int64_t>(items, p.resident_ctas) : items));
+  p.dealt_ctas = p.queue_ctas = static_cast<int>(plan.grid.ctas.x);
+  plan.counters = persistent ? 2 : 0;
+  plan.splits = p.num_splits;
+  plan.merges_apart = p.writes_parts;
+  plan.partial_rows = plan.merges_apart ? p.num_splits * p.result_rows() : 0;
+  plan.floats_a_part = 1;
+  return plan;
 }
 
 /// Of kernels that differ in the sizes of their tiles alone, the largest first: the first whose query tiles fill the
@@ -148,8 +150,8 @@ Kernel const* of_best_size(Call const& call, std::vector<Kernel const*> const& s
 
 /// Query tiles: Hopper's short kernels where those are faster, else its persistent ones, else tiles, of float32 in
 /// parts first.
-void plan_prefill(Call const& call, Plan* plan) {
-  Params& p = call.params;
+Plan plan_prefill(Call const& call) {
+  Params const& p = call.params;
   std::string const& backend = call.request.backend;
   int const warpgroups = (call.features & ~feature::Sink) == 0 ? warpgroups_of_short(p, call.device) : 0;
   // With the number of splits fixed nothing may depend on the batch.
@@ -170,7 +172,7 @@ void plan_prefill(Call const& call, Plan* plan) {
   auto const accepts_parts = [&](Kernel const& k) { return multiplies_parts(k) && accepts(k); };
   if (!best) best = cheapest({Kind::Tiles}, dtype, accepts_parts, cost_of);
   if (!best) best = cheapest({Kind::Tiles}, dtype, accepts, cost_of);
-  if (!best) return;
+  if (!best) return Plan(p);
 
   std::vector<Kernel const*> sizes;
   for (Kernel const* k : kernels_of(best->kind, dtype)) {
@@ -180,31 +182,30 @@ void plan_prefill(Call const& call, Plan* plan) {
     auto const size = [](Kernel const* k) { return std::tuple(k->block_r * k->block_c, k->block_c, k->shared_bytes); };
     return size(a) > size(b);
   });
-  plan->kernel = of_best_size(call, sizes);
-  lay_out(call.device, &p, plan);
-  if (plan->kernel->kind != Kind::Tiles || dtype == DType::Float32 || call.device.capability != 90) return;
-  if (backend != "auto") return;
-  if (tiny) plan->passed_over = "sm90 would not have its pipeline full before so few scores are done";
+  Plan plan = lay_out(p, *of_best_size(call, sizes), call.device);
+  if (best->kind != Kind::Tiles || dtype == DType::Float32 || call.device.capability != 90) return plan;
+  if (backend != "auto") return plan;
+  if (tiny) plan.passed_over = "sm90 would not have its pipeline full before so few scores are done";
   if (call.features & feature::UnalignedRows)
-    plan->passed_over = "sm90 wants rows of q, k and v that begin at multiples of 16 bytes";
+    plan.passed_over = "sm90 wants rows of q, k and v that begin at multiples of 16 bytes";
+  return plan;
 }
 
 /// The same, and where the kernel multiplies parts the launch that computes what these do not hold.
-void plan_tiles(Call const& call, Plan* plan) {
-  Params other = call.params;
-  plan_prefill(call, plan);
-  if (!plan->kernel || !multiplies_parts(*plan->kernel)) return;
+Plan plan_tiles(Call const& call) {
+  Plan plan = plan_prefill(call);
+  if (!plan.kernel || !multiplies_parts(*plan.kernel)) return plan;
   Request request = call.request;
   request.backend = "simt";
   request.precision = Precision::Highest;
-  Plan exact;
-  plan_prefill({other, request, call.device, call.features}, &exact);
-  plan->out_of_range = std::make_shared<Step const>(Step{other, exact});
+  plan.out_of_range = std::make_shared<Plan const>(plan_prefill({call.params, request, call.device, call.features}));
+  return plan;
 }
 
 /// Whether a planned call's query tiles hold the rows of all heads that share a key head. Those of a single head read
 /// the keys for every head, and would have few rows.
-bool packs_heads(Plan const& plan, Params const& p) {
+bool packs_heads(Plan const& plan) {
+  Params const& p = plan.params;
   return plan.kernel && plan.kernel->kind == Kind::Persistent && p.heads_a_tile.divisor == p.heads_per_kv.divisor;
 }
 
@@ -213,31 +214,26 @@ bool is_chunk(Params const& p) { return p.n_q > std::max(1, few_rows_of(p)); }
 
 /// A chunk of a prompt over its keys: by a prefill kernel, once what is new has been written to the cache. Such kernels
 /// know `cache_batch_idx` as a table of pages, each a sequence's part of the cache.
-void plan_chunk(Call const& call, Plan* plan) {
-  Params& p = call.params;
-  Params after = after_append(p, nullptr);
-  if (after.batch_idx) {
-    after.set_one_page_each(after.batch_idx, after.n_kv);
-    after.batch_idx = nullptr;
+Plan plan_chunk(Call const& call) {
+  Params p = call.params;
+  if (p.batch_idx) {
+    p.set_one_page_each(p.batch_idx, p.n_kv);
+    p.batch_idx = nullptr;
   }
-  Plan prefill;
-  plan_prefill({after, call.request, call.device, features_of(after)}, &prefill);
-  if (!prefill.kernel) return;
-  if (p.n_q <= kMaxDecodeRows && prefill.kernel->kind != Kind::Short && !packs_heads(prefill, after)) return;
-  *plan = prefill;
-  plan->appends_apart = p.n_new > 0 || p.rotary.cos;
-  static_cast<Work&>(p) = after;
-  p.block_table = after.block_table;
-  p.block_table_stride = after.block_table_stride;
-  p.page_rows = after.page_rows;
-  p.batch_idx = after.batch_idx;
+  Plan plan = plan_prefill(call.with(after_append(p, nullptr)));
+  if (!plan.kernel) return plan;
+  if (p.n_q <= kMaxDecodeRows && plan.kernel->kind != Kind::Short && !packs_heads(plan)) return Plan(call.params);
+  plan.appends_apart = p.n_new > 0 || p.rotary.cos;
+  static_cast<Work&>(p) = plan.params;
+  plan.params = p;  // with what is new, for the launch before
+  return plan;
 }
 
 /// Has a persistent launch leave `taken` multiprocessors to one that decodes beside it, and come to them after that:
 /// whichever begins first, both run side by side.
-void make_room(Device const& device, int64_t taken, Params* params, Plan* plan) {
+void make_room(Device const& device, int64_t taken, Plan* plan) {
   constexpr int64_t kLeast = 8;  // of the GPU, one part in so many is left, and a multiprocessor of a slice of it
-  Params& p = *params;
+  Params& p = plan->params;
   if (plan->kernel->kind != Kind::Persistent) return;
   int64_t const all = device.multiprocessors, least = std::max<int64_t>(all / kLeast, 1),
                 left = std::max(all - taken, least) * p.resident_ctas / all;
@@ -249,67 +245,67 @@ void make_room(Device const& device, int64_t taken, Params* params, Plan* plan) 
 
 /// Packed sequences over pages, of which some may have as few rows as decode, and others more: a launch for each. Only
 /// the device knows which have; the host, whether all may be of one kind.
-void plan_mixed(Call const& call, Plan* plan) {
-  Params& p = call.params;
+Plan plan_mixed(Call const& call) {
+  Params const& p = call.params;
   int const few = few_rows_of(p);
   int most = few;
-  if (!p.fixed_splits && p.n_q > few && p.n_q <= kMaxDecodeRows) {
-    Params prefilled = p;
-    Plan prefill;
-    plan_prefill({prefilled, call.request, call.device, call.features}, &prefill);
-    if (!packs_heads(prefill, prefilled)) most = std::max(few, kTallRows / p.heads_per_kv.divisor);
-  }
-  Params decoding = p;
-  decoding.n_q = std::min(p.n_q, p.n_q <= most ? most : few);
-  if (p.n_q > most) decoding.most_q = few;
+  if (!p.fixed_splits && p.n_q > few && p.n_q <= kMaxDecodeRows && !packs_heads(plan_prefill(call)))
+    most = std::max(few, kTallRows / p.heads_per_kv.divisor);
+  bool const all_decode = p.n_q <= most;
   bool const all_have_as_many = p.total_q == int64_t(p.batch) * p.n_q;  // no sequence has more
-  Plan decoded;
-  if (decoding.n_q > 0 && (p.n_q <= most || !all_have_as_many))
-    plan_decode({decoding, call.request, call.device, call.features}, &decoded);
-  if (decoded.kernel && p.n_q <= most) {
-    p = decoding;
-    *plan = decoded;
-    return;
+  Params of_few = p;
+  if (!all_decode) of_few.n_q = of_few.most_q = few;
+  if (of_few.n_q == 0 || (all_have_as_many && !all_decode)) return plan_tiles(call);
+  Plan decoding = plan_decode(call.with(of_few));
+  if (!decoding.kernel) return plan_tiles(call);
+  if (all_decode) return decoding;
+  Params of_many = p;
+  of_many.least_q = few + 1;
+  Plan plan = plan_tiles(call.with(of_many));
+  if (!plan.kernel) return plan;
+  if (leaves_no_room(*decoding.kernel)) make_room(call.device, decoding.grid.ctas.x, &plan);
+  plan.few = std::make_shared<Plan const>(decoding);
+  return plan;
+}
+
+/// By whichever of the ways above there is.
+Plan plan_of(Call const& call) {
+  Params const& p = call.params;
+  Request const& request = call.request;
+  if (p.packed() && p.paged()) return plan_mixed(call);
+  bool const few_rows = decodes(call) && request.precision != Precision::High;
+  bool const may_pack = request.is_cache || (few_rows && request.dtype != DType::Float32);
+  if (may_pack && is_chunk(p)) {
+    Plan chunk = plan_chunk(call);
+    if (chunk.kernel) return chunk;
   }
-  if (decoded.kernel) p.least_q = few + 1;
-  plan_tiles(call, plan);
-  if (!decoded.kernel || !plan->kernel) return;
-  plan->few = std::make_shared<Step const>(Step{decoding, decoded});
-  if (leaves_no_room(*decoded.kernel)) make_room(call.device, decoded.grid.ctas.x, &p, plan);
+  if (request.is_cache || few_rows) {
+    Plan decoding = plan_decode_of_any_length(call);
+    if (decoding.kernel || request.is_cache) return decoding;
+  }
+  return plan_tiles(call);
 }
 
 }  // namespace
 
-Plan plan(Params* params, Request const& request) {
-  params->heads_per_kv = cutlass::FastDivmod(params->heads_q / params->heads_kv);
-  set_splits(request.num_splits, params);
-  Call const call{*params, request, current_device(), features_of(*params)};
-  Plan plan;
-  if (params->packed() && params->paged()) {
-    plan_mixed(call, &plan);
-  } else {
-    bool const few_rows = decodes(call) && request.precision != Precision::High;
-    bool const may_pack = request.is_cache || (few_rows && request.dtype != DType::Float32);
-    if (may_pack && is_chunk(*params)) plan_chunk(call, &plan);
-    if (!plan.kernel && (request.is_cache || few_rows)) plan_decode_of_any_length(call, &plan);
-    if (!plan.kernel && !request.is_cache) plan_tiles(call, &plan);
-  }
+Plan plan(Params p, Request const& request) {
+  p.heads_per_kv = cutlass::FastDivmod(p.heads_q / p.heads_kv);
+  set_splits(request.num_splits, &p);
+  Call const call{p, request, current_device(), features_of(p)};
+  Plan plan = plan_of(call);
   if (!plan.kernel) {
     using Kinds = std::initializer_list<Kind>;
     plan.refusal = refusal_of(call, request.is_cache ? Kinds{Kind::Decode, Kind::Narrow, Kind::Cluster}
                                                      : Kinds{Kind::Persistent, Kind::Tiles});
   }
-  if (params->batch == 0 || (params->n_q == 0 && params->n_new == 0)) plan.grid.ctas = dim3(0);
+  if (p.batch == 0 || (p.n_q == 0 && p.n_new == 0)) plan.grid.ctas = dim3(0);
   return plan;
 }
 
-Plan plan_with(Kernel const& kernel, Params* params) {
-  params->heads_per_kv = cutlass::FastDivmod(params->heads_q / params->heads_kv);
-  params->fixed_splits = true;
-  Plan plan;
-  plan.kernel = &kernel;
-  lay_out(current_device(), params, &plan);
-  return plan;
+Plan plan_with(Kernel const& kernel, Params p) {
+  p.heads_per_kv = cutlass::FastDivmod(p.heads_q / p.heads_kv);
+  p.fixed_splits = true;
+  return lay_out(p, kernel, current_device());
 }
 
 Params after_append(Params const& params, void* turned_q) {
@@ -329,7 +325,7 @@ std::string kernel_name(Kernel const& kernel) {
   return std::string(name_of(kernel.kind)) + (multiplies_parts(kernel) ? "_fp16x2" : "");
 }
 
-std::string Plan::reason(Params const& params, Request const& request) const {
+std::string Plan::reason(Request const& request) const {
   std::ostringstream text;
   text << name_of(kernel->kind) << " kernel, " << name_of(request.dtype) << ", head_dim "
        << std::max(params.head_dim, params.head_dim_v) << " in tiles of B_r " << kernel->block_r << ", B_c "
@@ -345,17 +341,18 @@ std::string Plan::reason(Params const& params, Request const& request) const {
     text << ", " << splits << (splits == 1 ? " split" : " splits") << " of the keys";
   if (request.num_splits > 0) text << " as asked";
   if (appends_apart) text << "; a launch of its own before them writes what is new";
-  if (few) text << "; sequences of up to " << few->params.most_q << " rows: " << few->plan.reason(few->params, request);
+  if (few) text << "; sequences of up to " << few->params.most_q << " rows: " << few->reason(request);
   if (out_of_range) {
     text << "; operands in two fp16 parts, made by two launches before; where they do not hold the call: "
-         << out_of_range->plan.reason(out_of_range->params, request);
+         << out_of_range->reason(request);
   }
   if (!passed_over.empty()) text << "; " << passed_over;
   return text.str();
 }
 
-void run(Plan const& plan, Params params, cudaStream_t stream, std::function<void*(size_t)> const& allocate) {
+void run(Plan const& plan, cudaStream_t stream, std::function<void*(size_t)> const& allocate) {
   if (plan.grid.ctas.x == 0) return;
+  Params params = plan.params;
   if (plan.appends_apart) {
     int64_t const elements =
         params.rotary.cos ? int64_t(params.batch) * params.n_q * params.heads_q * params.head_dim : 0;
@@ -363,7 +360,7 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
     append_new_keys(plan.kernel->dtype, params, turned_q, stream);
     params = after_append(params, turned_q);
   }
-  std::optional<Step> exact;
+  std::optional<Plan> exact;
   if (plan.out_of_range) {
     int const cols = plan.kernel->head_dim, cols_v = plan.kernel->head_dim_v;
     void* const parts = allocate(bytes_of_parts(params, cols, cols_v));
@@ -386,9 +383,9 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
   if (plan.counters > 0) params.counters = zero_counters(device, stream, plan.counters, allocate);
   std::optional<Fork> fork;
   if (plan.few) {
-    Step step = *plan.few;
-    static_cast<Results&>(step.params) = params;
-    run(step.plan, step.params, fork.emplace(device, stream).beside(), allocate);
+    Plan few = *plan.few;
+    static_cast<Results&>(few.params) = params;
+    run(few, fork.emplace(device, stream).beside(), allocate);
   }
   plan.kernel->launch(params, plan.grid, stream);
   if (plan.relief > 0) {
@@ -397,7 +394,7 @@ void run(Plan const& plan, Params params, cudaStream_t stream, std::function<voi
     fork.reset();
   }
   if (plan.merges_apart) merge_splits(plan.kernel->dtype, params, stream);
-  if (exact) run(exact->plan, exact->params, stream, allocate);
+  if (exact) run(*exact, stream, allocate);
 }
 
 }  // namespace cutlass_ext

@@ -25,9 +25,9 @@ struct Request {
   Precision precision = Precision::Any;
 };
 
-struct Step;
-
+/// A launch, and those that it may have beside it.
 struct Plan {
+  Params params;                   // the call, completed by what is decided of its work
   Kernel const* kernel = nullptr;  // null: nothing here runs the call
   Grid grid;
   unsigned relief = 0;         // CTAs of a second launch, which takes work of the first once what decodes is done
@@ -37,36 +37,32 @@ struct Plan {
   size_t counters = 0;         // that the kernel wants
   bool merges_apart = false;   // parts are merged by a launch of its own
   bool appends_apart = false;  // new keys are written, and q rotated, by a launch of its own before
-  std::shared_ptr<Step const> few;  // where sequences of few query rows come with others: the launch that decodes them
-  std::shared_ptr<Step const> out_of_range;  // of a kernel that multiplies parts: the launch for what they do not hold
+  std::shared_ptr<Plan const> few;  // where sequences of few query rows come with others: the launch that decodes them
+  std::shared_ptr<Plan const> out_of_range;  // of a kernel that multiplies parts: the launch for what they do not hold
   std::string refusal;      // where there is no kernel, the argument that none takes, and what would do
   std::string passed_over;  // why a family that would have come first does not run the call
 
+  explicit Plan(Params const& params, Kernel const* kernel = nullptr) : params(params), kernel(kernel) {}
+
   /// Why this kernel, in a sentence.
-  std::string reason(Params const& params, Request const& request) const;
+  std::string reason(Request const& request) const;
 };
 
 /// What a kernel is called: its kind, and what its operands are in where that is not the call's dtype.
 std::string kernel_name(Kernel const& kernel);
 
-/// One of several launches of a call.
-struct Step {
-  Params params;
-  Plan plan;
-};
+/// Chooses. Follows from host-known shapes alone, never from device memory.
+Plan plan(Params params, Request const& request);
 
-/// Chooses, and completes `params` by what is decided of the work. Follows from host-known shapes alone, never from
-/// device memory.
-Plan plan(Params* params, Request const& request);
-
-/// The same with a kernel of query tiles that the caller has chosen, and `params->num_splits`.
-Plan plan_with(Kernel const& kernel, Params* params);
+/// The same with a kernel of query tiles that the caller has chosen, and `params.num_splits`.
+Plan plan_with(Kernel const& kernel, Params params);
 
 /// The call as it is once the launch of append.hpp is done: all keys are there, and q, where it is rotated, lies at
 /// `turned_q`.
 Params after_append(Params const& params, void* turned_q);
 
-/// Launches; `allocate` gives so many bytes of device memory that live until the work is done in stream order.
-void run(Plan const& plan, Params params, cudaStream_t stream, std::function<void*(size_t)> const& allocate);
+/// Launches, and writes where `plan.params` says, which may be told after planning; `allocate` gives so many bytes of
+/// device memory that live until the work is done in stream order.
+void run(Plan const& plan, cudaStream_t stream, std::function<void*(size_t)> const& allocate);
 
 }  // namespace cutlass_ext

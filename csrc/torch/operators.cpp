@@ -77,14 +77,15 @@ void forward(Arguments const& a, StableIValue* results) {
   check(a);
   int const device = a.q.device_index;
   DeviceGuard const guard(device);
-  Params params = params_of(a);
-  if (params.n_new > 0) {
-    params.k = a.k.mutable_data();
-    params.v = a.v.mutable_data();
+  Params call = params_of(a);
+  if (call.n_new > 0) {
+    call.k = a.k.mutable_data();
+    call.v = a.v.mutable_data();
   }
-  Plan const planned = plan(&params, request_of(a));
+  Plan planned = plan(call, request_of(a));
   if (!planned.kernel) fail("NotImplementedError", planned.refusal);
 
+  Params& params = planned.params;
   int64_t const batch = params.stored_batch(), rows = params.stored_rows(), heads = params.heads_q;
   Allocation out, lse;
   if (a.writes_out() && takes_result(a, params.element_bytes)) {
@@ -108,7 +109,7 @@ void forward(Arguments const& a, StableIValue* results) {
   std::vector<Allocation> workspace;
   params.lse = static_cast<float*>(lse.data);
   Allocation const bits = pack(a.mask, current_stream(device), &params);
-  run(planned, params, current_stream(device), [&](size_t bytes) {
+  run(planned, current_stream(device), [&](size_t bytes) {
     workspace.push_back(Allocation({int64_t(bytes + 3) / 4}, kFloat32, device));
     return workspace.back().data;
   });
@@ -211,14 +212,13 @@ void explain(Arguments const& a, StableIValue* results) {
     return answer(keys.family, kernel_name(keys), keys.block_r, keys.block_c, splits,
                   planned.of_keys.scheduler.size() + planned.of_queries.scheduler.size(), reason);
   }
-  Params params = params_of(a);
   Request const request = request_of(a);
-  Plan const planned = plan(&params, request);
+  Plan const planned = plan(params_of(a), request);
   if (!planned.kernel) fail("NotImplementedError", planned.refusal);
   Kernel const& kernel = *planned.kernel;
   dim3 const& ctas = planned.grid.ctas;
   answer(kernel.family, kernel_name(kernel), kernel.block_r, kernel.block_c, planned.splits,
-         int64_t(ctas.x) * ctas.y * ctas.z, planned.reason(params, request));
+         int64_t(ctas.x) * ctas.y * ctas.z, planned.reason(request));
 }
 
 void check_alone(Arguments const& a, StableIValue*) { check(a); }

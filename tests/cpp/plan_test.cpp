@@ -118,8 +118,8 @@ Call kvcache(int batch, int n_q, int n_kv, int heads_q, int heads_kv, int head_d
   return call;
 }
 
-Plan plan_of(Call const& call, Params* params) {
-  Params& p = *params = call.p;
+Plan plan_of(Call const& call) {
+  Params p = call.p;
   auto const strides = [](int64_t rows, int64_t heads, int64_t d) { return Strides{rows * heads * d, heads * d, d}; };
   int64_t const keys = p.block_table ? p.page_rows.divisor : p.stored_keys();
   p.q_stride = strides(p.stored_rows(), p.heads_q, p.head_dim);
@@ -129,7 +129,7 @@ Plan plan_of(Call const& call, Params* params) {
   p.v_new_stride = strides(p.n_new, p.heads_kv, p.head_dim_v);
   p.element_bytes = call.request.dtype == DType::Float32 ? 4 : 2;
   fake::use(call.gpu);
-  return plan(&p, call.request);
+  return plan(p, call.request);
 }
 
 /// A plan in a line: family, kind, tile with its head_dim, the warpgroups of a short kernel, whether a kernel that
@@ -137,8 +137,7 @@ Plan plan_of(Call const& call, Params* params) {
 std::string line_of(Call const& call) {
   std::ostringstream line;
   try {
-    Params p;
-    Plan const plan = plan_of(call, &p);
+    Plan const plan = plan_of(call);
     if (!plan.kernel) return plan.refusal;
     Kernel const& k = *plan.kernel;
     dim3 const& ctas = plan.grid.ctas;
@@ -158,9 +157,9 @@ std::string line_of(Call const& call) {
     if (plan.appends_apart) line << ", appended apart";
     if (plan.relief > 0) line << ", " << plan.relief << " behind";
     if (plan.few) {
-      Kernel const& few = *plan.few->plan.kernel;
+      Kernel const& few = *plan.few->kernel;
       line << ", " << few.family << " " << name_of(few.kind) << " " << few.block_r << "x" << few.block_c << " by "
-           << few.threads / 32 << ", grid " << plan.few->plan.grid.ctas.x;
+           << few.threads / 32 << ", grid " << plan.few->grid.ctas.x;
     }
   } catch (std::runtime_error const& error) {
     return error.what();
@@ -381,8 +380,8 @@ TEST(Plan, OfPackedRowsOverPagesLeavesNoSequenceOut) {
               Call call = fmha(batch, n_q, 4096, 8 * group, 8, 128).packed(std::max(batch * n_q - 1, n_q), 0);
               call.lengths().pages(128).causal().dtype(dtype).splits(splits).on(gpu);
               SCOPED_TRACE(line_of(call));
-              Params p;
-              Plan const plan = plan_of(call, &p);
+              Plan const plan = plan_of(call);
+              Params const& p = plan.params;
               ASSERT_TRUE(plan.kernel);
               EXPECT_EQ(plan.grid.ctas.x > 0, n_q > 0);
               for (int rows = 0; rows <= n_q; ++rows) {
@@ -585,7 +584,8 @@ bool names_an_argument(std::string const& text) {
   return false;
 }
 
-void check_launch(Call const& call, Params const& p, Plan const& plan) {
+void check_launch(Call const& call, Plan const& plan) {
+  Params const& p = plan.params;
   Kernel const& kernel = *plan.kernel;
   dim3 const& ctas = plan.grid.ctas;
   bool const decodes = kernel.kind >= Kind::Decode;
@@ -609,7 +609,7 @@ void check_launch(Call const& call, Params const& p, Plan const& plan) {
   if (kernel.kind == Kind::Tiles) {
     EXPECT_EQ(ctas.x, p.scheduler.size());
   }
-  EXPECT_NE(plan.reason(p, call.request), "");
+  EXPECT_NE(plan.reason(call.request), "");
 }
 
 TEST(Plan, OfWhateverCall) {
@@ -619,12 +619,11 @@ TEST(Plan, OfWhateverCall) {
     SCOPED_TRACE(testing::Message() << "call " << i);
     Call const call = random_call(random);
     if (!can_be(call.p, call.request.is_cache)) continue;
-    Params p;
     try {
-      Plan const plan = plan_of(call, &p);
+      Plan const plan = plan_of(call);
       if (plan.kernel) {
         ++planned;
-        check_launch(call, p, plan);
+        check_launch(call, plan);
         continue;
       }
       ++refused;
@@ -632,12 +631,14 @@ TEST(Plan, OfWhateverCall) {
       for (Kernel const& kernel : kernels()) {
         bool const in_question = call.request.is_cache ? kernel.kind == Kind::Decode
                                                        : kernel.kind == Kind::Persistent || kernel.kind == Kind::Tiles;
-        EXPECT_FALSE(in_question && would_do(kernel, call, p)) << plan.refusal;
+        EXPECT_FALSE(in_question && would_do(kernel, call, plan.params)) << plan.refusal;
       }
     } catch (std::runtime_error const& error) {
       ++too_large;
       EXPECT_EQ(std::string(error.what()).find("cutlass_ext.ValueError: q: "), 0u) << error.what();
-      EXPECT_GE(1. * p.batch * p.heads_q * std::max(p.n_q, 1) * p.num_splits, 0x1p31) << error.what();
+      Params const& p = call.p;
+      int const splits = std::max(call.request.num_splits, decode::parts_of_many_keys(p));
+      EXPECT_GE(1. * p.batch * p.heads_q * std::max(p.n_q, 1) * splits, 0x1p31) << error.what();
     }
   }
   EXPECT_TRUE(planned > 10000 && refused > 500 && too_large > 50) << planned << " " << refused << " " << too_large;
@@ -646,8 +647,7 @@ TEST(Plan, OfWhateverCall) {
 /// With the number of splits fixed a sequence's bits do not depend on those that it comes with.
 TEST(Plan, OfFixedSplitsForgetsTheBatch) {
   auto const expect_same = [](Call const& one, Call const& many) {
-    Params p;
-    Plan const a = plan_of(one, &p), b = plan_of(many, &p);
+    Plan const a = plan_of(one), b = plan_of(many);
     ASSERT_TRUE(a.kernel);
     EXPECT_EQ(a.kernel->entry, b.kernel->entry) << line_of(one) << " and " << line_of(many);
     EXPECT_EQ(a.splits, b.splits);
@@ -684,10 +684,10 @@ TEST(Plan, WithAKernelThatTheCallerChose) {
     Params p = fmha(2, 1000, 1000, 8, 8, 64).p;
     p.num_splits = 3;
     fake::use(fake::kH200);
-    Plan const plan = plan_with(kernel, &p);
+    Plan const plan = plan_with(kernel, p);
     EXPECT_EQ(plan.kernel, &kernel);
     EXPECT_EQ(plan.splits, 3);
-    EXPECT_EQ(p.scheduler.size(), 2 * 8 * 3 * Scheduler::tiles_of(1000, kernel.block_r));
+    EXPECT_EQ(plan.params.scheduler.size(), 2 * 8 * 3 * Scheduler::tiles_of(1000, kernel.block_r));
   }
 }
 
@@ -718,8 +718,7 @@ Launched launched;
 void launch_of(Call const& call, size_t* bytes) {
   launched = {};
   counters_asked = 0, merges = 0, appends = 0, parts_made = 0, *bytes = 0;
-  Params p;
-  Plan plan = plan_of(call, &p);
+  Plan plan = plan_of(call);
   Kernel kernel = *plan.kernel;
   kernel.launch = [](Params const& params, Grid const&, cudaStream_t) {
     ++launched.times;
@@ -727,16 +726,16 @@ void launch_of(Call const& call, size_t* bytes) {
   };
   plan.kernel = &kernel;
   if (plan.few) {
-    Step few = *plan.few;
-    few.plan.kernel = &kernel;
-    plan.few = std::make_shared<Step const>(few);
+    Plan few = *plan.few;
+    few.kernel = &kernel;
+    plan.few = std::make_shared<Plan const>(few);
   }
   if (plan.out_of_range) {
-    Step exact = *plan.out_of_range;
-    exact.plan.kernel = &kernel;
-    plan.out_of_range = std::make_shared<Step const>(exact);
+    Plan exact = *plan.out_of_range;
+    exact.kernel = &kernel;
+    plan.out_of_range = std::make_shared<Plan const>(exact);
   }
-  run(plan, p, nullptr, [&](size_t asked) {
+  run(plan, nullptr, [&](size_t asked) {
     *bytes += asked;
     return somewhere<void>();
   });
