@@ -321,7 +321,7 @@ void run_gradients(benchmark::State& state, Case const& c, Kernel const& of_keys
   p.dv_stride = p.dout_stride = p.o_stride;
   try {
     if (!runs_on(of_keys, current_device())) throw std::runtime_error("this GPU has too little shared memory a block");
-    BackwardPlan const plan = plan_backward_with(&of_keys, of_queries, &p);
+    BackwardPlan const plan = plan_backward_with(&of_keys, of_queries, p);
     Workspace workspace;
     auto const launch = [&](cudaStream_t stream) {
       workspace.begin();

@@ -129,27 +129,26 @@ BackwardPlan plan_in_parts(Call const& call) {
 
 }  // namespace
 
-BackwardPlan plan_backward(BackwardParams* params, Request const& request) {
-  params->heads_per_kv = cutlass::FastDivmod(params->heads_q / params->heads_kv);
-  Features const features = features_of(*params) | (dout_is_aligned(*params) ? 0 : feature::UnalignedRows);
+BackwardPlan plan_backward(BackwardParams const& params, Request const& request) {
+  Features const features = features_of(params) | (dout_is_aligned(params) ? 0 : feature::UnalignedRows);
   Request on_any = request, on_cuda_cores = request;
   on_any.precision = Precision::Any;
   if (request.dtype == DType::Float32) on_cuda_cores.precision = Precision::Highest;
-  Call const any{*params, on_any, current_device(), features}, call{*params, on_cuda_cores, any.device, features};
+  Call const any{params, on_any, current_device(), features}, call{params, on_cuda_cores, any.device, features};
   // `High` is a wish here: a forward pass that had it may have gradients that parts are not for.
   bool const in_parts = request.precision == Precision::High || request.backend == "sm90" ||
-                        (request.precision == Precision::Any && parts_pay(*params, any.device));
+                        (request.precision == Precision::Any && parts_pay(params, any.device));
   if (request.dtype == DType::Float32 && in_parts) {
     BackwardPlan const plan = plan_in_parts(call);
     if (plan) return plan;
   }
   BackwardPlan plan;
-  if (!request.deterministic && adds_to_queries(*params)) plan.of_keys = launch_of(call, Kind::AllGradients);
+  if (!request.deterministic && adds_to_queries(params)) plan.of_keys = launch_of(call, Kind::AllGradients);
   if (!plan.of_keys.kernel) {
     plan.of_keys = launch_of(call, Kind::KeyGradients);
     plan.of_queries = launch_of(call, Kind::QueryGradients);
   }
-  if (has_bias(*params)) {
+  if (has_bias(params)) {
     plan.of_bias =
         cheapest({Kind::BiasGradients}, request.dtype, [&](Kernel const& k) { return call.runs(k); }, cost_of);
   }
@@ -158,16 +157,16 @@ BackwardPlan plan_backward(BackwardParams* params, Request const& request) {
   return plan;
 }
 
-BackwardPlan plan_backward_with(Kernel const* of_keys, Kernel const* of_queries, BackwardParams* params) {
-  params->heads_per_kv = cutlass::FastDivmod(params->heads_q / params->heads_kv);
+BackwardPlan plan_backward_with(Kernel const* of_keys, Kernel const* of_queries, BackwardParams const& params) {
   BackwardPlan plan;
-  plan.of_keys = launch_with(of_keys, *params, current_device());
-  plan.of_queries = launch_with(of_queries, *params, current_device());
+  plan.of_keys = launch_with(of_keys, params, current_device());
+  plan.of_queries = launch_with(of_queries, params, current_device());
   return plan;
 }
 
 void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t stream,
                   std::function<void*(size_t)> const& allocate) {
+  params.heads_per_kv = cutlass::FastDivmod(params.heads_q / params.heads_kv);
   if (leaves_gaps(features_of(params))) {
     auto const clear = [&](void* data, int64_t rows, int heads, int cols) {
       size_t const bytes = size_t(rows) * heads * cols * params.element_bytes;

@@ -33,10 +33,10 @@ struct BackwardPlan {
 };
 
 /// Chooses by host-known shapes alone.
-BackwardPlan plan_backward(BackwardParams* params, Request const& request);
+BackwardPlan plan_backward(BackwardParams const& params, Request const& request);
 
 /// The plan of kernels that the caller has chosen, `of_queries` null where one has all gradients; for bench/.
-BackwardPlan plan_backward_with(Kernel const* of_keys, Kernel const* of_queries, BackwardParams* params);
+BackwardPlan plan_backward_with(Kernel const* of_keys, Kernel const* of_queries, BackwardParams const& params);
 
 /// Launches; `allocate` gives so many bytes of device memory that live until the work is done in stream order.
 void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t stream,

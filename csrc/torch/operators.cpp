@@ -121,8 +121,7 @@ void forward(Arguments const& a, StableIValue* results) {
 }
 
 /// What the backward pass takes, or why it does not take it.
-BackwardPlan backward_plan_of(Arguments const& a, BackwardParams* params) {
-  *params = backward_params_of(a);
+BackwardPlan backward_plan_of(Arguments const& a, BackwardParams const& params) {
   BackwardPlan planned = plan_backward(params, request_of(a));
   if (!planned) fail("NotImplementedError", planned.refusal);
   return planned;
@@ -142,8 +141,8 @@ void backward(Arguments const& a, StableIValue* results) {
   check(a);
   int const device = a.q.device_index;
   DeviceGuard const guard(device);
-  BackwardParams params;
-  BackwardPlan const planned = backward_plan_of(a, &params);
+  BackwardParams params = backward_params_of(a);
+  BackwardPlan const planned = backward_plan_of(a, params);
 
   auto const allocate = [&](int64_t batch, int64_t rows, int64_t heads, int64_t cols, Strides* strides) {
     *strides = {rows * heads * cols, heads * cols, cols};
@@ -194,8 +193,7 @@ void explain(Arguments const& a, StableIValue* results) {
   if (a.by_torch()) return answer("torch", "torch", 0, 0, 1, 0, "the call asks for PyTorch's operators");
   DeviceGuard const guard(a.q.device_index);
   if (a.is_backward()) {
-    BackwardParams params;
-    BackwardPlan const planned = backward_plan_of(a, &params);
+    BackwardPlan const planned = backward_plan_of(a, backward_params_of(a));
     Kernel const& keys = *planned.of_keys.kernel;
     Kernel const& queries = planned.adds_to_queries() ? keys : *planned.of_queries.kernel;
     auto const tile = [](Kernel const& k, int splits) {

@@ -112,7 +112,7 @@ BackwardPlan plan_of(Call const& call, BackwardParams* params) {
   p.v_stride = p.dv_stride = strides(p.stored_keys(), p.heads_kv, p.head_dim_v);
   p.o_stride = p.dout_stride = strides(p.stored_rows(), p.heads_q, p.head_dim_v);
   fake::use(call.gpu);
-  return plan_backward(&p, call.request);
+  return plan_backward(p, call.request);
 }
 
 /// Each kernel's family, tile, head_dim, number of tiles and splits of one, or the refusal.
