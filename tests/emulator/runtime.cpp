@@ -212,10 +212,10 @@ extern "C" {
 /// Reads every .ptx of a folder. Called once, before the first launch.
 void emulator_read_ptx(char const* folder) {
   for (auto const& entry : std::filesystem::directory_iterator(folder)) {
-    std::ifstream const file(entry.path());
+    if (entry.path().extension() != ".ptx") continue;
     std::ostringstream text;
-    if (entry.path().extension() == ".ptx")
-      registry().modules.push_back(std::make_unique<Module>((text << file.rdbuf()).str()));
+    text << std::ifstream(entry.path()).rdbuf();
+    registry().modules.push_back(std::make_unique<Module>(text.str()));
   }
 }
 
