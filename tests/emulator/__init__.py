@@ -167,3 +167,7 @@ spec = importlib.util.spec_from_file_location("cutlass_ext._C", BUILT / "_C.abi3
 sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules[spec.name])
 sys.path.insert(0, str(Path(__file__).parents[2]))
+# Processes that this one starts import it before all else: see child/sitecustomize.py.
+own = [str(Path(__file__).parent / "child"), str(Path(__file__).parents[1])]
+paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+os.environ["PYTHONPATH"] = os.pathsep.join([*own, *(path for path in paths if path and path not in own)])

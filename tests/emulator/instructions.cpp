@@ -1084,7 +1084,7 @@ void decode(Instruction& i, Words const& op, Words const& operands, Reader& read
     i.target = reader.label(operands[0]);
   } else if (name == "ret" || name == "exit") {
     i.control = Control::Exit;
-  } else if (name == "ld" || name == "st" || name == "ldu") {
+  } else if (name == "ld" || (name == "st" && op[1] != "async") || name == "ldu") {
     decode_memory(i, op, operands, reader);
   } else if (name == "atom" || name == "red") {
     decode_atomic(i, op, operands, reader);
