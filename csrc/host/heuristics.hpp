@@ -306,7 +306,8 @@ inline int64_t section_for(Params const& p, int block_r, int64_t l2_bytes) {
 /// Whether one kernel that makes dK and dV, and adds to dQ, is faster than two: five products for seven, against sums
 /// in memory, which a call of few rows is too short for: (32, 512, 16, 128) takes 0.527 ms in one and 0.517 in two,
 /// causal 0.453 and 0.410; (32, 512, 32, 64) 0.621 and 0.697, (64, 256, 16, 64) 0.254 and 0.264, (128, 197, 12, 64)
-/// 0.368 and 0.390, (256, 128, 16, 64) 0.411 and 0.403.
+/// 0.368 and 0.390, (256, 128, 16, 64) 0.411 and 0.403; (32, 512, 8, 256) 0.635 and 0.619, (8, 2048, 8, 256) 1.622 and
+/// 1.803.
 inline bool adds_to_queries(Params const& p) { return p.n_q > (std::max(p.head_dim, p.head_dim_v) <= 64 ? 128 : 512); }
 
 /// Splits of the tiles in hand of a launch of gradients: of the query heads that a tile goes through, and of the tiles
