@@ -224,10 +224,10 @@ def gradient_cases():
 
 
 def in_two_kernels(dtype, n_q, n_kv, d, d_v, features) -> tuple:
-    """The case, where Hopper's kernel for all gradients would load keys to registers that a warp has zeroed, in those
-    for each."""
+    """The case, where Hopper's kernel for all gradients would load keys to registers that a warp has zeroed, or P that
+    another warpgroup has stored, in those for each."""
     is_cut = isinstance(n_q, list) or "seqused_k" in features
-    if dtype in HALVES and max(d, d_v) <= 64 and is_cut:
+    if dtype in HALVES and (d > 192 or d_v > 128 or (max(d, d_v) <= 64 and is_cut)):
         features = features | {"deterministic": True}
     return dtype, n_q, n_kv, d, d_v, features
 
@@ -358,7 +358,7 @@ if __name__ == "__main__":
     # Without them for racecheck, which takes an mbarrier arrival to release what the arriving lane alone did (2025.3.1
     # and 2026.4.0; sixty lines with cuda::barrier show it): a job slot of a Hopper kernel is read by whole warps, one
     # lane arrives for each, and where slots are used again it would report every job; nor the gradients that read by
-    # load instructions what a warp has zeroed, of which one lane says that it is there.
+    # load instructions what a warp has zeroed or another warpgroup stored, of which one lane says that it is there.
     many = options.tool != "racecheck"
     torch.manual_seed(0)  # for the tensors that are part of a case; those of a call have its number as seed
     first, step = options.shard

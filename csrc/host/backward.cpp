@@ -70,8 +70,7 @@ GradientLaunch launch_of(Call const& call, Kind kind) {
 }
 
 /// What Hopper's kernels want of a mask: which tiles it hides, shows or cuts, and its bits from the side of keys.
-void look_at_mask(Kernel const& kernel, BackwardParams& params, cudaStream_t stream,
-                  std::function<void*(size_t)> const& allocate) {
+void look_at_mask(Kernel const& kernel, BackwardParams& params, cudaStream_t stream, Allocate const& allocate) {
   bool const of_keys = kernel.kind != Kind::QueryGradients;
   int const held = of_keys ? kernel.block_c : kernel.block_r, step = of_keys ? kernel.block_r : kernel.block_c;
   if (int64_t const words = TileMap(params, of_keys, held, step).size(params); words > 0) {
@@ -84,8 +83,7 @@ void look_at_mask(Kernel const& kernel, BackwardParams& params, cudaStream_t str
   }
 }
 
-void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_t stream,
-            std::function<void*(size_t)> const& allocate) {
+void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_t stream, Allocate const& allocate) {
   params.scheduler = gradients.scheduler;
   if (params.scheduler.size() == 0) return;
   Kernel const& kernel = *gradients.kernel;
@@ -164,8 +162,7 @@ BackwardPlan plan_backward_with(Kernel const* of_keys, Kernel const* of_queries,
   return plan;
 }
 
-void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t stream,
-                  std::function<void*(size_t)> const& allocate) {
+void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t stream, Allocate const& allocate) {
   params.heads_per_kv = cutlass::FastDivmod(params.heads_q / params.heads_kv);
   if (leaves_gaps(features_of(params))) {
     auto const clear = [&](void* data, int64_t rows, int heads, int cols) {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
 #include <memory>
 #include <string>
 
@@ -38,8 +37,7 @@ BackwardPlan plan_backward(BackwardParams const& params, Request const& request)
 /// The plan of kernels that the caller has chosen, `of_queries` null where one has all gradients; for bench/.
 BackwardPlan plan_backward_with(Kernel const* of_keys, Kernel const* of_queries, BackwardParams const& params);
 
-/// Launches; `allocate` gives so many bytes of device memory that live until the work is done in stream order.
-void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t stream,
-                  std::function<void*(size_t)> const& allocate);
+/// Launches.
+void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t stream, Allocate const& allocate);
 
 }  // namespace cutlass_ext

@@ -52,7 +52,7 @@ unsigned* pooled_counters(int device, cudaStream_t stream, size_t count) {
 
 }  // namespace
 
-unsigned* zero_counters(int device, cudaStream_t stream, size_t count, std::function<void*(size_t)> const& allocate) {
+unsigned* zero_counters(int device, cudaStream_t stream, size_t count, Allocate const& allocate) {
   unsigned* counters = pooled_counters(device, stream, count);
   if (!counters) {
     counters = static_cast<unsigned*>(allocate(count * sizeof(unsigned)));

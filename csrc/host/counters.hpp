@@ -3,9 +3,10 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
 
 #include <cuda_runtime.h>
+
+#include "workspace.hpp"
 
 namespace cutlass_ext {
 
@@ -15,6 +16,6 @@ namespace cutlass_ext {
 /// the module has are used up: what a stream or a capture was given stays its own, since nobody says when it will have
 /// run for the last time (a graph that holds a user object would, and takes 1.2 us longer a replay on an H200). From
 /// then on `allocate` gives memory, which is zeroed in stream order.
-unsigned* zero_counters(int device, cudaStream_t stream, size_t count, std::function<void*(size_t)> const& allocate);
+unsigned* zero_counters(int device, cudaStream_t stream, size_t count, Allocate const& allocate);
 
 }  // namespace cutlass_ext

@@ -2,10 +2,10 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
 
 #include "../fmha/backward/params.hpp"
 #include "kernel_table.hpp"
+#include "workspace.hpp"
 
 namespace cutlass_ext {
 
@@ -25,9 +25,8 @@ void finish_dq(Kernel const& kernel, BackwardParams const& params, cudaStream_t 
 /// dK and dV, or dQ, from what the splits of the launch of `kernel` have left in `params.split_sums`.
 void finish_splits(Kernel const& kernel, BackwardParams const& params, cudaStream_t stream);
 
-/// `params.dbias`, once the statistics of rows are there, by `hopper`, of Kind::BiasGradients, unless that is null;
-/// `allocate` as in backward.hpp.
+/// `params.dbias`, once the statistics of rows are there, by `hopper`, of Kind::BiasGradients, unless that is null.
 void compute_dbias(DType dtype, Kernel const* hopper, BackwardParams params, cudaStream_t stream,
-                   std::function<void*(size_t)> const& allocate);
+                   Allocate const& allocate);
 
 }  // namespace cutlass_ext

@@ -286,6 +286,18 @@ Plan plan_of(Call const& call) {
   return plan_tiles(call);
 }
 
+/// Gives a launch memory for the parts that it writes.
+void place_parts(Plan const& plan, Allocate const& allocate, Params* params) {
+  if (params->writes_parts && params->num_splits == 1) {  // in float32, where o is to be
+    params->o_partial = static_cast<float*>(params->o);
+    params->lse_partial = params->lse ? params->lse : static_cast<float*>(allocate(plan.partial_rows * sizeof(float)));
+  } else if (plan.partial_rows > 0) {
+    size_t const floats = size_t(plan.partial_rows) * (params->head_dim_v + plan.floats_a_part);
+    params->o_partial = static_cast<float*>(allocate(floats * sizeof(float)));
+    params->lse_partial = params->o_partial + plan.partial_rows * params->head_dim_v;
+  }
+}
+
 }  // namespace
 
 Plan plan(Params p, Request const& request) {
@@ -350,7 +362,7 @@ std::string Plan::reason(Request const& request) const {
   return text.str();
 }
 
-void run(Plan const& plan, cudaStream_t stream, std::function<void*(size_t)> const& allocate) {
+void run(Plan const& plan, cudaStream_t stream, Allocate const& allocate) {
   if (plan.grid.ctas.x == 0) return;
   Params params = plan.params;
   if (plan.appends_apart) {
@@ -371,27 +383,27 @@ void run(Plan const& plan, cudaStream_t stream, std::function<void*(size_t)> con
     exact->params.if_out_of_range = true;
     params = in_parts;
   }
-  if (params.writes_parts && params.num_splits == 1) {  // in float32, where o is to be
-    params.o_partial = static_cast<float*>(params.o);
-    params.lse_partial = params.lse ? params.lse : static_cast<float*>(allocate(plan.partial_rows * sizeof(float)));
-  } else if (plan.partial_rows > 0) {
-    size_t const floats = size_t(plan.partial_rows) * (params.head_dim_v + plan.floats_a_part);
-    params.o_partial = static_cast<float*>(allocate(floats * sizeof(float)));
-    params.lse_partial = params.o_partial + plan.partial_rows * params.head_dim_v;
+  place_parts(plan, allocate, &params);
+  Plan const* const few = plan.few.get();
+  std::optional<Params> of_few;
+  if (few) {
+    of_few = few->params;
+    static_cast<Results&>(*of_few) = params;
+    place_parts(*few, allocate, &*of_few);
   }
   int const device = current_device().index;
-  if (plan.counters > 0) params.counters = zero_counters(device, stream, plan.counters, allocate);
-  std::optional<Fork> fork;
-  if (plan.few) {
-    Plan few = *plan.few;
-    static_cast<Results&>(few.params) = params;
-    run(few, fork.emplace(device, stream).beside(), allocate);
+  if (size_t const counters = plan.counters + (few ? few->counters : 0)) {
+    params.counters = zero_counters(device, stream, counters, allocate);
+    if (few) of_few->counters = params.counters + plan.counters;
   }
-  plan.kernel->launch(params, plan.grid, stream);
-  if (plan.relief > 0) {
-    params.is_relief = true;
-    plan.kernel->launch(params, {plan.relief}, fork->beside());
-    fork.reset();
+  {
+    std::optional<Fork> fork;
+    if (few) few->kernel->launch(*of_few, few->grid, fork.emplace(device, stream).beside());
+    plan.kernel->launch(params, plan.grid, stream);
+    if (plan.relief > 0) {
+      params.is_relief = true;
+      plan.kernel->launch(params, {plan.relief}, fork->beside());
+    }
   }
   if (plan.merges_apart) merge_splits(plan.kernel->dtype, params, stream);
   if (exact) run(*exact, stream, allocate);

@@ -3,11 +3,11 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 
 #include "device.hpp"
+#include "workspace.hpp"
 
 namespace cutlass_ext {
 
@@ -61,8 +61,7 @@ Plan plan_with(Kernel const& kernel, Params params);
 /// `turned_q`.
 Params after_append(Params const& params, void* turned_q);
 
-/// Launches, and writes where `plan.params` says, which may be told after planning; `allocate` gives so many bytes of
-/// device memory that live until the work is done in stream order.
-void run(Plan const& plan, cudaStream_t stream, std::function<void*(size_t)> const& allocate);
+/// Launches, and writes where `plan.params` says, which may be told after planning.
+void run(Plan const& plan, cudaStream_t stream, Allocate const& allocate);
 
 }  // namespace cutlass_ext

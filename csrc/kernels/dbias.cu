@@ -12,7 +12,7 @@
 namespace cutlass_ext {
 
 void compute_dbias(DType dtype, Kernel const* hopper, BackwardParams params, cudaStream_t stream,
-                   std::function<void*(size_t)> const& allocate) {
+                   Allocate const& allocate) {
   int const multiprocessors = current_device().multiprocessors;
   if (params.batch == 0 || params.n_q == 0) hopper = nullptr;  // tensors that lie nowhere cannot be copied
   BiasTiles const tiles = hopper ? BiasTiles(params, hopper->block_r, hopper->block_c, kBiasCluster)

@@ -39,7 +39,7 @@ BackwardParams make_parts(BackwardParams const& params, int, int, void*, cudaStr
 }
 void turn_mask(BackwardParams const&, cudaStream_t) {}
 void map_tiles(BackwardParams const&, bool, int, int, cudaStream_t) {}
-void compute_dbias(DType, Kernel const* hopper, BackwardParams, cudaStream_t, std::function<void*(size_t)> const&) {
+void compute_dbias(DType, Kernel const* hopper, BackwardParams, cudaStream_t, Allocate const&) {
   done.emplace_back(hopper ? "dBias by " + std::string(hopper->family) : "dBias");
 }
 void finish_dq(Kernel const&, BackwardParams const& params, cudaStream_t) {

@@ -24,20 +24,24 @@ namespace cutlass_ext {
 
 // The parts of host/ that are compiled by nvcc: they note what is asked of them.
 static size_t counters_asked = 0;
-static int merges = 0, appends = 0, parts_made = 0;
-unsigned* zero_counters(int, cudaStream_t, size_t count, std::function<void*(size_t)> const&) {
+static int merges = 0, appends = 0, parts_made = 0, forks = 0, forked = 0;
+unsigned* zero_counters(int, cudaStream_t, size_t count, Allocate const&) {
+  EXPECT_EQ(forked, 0) << "zeroed on the call's stream, which what runs beside it does not wait for";
   static unsigned counters[2];
   counters_asked = count;
   return counters;
 }
-void merge_splits(DType, Params const&, cudaStream_t) { ++merges; }
+void merge_splits(DType, Params const&, cudaStream_t) {
+  ++merges;
+  EXPECT_EQ(forked, 0);
+}
 size_t bytes_of_parts(Params const&, int head_dim, int) { return head_dim; }
 Params make_parts(Params const& params, int, int, void*, cudaStream_t) {
   ++parts_made;
   return params;
 }
-Fork::Fork(int, cudaStream_t stream) : stream_(stream), beside_(stream), joined_() {}
-Fork::~Fork() = default;
+Fork::Fork(int, cudaStream_t stream) : stream_(stream), beside_(stream), joined_() { ++forks, ++forked; }
+Fork::~Fork() { --forked; }
 void append_new_keys(DType, Params const& params, void* turned_q, cudaStream_t) {
   ++appends;
   EXPECT_EQ(params.k_new != nullptr, params.n_new > 0);
@@ -717,7 +721,7 @@ Launched launched;
 
 void launch_of(Call const& call, size_t* bytes) {
   launched = {};
-  counters_asked = 0, merges = 0, appends = 0, parts_made = 0, *bytes = 0;
+  counters_asked = 0, merges = 0, appends = 0, parts_made = 0, forks = 0, *bytes = 0;
   Plan plan = plan_of(call);
   Kernel kernel = *plan.kernel;
   kernel.launch = [](Params const& params, Grid const&, cudaStream_t) {
@@ -736,9 +740,11 @@ void launch_of(Call const& call, size_t* bytes) {
     plan.out_of_range = std::make_shared<Plan const>(exact);
   }
   run(plan, nullptr, [&](size_t asked) {
+    EXPECT_EQ(forked, 0) << "PyTorch's deterministic mode fills it on the call's stream";
     *bytes += asked;
     return somewhere<void>();
   });
+  EXPECT_EQ(forked, 0);
 }
 
 TEST(Run, GivesAKernelTheWorkspaceThatItWants) {

@@ -500,6 +500,23 @@ def test_two_streams(gpu):
             assert_same_bits(result, want[i])
 
 
+@pytest.mark.parametrize("num_splits", [0, 17])
+def test_memory_that_is_filled_first(gpu, num_splits):
+    """PyTorch's deterministic mode fills new memory on the call's stream. What decodes beside it must not begin before:
+    it does where the call's stream is behind the host, and both wait for the same work."""
+    paged = build(gpu, [0, 1, 0, 6, 33, 33], [20, 23, 0, 300, 40, 90], page=8, heads=(3, 3), d=256)
+    options = {"causal": True, "start_pos": "end", "num_splits": num_splits, "return_lse": True}
+    want = cutlass_ext.fmha(**paged.arguments, **options)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.cuda._sleep(20_000_000)
+        got = [cutlass_ext.fmha(**paged.arguments, **options) for _ in range(100)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for results in got:
+        assert_same_bits(results, want)
+
+
 # ------------------------------------------------------------------------------------------------ graphs, the operator
 @pytest.mark.parametrize("num_splits", [0, 1, 3])
 def test_cuda_graph(gpu, num_splits):
