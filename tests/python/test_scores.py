@@ -416,9 +416,9 @@ def test_rows_without_a_visible_key(target, kind, sink):
     out, lse = target.fmha(q, k, v, **options)
     empty = ~seen.any(-1)
     assert not out.transpose(1, 2)[empty].any()
-    assert torch.equal(
-        lse[empty], (options["sink"][None, :, None] if sink else lse.new_tensor(-INF)).expand_as(lse)[empty]
-    )
+    logits = (options["sink"][None, :, None] if sink else lse.new_tensor(-INF)).expand_as(lse)
+    # to base 2 and back: of one sink in seven the last bit
+    torch.testing.assert_close(lse[empty], logits[empty], rtol=2**-22, atol=0)
     dout, dlse = of_out(target, q, v)
     call = functools.partial(
         cutlass_ext.fmha_backward, backend=target.backend, dlse=dlse, deterministic=True, **options

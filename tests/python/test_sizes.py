@@ -85,7 +85,8 @@ def test_zero_sizes(target, batch, n_q, n_kv, sink):
         assert out.shape == (batch, n_q, 4, 24) and lse.shape == (batch, 4, n_q)
         assert out.dtype == target.dtype and not out.any()
         of_empty_rows = logits if sink else torch.full((4,), float("-inf"), device=target.device)
-        assert torch.equal(lse, of_empty_rows[None, :, None].expand(batch, 4, n_q))
+        # to base 2 and back: of one sink in seven the last bit
+        torch.testing.assert_close(lse, of_empty_rows[None, :, None].expand(batch, 4, n_q), rtol=2**-22, atol=0)
 
 
 # ------------------------------------------------------------------------------------------------ layouts
