@@ -159,6 +159,7 @@ def patch_torch() -> None:
     }
     for name, function in functions.items():
         setattr(cuda, name, function)
+    torch.version.cuda = "13.0"  # what cutlass_ext/switch.py asks
 
 
 patch_torch()

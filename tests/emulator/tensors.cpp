@@ -14,6 +14,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -91,6 +92,7 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 // ------------------------------------------------------------------------------ tensors and their twins on the CPU
 /// A tensor like `t` on other storage.
 at::Tensor like(at::Tensor const& t, c10::Storage storage, c10::DispatchKey key) {
+  c10::InferenceMode const as_it(t.is_inference());  // a view of a tensor that is not one of inference is none
   auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), t.dtype());
   auto* const impl = made.unsafeGetTensorImpl();
   impl->set_storage_offset(t.storage_offset());
@@ -228,6 +230,13 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
   return at::detail::empty_strided_generic(size, stride, cuda_memory(), kKeys, at::dtype_or_default(dtype));
 }
 
+/// A tangent of zeros, which PyTorch has without memory where it can.
+at::Tensor efficient_zeros(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                           std::optional<at::Device>, std::optional<bool>) {
+  at::Tensor made = at::detail::empty_generic(size, cuda_memory(), kKeys, at::dtype_or_default(dtype), std::nullopt);
+  return made.zero_();
+}
+
 /// PyTorch's attention written out: its fused kernels on a GPU are operators of their own.
 int64_t fused_sdp_choice(at::Tensor const&, at::Tensor const&, at::Tensor const&, std::optional<at::Tensor> const&,
                          double, bool, std::optional<double>, bool) {
@@ -239,6 +248,7 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
+  m.impl("_efficientzerotensor", &efficient_zeros);
   m.impl("_fused_sdp_choice", &fused_sdp_choice);
   m.impl("record_stream", [](at::Tensor&, at::Stream) {});
   // its kernel for every device would look for one of CUDA's
