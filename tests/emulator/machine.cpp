@@ -257,7 +257,7 @@ void Warp::run(int instructions) {
 
 // --------------------------------------------------------------------------------------------------- CTAs and clusters
 Cta::Cta(Cluster& of, int r, uint32_t linear) : cluster(of), rank(r) {
-  Machine const& machine = cluster.machine;
+  Machine& machine = cluster.machine;
   index[0] = linear % machine.grid[0];
   index[1] = linear / machine.grid[0] % machine.grid[1];
   index[2] = linear / machine.grid[0] / machine.grid[1];
@@ -265,6 +265,8 @@ Cta::Cta(Cluster& of, int r, uint32_t linear) : cluster(of), rank(r) {
   granules.resize(shared.size() / 16 + 1);
   for (unsigned first = 0; first < machine.threads(); first += 32)
     warps.push_back(std::make_unique<Warp>(*this, int(first / 32), int(machine.threads() - first)));
+  unsigned const pace = machine.draws(4) ? 16 : 1;
+  for (auto const& warp : warps) warp->pace = pace << 2 * (machine.random() % 3);
 }
 
 bool Cta::is_done() const {
@@ -391,6 +393,10 @@ void Machine::run(unsigned resident) {
   std::vector<Warp*> runnable;
   uint64_t seen = 0;
   unsigned in_vain = 0;
+  bool all_run = false;
+  constexpr int kTurns[] = {8, 50, 400, 2000};        // instructions
+  constexpr unsigned kLandings[] = {1, 8, 1u << 12};  // the last: mostly once all warps wait
+  landing = kLandings[random() % std::size(kLandings)];
   for (;;) {
     clusters.erase(std::remove_if(clusters.begin(), clusters.end(),
                                   [](auto const& cluster) {
@@ -412,15 +418,17 @@ void Machine::run(unsigned resident) {
       }
     }
     std::shuffle(runnable.begin(), runnable.end(), random);
+    bool computes = false;
     for (Warp* const warp : runnable) {
-      if (warp->blocked) continue;
-      warp->run(draws(4) ? 50 : 2000);
-      if (!warp->yielded && !warp->blocked) in_vain = 0;
-      if (draws(4)) land_one();
+      if (warp->blocked || !(all_run || draws(warp->pace))) continue;
+      warp->run(kTurns[random() % std::size(kTurns)]);
+      computes |= !warp->yielded && !warp->blocked;
+      if (draws(landing)) land_one();
     }
-    if (progress == seen && runnable.empty()) in_vain += 1000;
-    if (progress == seen && !land_one() && ++in_vain > 5000) report_hang();
-    if (progress != seen) in_vain = 0;
+    bool const idle = progress == seen && !computes;
+    if (idle && all_run && !land_one() && ++in_vain > (runnable.empty() ? 5 : 5000)) report_hang();
+    all_run = idle;  // before all wait for a copy
+    if (!idle) in_vain = 0;
     seen = progress;
   }
 }

@@ -61,6 +61,7 @@ struct Warp {
   uint32_t pcs[32] = {};   // of the others
   uint32_t next_pc = ~0u;  // the least of theirs
 
+  unsigned pace = 1;     // runs in one of so many rounds: others may get far ahead of it
   bool blocked = false;  // at a barrier
   bool yielded = false;  // asked in vain for something that another warp does
   uint64_t fences = 0;   // between its writes to shared memory and the copy engine's or WGMMA's reads
@@ -148,6 +149,7 @@ struct Machine {
   std::mt19937_64 random;
   std::vector<std::unique_ptr<Cluster>> clusters;
   uint64_t progress = 0;  // steps that another warp may have waited for
+  unsigned landing = 1;   // a copy lands after one of so many turns
 
   unsigned threads() const { return block[0] * block[1] * block[2]; }
   bool draws(unsigned one_of) { return random() % one_of == 0; }
