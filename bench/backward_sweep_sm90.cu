@@ -12,14 +12,17 @@
 namespace cutlass_ext::bench {
 namespace {
 
+using sm90::SumsOfQueries;
 constexpr int kHeadDim = SWEEP_HEAD_DIM;
 
 template <class Traits>
 std::string shape_of() {
-  std::string const kind = Traits::AddsToQueries ? "all" : Traits::OfKeys ? "keys" : "rows";
+  std::string const kind = Traits::HoldsSums       ? "heads"
+                           : Traits::AddsToQueries ? "all"
+                           : Traits::OfKeys        ? "keys"
+                                                   : "rows";
   return kind + "/Br" + std::to_string(Traits::B_r) + "/Bc" + std::to_string(Traits::B_c) + "/stages" +
-         std::to_string(Traits::Stages) + (Traits::PassesP ? "/passesP" : "") +
-         (Traits::QueriesApart ? "/queriesApart" : "");
+         std::to_string(Traits::Stages);
 }
 
 /// Whether csrc/kernels/ instantiates the shape: its template arguments as they stand there.
@@ -28,7 +31,7 @@ bool is_shipped() {
   std::string arguments = Traits::OfKeys ? "<Axis::Keys" : "<Axis::Rows";
   for (int const x : {Traits::B_r, Traits::B_c, kHeadDim, kHeadDim}) arguments += ", " + std::to_string(x);
   arguments += ", cute::bfloat16_t, " + std::to_string(Traits::Stages) + ", false";
-  for (bool const x : {Traits::AddsToQueries, Traits::PassesP, Traits::QueriesApart}) arguments += x ? ", true" : "";
+  if (Traits::AddsToQueries) arguments += Traits::HoldsSums ? ", SumsOfQueries::InShared" : ", SumsOfQueries::InMemory";
   return std::string(SWEEP_SHIPPED).find(arguments + ">") != std::string::npos;
 }
 
@@ -60,24 +63,23 @@ void register_gradients() {
   }
 }
 
-template <Axis Of, int B_r, int B_c, int Stages, bool... Adds>
-using Gradients = sm90::Backward<Of, B_r, B_c, kHeadDim, kHeadDim, cute::bfloat16_t, Stages, false, Adds...>;
+template <Axis Of, int B_r, int B_c, int Stages, SumsOfQueries OfQueries = SumsOfQueries::None>
+using Gradients = sm90::Backward<Of, B_r, B_c, kHeadDim, kHeadDim, cute::bfloat16_t, Stages, false, OfQueries>;
 
 /// One kernel for all gradients, where it fits.
 template <int Stages>
 void register_stages() {
+  constexpr SumsOfQueries kInMemory = SumsOfQueries::InMemory;
   if constexpr (sizeof(typename sm90::BackwardTraits<Axis::Keys, 64, 128, kHeadDim, kHeadDim, cute::bfloat16_t, Stages,
-                                                     false, true, false, false>::SharedStorage) <= 227 * 1024)
-    register_gradients<Gradients<Axis::Keys, 64, 128, Stages, true>>();
+                                                     false, kInMemory>::SharedStorage) <= 227 * 1024)
+    register_gradients<Gradients<Axis::Keys, 64, 128, Stages, kInMemory>>();
 }
 
 void register_shapes() {
   if constexpr (kHeadDim > 128) {
-    register_gradients<Gradients<Axis::Keys, 64, 64, 2, true, true, true>>();
+    register_gradients<Gradients<Axis::Keys, 64, 64, 2, SumsOfQueries::InMemory>>();
 #ifndef SWEEP_ONE_SHAPE  // `make test` sees that this file compiles
     register_gradients<Gradients<Axis::Keys, 64, 64, 2>, Gradients<Axis::Rows, 128, 32, 2>>();
-    register_gradients<Gradients<Axis::Keys, 64, 64, 2, true>>();
-    register_gradients<Gradients<Axis::Keys, 64, 64, 2, true, true>>();
 #endif
   } else {
     constexpr int kStages = kHeadDim > 64 ? 3 : 4, kStagesOfRows = kStages - 1;

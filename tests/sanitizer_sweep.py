@@ -197,6 +197,9 @@ def compare_paged(dtype, lengths_q, lengths_k, page, d, d_v, features, padded) -
 
 
 # ------------------------------------------------------------------------------------------------ gradients
+MANY = 40  # sequences
+
+
 def gradient_cases():
     """(dtype, N_q, N_kv or their lengths, d, d_v, features) of backward calls."""
     for dtype, sizes, features in single_and_half(itertools.product(((33, 130), (130, 31)), FEATURES)):
@@ -218,18 +221,23 @@ def gradient_cases():
             yield dtype, 65, 129, d, d, SM80
         for d, features in itertools.product((64, 128), (CAUSAL, {"softcap": 20.0})):
             yield dtype, 520, 33, d, d, features  # rows enough for the kernels that add to dQ
+        for n in (64, 400):  # heads enough for the kernel whose CTAs go through all keys of one
+            yield dtype, [n] * MANY, [150] * MANY, 64, 64, CAUSAL
         for features in (PLAIN, CAUSAL):  # so few tiles that CTAs share them, of keys and of rows
             yield dtype, 520, 140, 256, 256, features
             yield dtype, 140, 520, 128, 128, features
 
 
-def in_two_kernels(dtype, n_q, n_kv, d, d_v, features) -> tuple:
-    """The case, where Hopper's kernel for all gradients would load keys to registers that a warp has zeroed, or P that
-    another warpgroup has stored, in those for each."""
+def in_two_kernels(dtype, n_q, n_kv, d, d_v, features) -> tuple | None:
+    """The case, where one of Hopper's kernels for all gradients would load keys to registers that a warp has zeroed, or
+    P that another warpgroup has stored, in those for each; none where a CTA has all keys of a head in any case."""
     is_cut = isinstance(n_q, list) or "seqused_k" in features
-    if dtype in HALVES and (d > 192 or d_v > 128 or (max(d, d_v) <= 64 and is_cut)):
-        features = features | {"deterministic": True}
-    return dtype, n_q, n_kv, d, d_v, features
+    if dtype not in HALVES or not (d > 192 or d_v > 128 or (max(d, d_v) <= 64 and is_cut)):
+        return dtype, n_q, n_kv, d, d_v, features
+    longest, sequences = (max(n_kv, default=0), len(n_kv)) if isinstance(n_kv, list) else (n_kv, 2)
+    if max(d, d_v) <= 64 and (longest <= 128 or sequences == MANY):
+        return None
+    return dtype, n_q, n_kv, d, d_v, features | {"deterministic": True}
 
 
 def compare_gradients(dtype, n_q, n_kv, d, d_v, features) -> None:
@@ -342,7 +350,10 @@ def calls(many: bool):
         (compare_gradients, pair_cases(many)),
     ):
         for case in cases:
-            yield compare, case if many or compare is not compare_gradients else in_two_kernels(*case)
+            if not many and compare is compare_gradients:
+                case = in_two_kernels(*case)
+            if case:
+                yield compare, case
 
 
 def shard_of(text: str) -> tuple[int, int]:

@@ -21,6 +21,7 @@ enum class Kind {
   KeyGradients,    ///< of the backward pass: dK and dV, a CTA for each tile of keys
   QueryGradients,  ///< and dQ, a CTA for each tile of query rows
   AllGradients,    ///< dK and dV, and sums for dQ, which CTAs add to in any order
+  HeadGradients,   ///< dK, dV and dQ of a key head, by one CTA
   BiasGradients,   ///< dBias, by CTAs that go through its tiles
 };
 constexpr int kKinds = static_cast<int>(Kind::BiasGradients) + 1;

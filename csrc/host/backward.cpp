@@ -31,7 +31,18 @@ bool leaves_gaps(Features features) {
 
 /// Whether the kernel's CTAs may share a tile (Traits::Splits in fmha/backward/sm90.hpp).
 bool splits_tiles(Kernel const& kernel) {
-  return wants_hopper(kernel) && kernel.dtype != DType::Float32 && !(kernel.takes & feature::kPairs);
+  return wants_hopper(kernel) && kernel.dtype != DType::Float32 && !(kernel.takes & feature::kPairs) &&
+         kernel.kind != Kind::HeadGradients;
+}
+
+/// Whether its CTAs take one tile, or head, after the other (Traits::Persistent there).
+bool is_persistent(Kernel const& kernel) {
+  return kernel.kind == Kind::HeadGradients ||
+         (kernel.kind == Kind::AllGradients && !(kernel.takes & feature::kScoreMods));
+}
+
+int64_t resident_ctas(Kernel const& kernel, Device const& device) {
+  return int64_t(occupancy_of(kernel, device).ctas_a_multiprocessor) * device.multiprocessors;
 }
 
 /// The launch of a kernel, or of none.
@@ -41,32 +52,37 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   if (!kernel) return launch;
   Kind const kind = kernel->kind;
   bool const of_keys = kind != Kind::QueryGradients;
-  int const block = of_keys ? launch.kernel->block_c : launch.kernel->block_r;
+  int const block = of_keys ? kernel->block_c : kernel->block_r;
   int const heads = of_keys ? p.heads_kv : p.heads_q, length = of_keys ? p.n_kv : p.n_q;
   // What every tile of a head reads: the rows of its query heads and their gradients, or its keys and values; and what
   // it adds to.
   int64_t const rows_a_head = of_keys ? int64_t(p.n_q) * (p.heads_q / p.heads_kv) : p.n_kv;
-  int64_t const sums_a_row = kind == Kind::AllGradients ? launch.kernel->head_dim * sizeof(float) : 0;
+  int64_t const sums_a_row = kind == Kind::AllGradients ? kernel->head_dim * sizeof(float) : 0;
   int64_t const bytes_a_head = rows_a_head * ((p.head_dim + p.head_dim_v) * p.element_bytes + sums_a_row);
-  if (splits_tiles(*launch.kernel)) {
-    int const resident = occupancy_of(*launch.kernel, device).ctas_a_multiprocessor * device.multiprocessors;
-    launch.splits = gradient_splits(p, *launch.kernel, of_keys, resident);
-  }
+  int64_t const resident = resident_ctas(*kernel, device);
+  if (splits_tiles(*kernel)) launch.splits = gradient_splits(p, *kernel, of_keys, static_cast<int>(resident));
+  int64_t const tiles = int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all();
+  // A CTA that has all of a head finds its tiles one after the other.
   int64_t const section =
-      gradient_section_for(p, int64_t(p.batch) * heads,
-                           int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all(), bytes_a_head, device);
+      kind == Kind::HeadGradients ? 1 : gradient_section_for(p, int64_t(p.batch) * heads, tiles, bytes_a_head, device);
   launch.scheduler =
       Scheduler(p.batch, heads, length, block, launch.splits.all(), section, of_keys ? Axis::Keys : Axis::Rows);
   if (launch.scheduler.size() > INT32_MAX)
     fail("ValueError", of_keys ? "k" : "q", ": has ", launch.scheduler.size(),
          " tiles of rows; a launch has room for fewer than 2^31");
+  launch.ctas = kind == Kind::HeadGradients ? int64_t(p.batch) * heads : launch.scheduler.size();
+  if (is_persistent(*kernel)) launch.ctas = std::min(launch.ctas, resident);
   return launch;
 }
 
-GradientLaunch launch_of(Call const& call, Kind kind) {
+Kernel const* kernel_of(Call const& call, Kind kind) {
   auto const runs = [&](Kernel const& k) { return call.runs(k); };
   auto const cost = [](Kernel const& k) { return std::tuple(!wants_hopper(k), cost_of(k)); };
-  return launch_with(cheapest({kind}, call.request.dtype, runs, cost), call.params, call.device);
+  return cheapest({kind}, call.request.dtype, runs, cost);
+}
+
+GradientLaunch launch_of(Call const& call, Kind kind) {
+  return launch_with(kernel_of(call, kind), call.params, call.device);
 }
 
 /// What Hopper's kernels want of a mask: which tiles it hides, shows or cuts, and its bits from the side of keys.
@@ -95,12 +111,7 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
     params.split_sums = static_cast<float*>(allocate(sums * sizeof(float)));
   }
   if (wants_hopper(kernel) && params.mask.bits) look_at_mask(kernel, params, stream, allocate);
-  Device const& device = current_device();
-  int64_t ctas = params.scheduler.size();
-  int64_t const resident = occupancy_of(kernel, device).ctas_a_multiprocessor * device.multiprocessors;
-  bool const is_persistent = kernel.kind == Kind::AllGradients && !(kernel.takes & feature::kScoreMods);
-  if (is_persistent) ctas = std::min(ctas, resident);
-  kernel.launch(params, {dim3(static_cast<unsigned>(ctas))}, stream);
+  kernel.launch(params, {dim3(static_cast<unsigned>(gradients.ctas))}, stream);
   if (params.splits() > 1) finish_splits(kernel, params, stream);
 }
 
@@ -141,7 +152,11 @@ BackwardPlan plan_backward(BackwardParams const& params, Request const& request)
     if (plan) return plan;
   }
   BackwardPlan plan;
-  if (!request.deterministic && adds_to_queries(params)) plan.of_keys = launch_of(call, Kind::AllGradients);
+  Kernel const* const of_heads = kernel_of(call, Kind::HeadGradients);
+  if (of_heads && holds_queries(params, *of_heads, resident_ctas(*of_heads, any.device), request.deterministic))
+    plan.of_keys = launch_with(of_heads, params, any.device);
+  if (!plan.of_keys.kernel && !request.deterministic && adds_to_queries(params))
+    plan.of_keys = launch_of(call, Kind::AllGradients);
   if (!plan.of_keys.kernel) {
     plan.of_keys = launch_of(call, Kind::KeyGradients);
     plan.of_queries = launch_of(call, Kind::QueryGradients);
@@ -177,19 +192,21 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   size_t const rows = StatisticsRows(params).size(params);  // with those that fill up tiles
   if (rows > 0) params.row_statistics = static_cast<RowStatistics*>(allocate(rows * sizeof(RowStatistics)));
   if (rows > 0 && changes_scores(params)) params.empty_rows = static_cast<uint32_t*>(allocate(rows / 8));
+  float* to_clear = nullptr;
   size_t cleared = 0;
-  if (plan.adds_to_queries()) {
+  if (plan.is_one()) {
     // Cleared together: the sums, and, in four more, how many tiles have been taken.
-    size_t const sums = rows * plan.of_keys.kernel->head_dim;
+    size_t const sums = plan.adds_to_queries() ? rows * plan.of_keys.kernel->head_dim : 0;
     cleared = sums + 4;
-    params.dq_sums = static_cast<float*>(allocate(cleared * sizeof(float)));
-    params.counters = reinterpret_cast<unsigned*>(params.dq_sums + sums);
+    to_clear = static_cast<float*>(allocate(cleared * sizeof(float)));
+    if (plan.adds_to_queries()) params.dq_sums = to_clear;
+    params.counters = reinterpret_cast<unsigned*>(to_clear + sums);
   }
-  compute_row_statistics(plan.of_keys.kernel->dtype, params, params.dq_sums, cleared, stream);
+  compute_row_statistics(plan.of_keys.kernel->dtype, params, to_clear, cleared, stream);
   if (params.dbias) compute_dbias(plan.of_keys.kernel->dtype, plan.of_bias, params, stream, allocate);
-  if (plan.adds_to_queries()) {
+  if (plan.is_one()) {
     launch(plan.of_keys, params, stream, allocate);
-    finish_dq(*plan.of_keys.kernel, params, stream);
+    if (plan.adds_to_queries()) finish_dq(*plan.of_keys.kernel, params, stream);
     return;
   }
   std::optional<BackwardParams> exact;

@@ -17,10 +17,11 @@ struct GradientLaunch {
   Kernel const* kernel = nullptr;
   Scheduler scheduler;
   GradientSplits splits;
+  int64_t ctas = 0;
 };
 
-/// Two launches: dK and dV, then dQ; or one that has them all, with sums for dQ that a small launch finishes. And one
-/// for dBias, where that is asked for.
+/// Two launches: dK and dV, then dQ; or one that has them all, with sums for dQ that a small launch finishes, or, heads
+/// of few rows, without. And one for dBias, where that is asked for.
 struct BackwardPlan {
   GradientLaunch of_keys, of_queries;
   Kernel const* of_bias = nullptr;  // for dBias, where a kernel of the table has it; else there is one for every GPU
@@ -28,7 +29,9 @@ struct BackwardPlan {
   std::string refusal;  // where a kernel is missing, the argument that none takes, and what would do
 
   bool adds_to_queries() const { return of_keys.kernel && of_keys.kernel->kind == Kind::AllGradients; }
-  explicit operator bool() const { return of_keys.kernel && (adds_to_queries() || of_queries.kernel); }
+  /// Whether one kernel makes all gradients.
+  bool is_one() const { return adds_to_queries() || (of_keys.kernel && of_keys.kernel->kind == Kind::HeadGradients); }
+  explicit operator bool() const { return of_keys.kernel && (is_one() || of_queries.kernel); }
 };
 
 /// Chooses by host-known shapes alone.

@@ -1,16 +1,16 @@
-// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 128. The second bool: one kernel
-// for all gradients, which adds to dQ in memory.
+// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 128.
 #include "../fmha/backward/sm90.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
+using sm90::SumsOfQueries;
 static Entered const kernels_here{
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, false>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 128, 128, cute::half_t, 2, false>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, false, true>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, false, SumsOfQueries::InMemory>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, false>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 128, 128, cute::bfloat16_t, 2, false>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, false, true>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, false, SumsOfQueries::InMemory>>(),
 };
 }  // namespace cutlass_ext

@@ -1,16 +1,17 @@
-// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 256. The bools behind the first: one
-// kernel for all gradients, which adds to dQ in memory, by a warpgroup each for dV, dK and dQ.
+// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 256; in one kernel by a warpgroup each
+// for dV, dK and dQ.
 #include "../fmha/backward/sm90.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
+using sm90::SumsOfQueries;
 static Entered const kernels_here{
     kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::half_t, 2, false>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 32, 256, 256, cute::half_t, 2, false>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::half_t, 2, false, true, true, true>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::half_t, 2, false, SumsOfQueries::InMemory>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::bfloat16_t, 2, false>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 32, 256, 256, cute::bfloat16_t, 2, false>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::bfloat16_t, 2, false, true, true, true>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::bfloat16_t, 2, false, SumsOfQueries::InMemory>>(),
 };
 }  // namespace cutlass_ext

@@ -1,16 +1,18 @@
-// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 64. The second bool: one kernel
-// for all gradients, which adds to dQ in memory.
+// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 64.
 #include "../fmha/backward/sm90.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
+using sm90::SumsOfQueries;
 static Entered const kernels_here{
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 4, false>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 64, 64, cute::half_t, 3, false>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 4, false, true>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 4, false, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 3, false, SumsOfQueries::InShared>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 4, false>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 64, 64, cute::bfloat16_t, 3, false>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 4, false, true>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 4, false, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 3, false, SumsOfQueries::InShared>>(),
 };
 }  // namespace cutlass_ext

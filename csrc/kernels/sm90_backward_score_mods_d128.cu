@@ -1,16 +1,17 @@
 // Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), with softcap, ALiBi, bias, masks and dropout, head_dim
-// up to 128; the last `true`: in one kernel.
+// up to 128.
 #include "../fmha/backward/sm90.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
+using sm90::SumsOfQueries;
 static Entered const kernels_here{
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, true>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 64, 128, 128, cute::half_t, 3, true>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, true, true>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, true, SumsOfQueries::InMemory>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, true>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 64, 128, 128, cute::bfloat16_t, 3, true>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, true, true>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, true, SumsOfQueries::InMemory>>(),
 };
 }  // namespace cutlass_ext

@@ -132,7 +132,7 @@ struct Argument<sm90::GradientMaps, Traits> {
     constexpr bool in_parts = Traits::Parts > 1;
     auto const [q, dout, k, v] = maps_of_sides<typename Traits::Part>(
         static_cast<BackwardParams const&>(params), in_parts ? Traits::ColumnsQK : params.head_dim,
-        in_parts ? Traits::ColumnsV : params.head_dim_v, Traits::B_r, Traits::B_c);
+        in_parts ? Traits::ColumnsV : params.head_dim_v, Traits::B_r, Traits::OfKeys ? Traits::HeldBox : Traits::B_c);
     return Traits::OfKeys ? sm90::GradientMaps{k, v, q, dout} : sm90::GradientMaps{q, dout, k, v};
   }
 };

@@ -195,20 +195,20 @@ void explain(Arguments const& a, StableIValue* results) {
   if (a.is_backward()) {
     BackwardPlan const planned = backward_plan_of(a, backward_params_of(a));
     Kernel const& keys = *planned.of_keys.kernel;
-    Kernel const& queries = planned.adds_to_queries() ? keys : *planned.of_queries.kernel;
+    Kernel const& queries = planned.is_one() ? keys : *planned.of_queries.kernel;
     auto const tile = [](Kernel const& k, int splits) {
       return std::string(k.family) + "'s, of " + std::to_string(k.block_r) + " rows and " + std::to_string(k.block_c) +
              " keys" + (splits > 1 ? ", each in " + std::to_string(splits) + " splits" : "");
     };
     int const splits = planned.of_keys.splits.all();
     std::string reason = "dK and dV by tiles that are " + tile(keys, splits) + "; dQ by tiles that are " +
-                         tile(queries, planned.adds_to_queries() ? splits : planned.of_queries.splits.all());
+                         tile(queries, planned.is_one() ? splits : planned.of_queries.splits.all());
     if (planned.out_of_range)
       reason +=
           "; operands in two fp16 parts, made by two launches before; where they do not hold the call, by tiles " +
           ("that are " + tile(*planned.out_of_range->of_keys.kernel, 1));
     return answer(keys.family, kernel_name(keys), keys.block_r, keys.block_c, splits,
-                  planned.of_keys.scheduler.size() + planned.of_queries.scheduler.size(), reason);
+                  planned.of_keys.ctas + planned.of_queries.ctas, reason);
   }
   Request const request = request_of(a);
   Plan const planned = plan(params_of(a), request);
@@ -216,7 +216,7 @@ void explain(Arguments const& a, StableIValue* results) {
   Kernel const& kernel = *planned.kernel;
   dim3 const& ctas = planned.grid.ctas;
   answer(kernel.family, kernel_name(kernel), kernel.block_r, kernel.block_c, planned.splits,
-         int64_t(ctas.x) * ctas.y * ctas.z, planned.reason(request));
+         int64_t(ctas.x) * ctas.y * ctas.z + planned.relief, planned.reason(request));
 }
 
 void check_alone(Arguments const& a, StableIValue*) { check(a); }

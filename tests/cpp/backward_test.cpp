@@ -121,14 +121,15 @@ std::string line_of(Call const& call) {
     BackwardParams p;
     BackwardPlan const plan = plan_of(call, &p);
     if (!plan) return plan.refusal;
-    EXPECT_EQ(plan.of_keys.kernel->kind, plan.adds_to_queries() ? Kind::AllGradients : Kind::KeyGradients);
+    std::map<Kind, char const*> const names{
+        {Kind::AllGradients, "all "}, {Kind::HeadGradients, "heads "}, {Kind::KeyGradients, "keys "}};
+    EXPECT_EQ(plan.is_one(), plan.of_keys.kernel->kind != Kind::KeyGradients);
     std::ostringstream line;
     for (auto const* launch : {&plan.of_keys, &plan.of_queries}) {
       if (!launch->kernel) continue;
       Kernel const& k = *launch->kernel;
-      line << (launch == &plan.of_keys ? plan.adds_to_queries() ? "all " : "keys " : ", rows ") << k.family << " "
-           << k.block_r << "x" << k.block_c << " d" << k.head_dim << ", "
-           << launch->scheduler.size() / launch->splits.all() << " tiles";
+      line << (launch == &plan.of_keys ? names.at(k.kind) : ", rows ") << k.family << " " << k.block_r << "x"
+           << k.block_c << " d" << k.head_dim << ", " << launch->scheduler.size() / launch->splits.all() << " tiles";
       if (launch->splits.all() > 1) line << " in " << launch->splits.heads << " by " << launch->splits.tiles;
     }
     return line.str();
@@ -160,6 +161,24 @@ TEST(BackwardPlan, AddsToQueriesWhereItIsFasterAndTheOrderIsFree) {
     Call any_order = call;
     EXPECT_EQ(line_of(any_order.in_any_order()), line_of(call)) << "there is no such kernel";
   }
+}
+
+TEST(BackwardPlan, HasACtaForAllOfAHeadWhereThatFillsTheGpu) {
+  std::string const heads = "heads sm90 64x128 d64, ";
+  EXPECT_EQ(line_of(Call(32, 512, 512, 32, 32, 64)), heads + "4096 tiles") << "in a fixed order, too";
+  EXPECT_EQ(line_of(Call(32, 512, 512, 32, 32, 64).causal().in_any_order()), heads + "4096 tiles");
+  EXPECT_EQ(line_of(Call(9, 100, 100, 24, 6, 40)), heads + "54 tiles") << "of one tile, whatever their number";
+  EXPECT_EQ(line_of(Call(32, 100, 200, 24, 6, 64).packed(3000, 5000).sink()), heads + "384 tiles");
+  for (Call const& call : {
+           Call(32, 513, 512, 32, 32, 64),            // rows that there is no room for
+           Call(32, 129, 512, 32, 8, 64),             // nor for those of all heads of a key head
+           Call(4, 512, 512, 32, 32, 64),             // a head for half of the CTAs
+           Call(32, 512, 512, 32, 32, 72),            // no such kernel
+           Call(32, 512, 512, 32, 32, 64).softcap(),  //
+           Call(32, 0, 512, 32, 32, 64),              // nothing to clear counters before it
+           Call(32, 512, 0, 32, 32, 64),              // nobody to write dQ
+       })
+    EXPECT_NE(line_of(call).substr(0, 6), "heads ");
 }
 
 TEST(BackwardPlan, MultipliesFloat32InPartsWhereThatIsAskedFor) {
@@ -377,11 +396,12 @@ constexpr int64_t kResident = 2 * 132;
 std::string run_of(Call const& call, size_t* workspace) {
   BackwardParams p;
   BackwardPlan plan = plan_of(call, &p);
-  Kernel of_keys = *plan.of_keys.kernel, of_queries = plan.adds_to_queries() ? of_keys : *plan.of_queries.kernel;
+  Kernel of_keys = *plan.of_keys.kernel, of_queries = plan.is_one() ? of_keys : *plan.of_queries.kernel;
   of_keys.launch = [](Params const& params, Grid const& grid, cudaStream_t) {
-    bool const persistent = static_cast<BackwardParams const&>(params).dq_sums;
-    EXPECT_EQ(static_cast<int64_t>(grid.ctas.x),
-              persistent ? std::min<int64_t>(params.scheduler.size(), kResident) : params.scheduler.size());
+    auto const& p = static_cast<BackwardParams const&>(params);
+    bool const of_heads = p.counters && !p.dq_sums, persistent = p.counters;
+    int64_t const items = of_heads ? int64_t(p.batch) * p.heads_kv : p.scheduler.size();
+    EXPECT_EQ(static_cast<int64_t>(grid.ctas.x), persistent ? std::min(items, kResident) : items);
     EXPECT_EQ(params.counters != nullptr, persistent);
     done.emplace_back("keys");
   };

@@ -348,6 +348,70 @@ def test_keys_have_the_same_bits_anyway(kernels):
         assert_same_bits(kernels.gradients(q, k, v, dout, dlse)[1:], want[1:])
 
 
+# ------------------------------------------------------------------------------------------------ heads of few rows
+# batch, n_q, n_kv, heads, heads_kv, d: heads that one CTA of Hopper's has all of, with one tile of keys and with
+# several, as many rows as there is room for, those of several heads together.
+WHOLE_HEADS = {
+    "one tile": (3, 100, 128, 5, 5, 64),
+    "512 rows": (12, 512, 512, 11, 11, 64),
+    "197 rows, not of whole tiles": (11, 197, 197, 12, 12, 64),
+    "rows of eight heads": (16, 64, 300, 64, 8, 64),
+    "rows of three heads": (44, 100, 130, 9, 3, 40),
+    "more keys than rows": (33, 70, 1000, 4, 4, 64),
+    "more rows than keys": (2, 500, 65, 3, 3, 24),
+}
+
+
+def whole_heads(target, shape):
+    batch, n_q, n_kv, heads, heads_kv, d = WHOLE_HEADS[shape]
+    return target.qkv(batch, n_q, heads, d, n_kv=n_kv, heads_kv=heads_kv)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "start_pos": "end", "window": (100, 0)},
+        {"start_pos": 30, "window": (5, 90)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", WHOLE_HEADS)
+def test_whole_heads(kernels, shape, options):
+    tensors = whole_heads(kernels, shape)
+    check(kernels, *tensors, small=True, sink=kernels.vector(tensors[0].shape[2]), **options)
+    if kernels.family == "sm90":
+        with torch.no_grad():
+            out, lse = kernels.fmha(*tensors, **options)
+        call = torch.randn_like(out), *tensors, out, lse
+        explanation = cutlass_ext.explain(cutlass_ext.fmha_backward, *call, backend=kernels.backend, **options)
+        assert explanation.kernel == "head_gradients", explanation
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("heads,longest", [((12, 12), 512), ((8, 2), 128)])
+def test_whole_heads_of_packed_sequences(kernels, heads, longest, causal):
+    rows = [longest, 0, 1, longest - 1, 65, 64, 0, 7, longest] * 9
+    keys = [longest + 130, 33, 0, longest - 1, 64, 129, 0, 300, 1] * 9
+    check_packed(kernels, packed(kernels, rows, keys, heads, 64), causal=causal, start_pos="end")
+
+
+def test_lengths_of_whole_heads(kernels):
+    lengths = {"seqused_k": kernels.int32([300, 0, 129, 128] * 9), "leftpad_k": kernels.int32([5, 0, 100, 128] * 9)}
+    check(kernels, *kernels.qkv(36, 200, 4, 64, n_kv=300), causal=True, start_pos="end", small=True, **lengths)
+
+
+@pytest.mark.parametrize("shape", WHOLE_HEADS)
+def test_whole_heads_have_the_same_bits(hopper, shape):
+    """In either mode: each sum has one CTA, in a fixed order."""
+    tensors = whole_heads(hopper, shape)
+    dout, dlse = of_out(hopper, tensors[0], tensors[2])
+    want = hopper.gradients(*tensors, dout, dlse, causal=True)
+    for deterministic in (True, False) * 10:
+        assert_same_bits(hopper.gradients(*tensors, dout, dlse, causal=True, deterministic=deterministic), want)
+
+
 # ------------------------------------------------------------------------------------------------ tiles that CTAs share
 # batch, n_q, n_kv, heads, heads_kv, d, d_v: so few tiles of keys, or of rows too, that Hopper's kernels split them: of
 # the heads, of the rows or keys that a tile goes through, of both; in parts that differ, and of which some are empty.

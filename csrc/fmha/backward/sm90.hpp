@@ -4,7 +4,8 @@
 // 3.1, algorithm 2, with the sums of dQ in a launch of their own). Every sum then has one owner, so that its order, and
 // its bits, are fixed, and P and dS pass from accumulators to operands in registers: seven products. A third kernel, of
 // five, goes by keys and adds what each tile makes of dQ to memory, in any order: dS passes through shared memory, so
-// that the warpgroups share out dS K. One warp copies each of the two streams by TMA. Instantiated by
+// that the warpgroups share out dS K. A fourth does so for heads of few rows, whose dQ shared memory holds while a CTA
+// goes through all of their keys. One warp copies each of the two streams by TMA. Instantiated by
 // csrc/kernels/sm90_backward_*.cu.
 #pragma once
 
@@ -33,6 +34,18 @@ enum class Sums {
   Queries,  ///< dQ of 64 rows
   All,      ///< dK and dV of 64 keys, and what these and the other warpgroup's add to dQ
 };
+
+/// Where a kernel over tiles of keys adds up dQ.
+enum class SumsOfQueries {
+  None,      ///< another launch does
+  InMemory,  ///< CTAs add to it in any order
+  InShared,  ///< a CTA has all tiles of a head, one after the other
+};
+
+/// Tiles of rows that there is room for in shared memory, those of all query heads of a key head; and how many a head
+/// has.
+constexpr int kMostHeldTiles = 8;
+CUTE_HOST_DEVICE int tiles_of_head(int rows, int block) { return (rows + block - 1) / block; }
 
 /// Adds four numbers that lie side by side to as many in memory.
 CUTE_DEVICE void add_to_memory(float* to, float a, float b, float c, float d) {
@@ -96,6 +109,9 @@ struct GradientTile {
   }
 
   CUTE_DEVICE int rows() const { return view.n_q - work.row0; }  // in hand that exist
+  // Over keys, whether the tile is a head's first, and whether it is its last.
+  CUTE_DEVICE bool begins_head() const { return work.row0 == 0; }
+  CUTE_DEVICE bool ends_head() const { return rows() <= Traits::Held; }
   CUTE_DEVICE int turns(BackwardParams const& params) const {
     return Traits::Pairs && params.tile_map ? seen_tiles : heads * tiles.size();
   }
@@ -117,17 +133,17 @@ struct GradientTile {
   }
 };
 
-/// `AddsToQueries`: over tiles of keys, with what each adds to dQ. Where dV and dK of a tile are two warpgroups'
-/// (`Apart`), that of dV makes this too, or, `QueriesApart`, a third; and S is computed by both, or, `PassesP`, by that
-/// of dV, which passes P on.
+/// Where dV and dK of a tile are two warpgroups' (`Apart`), and there are sums of queries, a third makes what is added
+/// to these, and S is computed by that of dV, which passes P on.
 template <Axis Of_, int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, bool ScoreMods_,
-          bool AddsToQueries_, bool PassesP_, bool QueriesApart_>
+          SumsOfQueries OfQueries>
 struct BackwardTraits {
   static constexpr Axis Of = Of_;
   static constexpr bool OfKeys = Of == Axis::Keys;
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDimV_, Stages = Stages_;
-  static constexpr bool ScoreMods = ScoreMods_, AddsToQueries = AddsToQueries_, PassesP = PassesP_;
-  static constexpr bool QueriesApart = QueriesApart_;
+  static constexpr bool ScoreMods = ScoreMods_;
+  static constexpr bool AddsToQueries = OfQueries != SumsOfQueries::None,
+                        HoldsSums = OfQueries == SumsOfQueries::InShared;
   // Whether a CTA works on one tile after the other: the next one's first copies land while a tile's gradients are
   // stored. Else the launch has a CTA for each (backward.cpp asks the same): with score changes 64 and 104 bytes
   // spilled.
@@ -140,16 +156,16 @@ struct BackwardTraits {
   static constexpr int Parts = Operand<Element>::Parts;
   // Whether several CTAs may share a tile in hand: each goes through some of the heads, and of the tiles (backward.cpp
   // asks the same).
-  static constexpr bool Splits = !Pairs && Parts == 1;
+  static constexpr bool Splits = !Pairs && Parts == 1 && !HoldsSums;
   static constexpr int Held = OfKeys ? B_c : B_r, Step = OfKeys ? B_r : B_c;  // rows in hand, and of a streamed tile
-  /// Whether each of two warpgroups sums up one of dK and dV, for the same keys; S^T is computed by both.
+  /// Whether each of two warpgroups sums up one of dK and dV, for the same keys.
   static constexpr bool Apart = OfKeys && Held == kAtomRows, AddsApart = Apart && AddsToQueries;
   static constexpr int Streaming = Apart ? 2 : Held / kAtomRows;  // warpgroups that go through the streams
-  static constexpr int Consumers = Streaming + QueriesApart;
+  static constexpr int Consumers = Streaming + AddsApart;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
   // 504 are there, as in traits.hpp, 512 of four warpgroups.
-  static constexpr int ProducerRegisters = 24, ConsumerRegisters = QueriesApart ? 208 : 240,
-                       RegistersOfValues = QueriesApart ? 200 : 240, RegistersOfQueries = 80;
+  static constexpr int ProducerRegisters = 24, ConsumerRegisters = AddsApart ? 208 : 240,
+                       RegistersOfValues = AddsApart ? 200 : 240, RegistersOfQueries = 80;
 
   template <int Columns>
   static constexpr int Padded = (Columns + kPanel - 1) / kPanel * kPanel;  // in shared memory: whole panels
@@ -179,7 +195,7 @@ struct BackwardTraits {
                          decltype(GMMA::ss_op_selector<Part, Part, float, ShapeOfScores<Columns>>())>{}));
   // An instruction may have no more registers than a thread is launched with: 128 where warpgroups are four.
   template <int Columns>
-  static constexpr int ColumnsAtOnce = QueriesApart && Columns > 128 ? 128 : Columns;
+  static constexpr int ColumnsAtOnce = AddsApart && Columns > 128 ? 128 : Columns;
   template <int Columns>
   using MmaGradient = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<ColumnsAtOnce<Columns>>, Int<Step>>,
@@ -189,14 +205,18 @@ struct BackwardTraits {
   // the columns. It is multiplied a turn after it was left, so that no warpgroup waits for another within a turn; with
   // three buffers the barrier that says that it is there will do.
   // Apart, it passes from one warpgroup to another, which says when it has it in registers: as many as there are
-  // stages, so that a turn has one number for both.
-  static constexpr int BuffersDS = AddsApart ? Stages : 3;
+  // stages, so that a turn has one number for both. Beside sums in shared memory there is room for two.
+  static constexpr int BuffersDS = AddsApart ? Stages : HoldsSums ? 2 : 3;
+  static constexpr bool EmptiesDS = AddsApart || HoldsSums;  // whether it is said when it has been read
   // Narrow heads leave registers for all columns: the warpgroups then take turns, which reads dS once.
   static constexpr bool TakesTurns = AddsToQueries && SumsOfTile<HeadDim>::kParts == 1;
-  static constexpr int QueryColumns = QueriesApart ? 32 : HeadDim / SumsOfTile<HeadDim>::kParts;
+  static constexpr int QueryColumns = AddsApart ? 32 : HeadDim / SumsOfTile<HeadDim>::kParts;
   // Whether the copy engine adds it, out of `staging`: the registers are free at once. Wider heads have neither room
   // there nor time of shared memory.
-  static constexpr bool StagesSums = TakesTurns;
+  static constexpr bool StagesSums = TakesTurns && !HoldsSums;
+  static constexpr int VectorsOfSums = HoldsSums ? kMostHeldTiles * B_r * HeadDim / 4 : 1;
+  // Beside sums in shared memory values in hand pass through the stages of dout: 64 rows each.
+  static constexpr int HeldBox = HoldsSums ? kAtomRows : Held;
   static constexpr int Staged = 16 * (StagesSums ? kPanel * sizeof(float) / sizeof(Part) : kPanel);  // of a warp
   using LayoutDS =
       decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Part>{}, Shape<Int<B_r>, Int<B_c>, Int<BuffersDS>>{}));
@@ -218,12 +238,13 @@ struct BackwardTraits {
   static constexpr bool StagesPairs = Pairs && (Step > kPanel || StagesSums);
   struct SharedStorage {
     alignas(1024) Part held[Held * ColumnsQK];
-    alignas(1024) Part held_v[Held * ColumnsV];
     alignas(1024) Part streamed[Stages * Step * ColumnsQK];
     alignas(1024) Part streamed_v[Stages * Step * ColumnsV];
     alignas(1024) Part ds[AddsToQueries ? BuffersDS * B_r * B_c : 8];
-    // 16 rows of a panel for each consumer warp; where P is passed, a warp's part of what it passes on serves as such.
-    alignas(256) Part staging[Parts == 1 && !PassesP ? 4 * Consumers * Staged : 8];
+    alignas(HoldsSums ? 16 : 1024) Part held_v[HoldsSums ? 8 : Held * ColumnsV];
+    alignas(16) float4 sums[VectorsOfSums];  // of dQ: tiles of rows of a head, in the order of SumsOfTile
+    // 16 rows of a panel for each consumer warp; a warp's part of dS, or of what else it passes on, serves as such.
+    alignas(256) Part staging[Parts == 1 && !EmptiesDS ? 4 * Consumers * Staged : 8];
     alignas(256) Part pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
     alignas(16) uint8_t drawn[Pairs && !OfKeys ? 8 * Consumers * Step : 16];  // a bit for what dropout keeps
     StreamedTile at[Pairs ? Stages : 1];                                      // what the stages hold
@@ -235,8 +256,8 @@ struct BackwardTraits {
     Barrier full[Stages], empty[Stages], full_v[Stages], empty_v[Stages];
     Barrier ds_full[BuffersDS];
     Barrier tail, tail_v;  // the copy of a tile whose rows past the last are to be zeroed before anyone sees it
-    Barrier ds_empty[AddsApart ? BuffersDS : 1], p_full, p_empty;
-    alignas(16) float4 p[PassesP ? VectorsOfP * kWarpgroup : 1];
+    Barrier ds_empty[EmptiesDS ? BuffersDS : 1], p_full, p_empty;
+    alignas(16) float4 p[AddsApart ? VectorsOfP * kWarpgroup : 1];
   };
 
   static_assert(StatisticsRows::kTile % B_r == 0 || !OfKeys, "statistics are copied by whole tiles of rows");
@@ -245,9 +266,9 @@ struct BackwardTraits {
                                    (TakesTurns || Apart || Consumers == SumsOfTile<HeadDim>::kParts)),
                 "the order of the sums");
   static_assert(!AddsApart || !ScoreMods, "there are no registers for score changes");
-  static_assert(!PassesP || AddsApart, "P goes from the warpgroup of dV to that of dK");
-  static_assert(!PassesP || Stages == 2, "the phase of P is a turn's stage: both alternate");
-  static_assert(!QueriesApart || PassesP, "there are no registers for S and dP of one warpgroup");
+  static_assert(!AddsApart || Stages == 2, "the phase of P is a turn's stage: both alternate");
+  static_assert(!HoldsSums || (HoldsInRegisters && TakesTurns && Persistent),
+                "a warp adds to the same tiles each time");
   static_assert(!TakesTurns || Consumers == 2, "every other turn is a warpgroup's");
   static_assert(Held % kAtomRows == 0 && Step % 16 == 0, "WGMMA's rows, and its steps");
   static_assert(Parts == 1 || !(ScoreMods || AddsToQueries), "float32 is multiplied plainly");
@@ -293,8 +314,19 @@ struct TileTaker {
   BackwardParams const& params;
   typename Traits::SharedStorage& shared;
   RingPosition<Traits::TilesKnown> at{};
-  bool took_first = false;
+  bool took_first = false, goes_on = false;  // with a head
+  unsigned index = 0;                        // of the tile, or of a head's first
   uint32_t held_phase = 0;
+
+  /// The index of the next tile; of a head that is gone on with, or, of the next one, its first.
+  CUTE_DEVICE unsigned take(bool leader) {
+    if (Traits::HoldsSums && goes_on) return index + 1;
+    unsigned const tiles = Traits::HoldsSums ? tiles_of_head(params.n_kv, Traits::Held) : 1;
+    unsigned item = blockIdx.x;
+    if (took_first) item = gridDim.x + __shfl_sync(0xffffffffu, leader ? atomicAdd(params.counters, 1u) : 0, 0);
+    took_first = true;
+    return item * tiles;
+  }
 
   /// Tells the others of a tile that has rows, or that there is none, and returns it.
   CUTE_DEVICE GradientTile<Traits> const* next() {
@@ -303,16 +335,17 @@ struct TileTaker {
     shared.tile_empty[at.stage].wait_for(at.phase ^ 1);
     bool exists;
     do {
-      unsigned index = blockIdx.x;
-      if (took_first) index = gridDim.x + __shfl_sync(0xffffffffu, leader ? atomicAdd(params.counters, 1u) : 0, 0);
-      took_first = true;
+      index = take(leader);
       exists = index < static_cast<unsigned>(params.scheduler.size());
       if (exists && leader) {
         slot = GradientTile<Traits>(params, index);
         slot.held_phase = held_phase;
+        if (Traits::HoldsSums && slot.rows() <= 0) slot.tiles = {0, 0};  // a head without keys, whose dQ is 0
       }
       __syncwarp();
-    } while (exists && slot.rows() <= 0);  // packed: the launch counts the tiles of the longest sequence for each
+      if (Traits::HoldsSums && exists) goes_on = !slot.ends_head();
+      // Packed: the launch counts the tiles of the longest sequence for each.
+    } while (exists && slot.rows() <= 0 && !Traits::HoldsSums);
     if (leader) {
       shared.is_last[at.stage] = !exists;
       shared.tile_full[at.stage].arrive();
@@ -379,16 +412,34 @@ struct StreamCopy {
     int const row = tile.held_row0 + tile.work.row0;
     Range const here = counting(Traits::OfKeys ? keys : query_rows, tile.work.row0, Held);
     auto const* const empty_held = empty_rows(!Traits::OfKeys, tile.head_q, tile.work.row0, Held);
-    if constexpr (Traits::Persistent)
+    if constexpr (Traits::Persistent && !(Traits::HoldsSums && OfValues))
       (OfValues ? shared.held_v_empty : shared.held_empty).wait_for(tile.held_phase ^ 1);
-    tail.template tile<Held, Columns>(
-        held_full, held, empty_held || is_cut(here, Held, row, held_stored), here,
-        [&](Barrier& barrier) {
-          if (leader)
-            copy_panels<Held, Columns>(map_held, barrier, held, row, tile.work.head, batch,
-                                       TMA::CacheHintSm90::EVICT_FIRST);
-        },
-        empty_held);
+    if constexpr (Traits::HoldsSums && OfValues) {
+      for (int first = 0; first < Held; first += Step) {
+        Range const here = counting(keys, min(tile.work.row0 + first, keys.end), Step);
+        auto* const to = streamed + ring.stage * Step * Columns;
+        empty[ring.stage].wait_for(ring.phase ^ 1);
+        tail.template tile<Step, Columns>(
+            full[ring.stage], to, is_cut(here, Step, row + first, held_stored), here, [&](Barrier& barrier) {
+              if (leader)
+                copy_panels<Step, Columns>(map_held, barrier, to, row + first, tile.work.head, batch,
+                                           TMA::CacheHintSm90::EVICT_FIRST);
+            });
+        ring.advance();
+      }
+    } else {
+      tail.template tile<Held, Columns>(
+          held_full, held, empty_held || is_cut(here, Held, row, held_stored), here,
+          [&](Barrier& barrier) {
+            if (!leader) return;
+            barrier.arrive_and_expect_tx(Held * Columns * sizeof(Part));
+            CUTE_UNROLL
+            for (int first = 0; first < Held; first += Traits::HeldBox)
+              copy_box<Held, Columns>(map_held, barrier, held + first * kPanel, row + first, tile.work.head, batch,
+                                      TMA::CacheHintSm90::EVICT_FIRST);
+          },
+          empty_held);
+    }
     for (int g = 0; g < tile.heads; ++g) {
       int const head_q = tile.head_q + g, head = Traits::OfKeys ? head_q : tile.head_kv;
       int64_t const statistics =
@@ -518,26 +569,24 @@ struct QuerySums {
     gemm_async<Traits::B_c / 16>(Mma{}, fDS(_, _, _, buffer), keys_from(part() * Columns), sums, true);
   }
 
-  /// Adds to all columns of a tile of rows, `Columns` at a time, of which `Ahead` + 1 are under way; if not `exists`,
-  /// multiplies alone: WGMMAs forbid a branch around them.
-  template <int Ahead, class Operand>
-  CUTE_DEVICE void add_tile(Operand const& ds, float* to, bool exists) const {
+  /// Adds to all columns of a tile of rows, `Columns` at a time, of which two are under way.
+  template <class Operand>
+  CUTE_DEVICE void add_tile(Operand const& ds, float* to) const {
     constexpr int kSteps = Traits::HeadDim / Columns, kVectorsOfLanes = 32 * 4;
-    Tensor all = make_tensor<float>(append(accumulator().layout(), make_layout(Int<Ahead + 1>{})).shape());
-    for_each(make_int_sequence<kSteps + Ahead>{}, [&](auto step) {
-      constexpr int kNext = decltype(step)::value, kDone = kNext - Ahead;
+    Tensor both = make_tensor<float>(append(accumulator().layout(), Layout<_2>{}).shape());
+    for_each(make_int_sequence<kSteps + 1>{}, [&](auto step) {
+      constexpr int kNext = decltype(step)::value, kDone = kNext - 1;
       if constexpr (kNext < kSteps) {
-        Tensor sums = all(_, _, _, kNext % (Ahead + 1));
+        Tensor sums = both(_, _, _, kNext % 2);
         gemm_async<Traits::B_c / 16>(Mma{}, ds, keys_from(kNext * Columns), sums, true);
       }
       if constexpr (kDone >= 0) {
-        Tensor sums = all(_, _, _, kDone % (Ahead + 1));
-        warpgroup_wait<(kNext < kSteps ? Ahead : kSteps - 1 - kDone)>();
+        Tensor sums = both(_, _, _, kDone % 2);
+        warpgroup_wait<(kNext < kSteps ? 1 : 0)>();
         warpgroup_fence_operand(sums);
         constexpr int kColumn = kDone * Columns;
-        if (exists)
-          add(sums, to + SumsOfTile<Traits::HeadDim>::first(kColumn / kPanel, 0) * 4 +
-                        kColumn % kPanel / 8 * kVectorsOfLanes);
+        add(sums,
+            to + SumsOfTile<Traits::HeadDim>::first(kColumn / kPanel, 0) * 4 + kColumn % kPanel / 8 * kVectorsOfLanes);
       }
     });
   }
@@ -562,6 +611,21 @@ struct QuerySums {
         add_to_memory(to + e * 32, sums(e), sums(e + 1), sums(e + 2), sums(e + 3));
     }
   }
+  /// The vectors of tile `tile` of those that shared memory has, 32 apart, that the thread alone reads and writes.
+  CUTE_DEVICE float4* held(int tile) const {
+    constexpr int kTileVectors = Traits::B_r * Traits::HeadDim / 4;
+    return shared.sums + tile * kTileVectors + SumsOfTile<Traits::HeadDim>::first(0, threadIdx.x / 32 % 4) +
+           threadIdx.x % 32;
+  }
+  template <class Sums>
+  CUTE_DEVICE void hold(Sums const& sums, int tile) const {
+    float4* const to = held(tile);
+    CUTE_UNROLL
+    for (int e = 0; e < size(sums); e += 4) {
+      float4 const x = to[e * 8];
+      to[e * 8] = make_float4(x.x + sums(e), x.y + sums(e + 1), x.z + sums(e + 2), x.w + sums(e + 3));
+    }
+  }
   /// Where the thread adds, or the warp, counted from the sums of a tile.
   CUTE_DEVICE int first() const {
     int const lane = Traits::StagesSums ? 0 : threadIdx.x % 32;
@@ -569,12 +633,12 @@ struct QuerySums {
   }
 };
 
-/// The warp's 16 rows of a tile in hand of one panel, to registers: operand A.
-template <class Operand, class Element>
+/// The warp's 16 of `Rows` rows of a panel that are in hand, to registers: operand A.
+template <int Rows, class Operand, class Element>
 CUTE_DEVICE void load_held(Operand& operand, Element const* held) {
   auto const [lane, warp_row] = ConsumerThread();
   Tensor words = recast<uint32_t>(operand);
-  int const row = warp_row + lane % 16;
+  int const row = warp_row % Rows + lane % 16;
   CUTE_UNROLL
   for (int m = 0; m < kPanel / 16; ++m) {
     auto const* const from = held + row * kPanel + swizzled_chunk<Element>(2 * m + lane / 16, row);
@@ -586,7 +650,7 @@ CUTE_DEVICE void load_held(Operand& operand, Element const* held) {
 /// Where a consumer warpgroup stands, from tile to tile.
 template <class Traits>
 struct Standing {
-  RingPosition<Traits::Stages> ring{};
+  RingPosition<Traits::Stages> ring{}, ring_v{};  // the second of dout, where values in hand pass there, too
   RingPosition<Traits::BuffersDS> ds{}, last_ds{};
   unsigned taken = 0;  // tiles of dS, by a warpgroup that does nothing else
 };
@@ -608,10 +672,40 @@ CUTE_DEVICE void add_to_queries(BackwardParams const& params, typename Traits::S
       shared.ds_full[buffer].wait_for(standing.taken / Traits::BuffersDS % 2);
       query_sums.take(fdS, buffer);
       ++standing.taken;
-      query_sums.template add_tile<1>(fdS, to, true);
+      query_sums.add_tile(fdS, to);
     }
   }
   if (elect_one_sync()) shared.held_empty.arrive(), shared.held_v_empty.arrive();
+}
+
+/// dQ of a head from shared memory, once all of its keys have been gone through: of the tiles that the warpgroup adds
+/// to.
+template <class Traits>
+CUTE_DEVICE void store_held_sums(BackwardParams const& params, QuerySums<Traits> const& sums,
+                                 GradientTile<Traits> const& tile, int row_block) {
+  using Element = typename Traits::Element;
+  int const rows = tile.sequence.visibility.n_q, tiles = tiles_of_head(rows, Traits::Step), lane = threadIdx.x % 32,
+            warp_row = threadIdx.x / 32 % 4 * 16;
+  Tensor cQ = QuerySums<Traits>::accumulator();
+  Tensor dQ = rows_and_columns(cQ);
+  CUTE_NO_UNROLL
+  for (int held = row_block; held < tile.heads * tiles; held += 2) {
+    float4* const from = sums.held(held);
+    CUTE_UNROLL
+    for (int e = 0; e < size(cQ); e += 4) {
+      float4 const x = from[e * 8];
+      cQ(e) = x.x, cQ(e + 1) = x.y, cQ(e + 2) = x.z, cQ(e + 3) = x.w;
+    }
+    CUTE_UNROLL
+    for (int e = 0; e < size(cQ); ++e) cQ(e) *= ScoreMod::gradient_scale(params);
+    __syncwarp();  // all have read what is written over
+    int const head = held / tiles, row = (held - head * tiles) * Traits::Step + warp_row;
+    auto* const to = row_at<Element>(params.dq, params.dq_stride, tile.sequence.batch,
+                                     tile.sequence.q_row0 + row + lane / 8, tile.head_q + head);
+    store_rows<Stored<Traits, Traits::HeadDim>>(
+        to, [&](int pass) { return pass * 4 * params.dq_stride.row; }, rows - row, params.head_dim, dQ,
+        reinterpret_cast<Element*>(from - lane), lane);
+  }
 }
 
 /// A consumer warpgroup: goes through the tiles of the stream and sums up its gradients.
@@ -624,9 +718,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   constexpr bool SumsP = What == Sums::KeysAndValues || What == Sums::Values || What == Sums::All;  // A2 += P Y2
   constexpr bool SumsS = What != Sums::Values;                                                      // A1 += dS Y1
   constexpr bool AddsQ = What == Sums::All;
-  constexpr bool AddsAlone = Traits::AddsApart && What == Sums::Values && !Traits::QueriesApart;
   // Whether dP is computed in the place of S: P is another warpgroup's.
-  constexpr bool kGetsP = Traits::PassesP && What == Sums::Keys;
+  constexpr bool kGetsP = Traits::AddsApart && What == Sums::Keys;
   // Wide heads have no registers to spare: dK's product reads dS from shared memory, where it lies for dQ.
   [[maybe_unused]] constexpr bool kReadsDS = AddsQ && Traits::HeadDim > 64;
   constexpr bool kInParts = Traits::Parts > 1;
@@ -737,6 +830,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
 
   Range const tiles = tile.tiles, unmasked = tile.unmasked;
   auto& ring = standing.ring;
+  auto& ring_v = Traits::HoldsSums ? standing.ring_v : standing.ring;
+  [[maybe_unused]] auto &ds = standing.ds, &last_ds = standing.last_ds;
   auto mods_of = [&](auto changed, int head) {
     if constexpr (decltype(changed)::value) return ScoreMod(params, tile.work.batch, head);
     return ScoreMod(cutlass_ext::Scores{}, 0, 0);
@@ -896,13 +991,16 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   // What the next tile that is due adds to dQ. Where, is worked out when it is wanted: registers of what is being
   // added, its address among them, wait for memory before they are written again.
   [[maybe_unused]] float* sums_to = nullptr;
-  [[maybe_unused]] int due_t = tiles.begin, due_head = tile.head_q;
+  [[maybe_unused]] int due_t = tiles.begin, due_head = tile.head_q, due_held = 0;
+  [[maybe_unused]] int const tiles_of_rows = tiles_of_head(tile.sequence.visibility.n_q, Step);
   [[maybe_unused]] auto const find_sums = [&] {
     if constexpr (Traits::Pairs) {
       sums_to += query_sums.first();
       return;
     }
-    if (due_t == tiles.begin) {
+    if constexpr (Traits::HoldsSums) {
+      due_held = (due_head - tile.head_q) * tiles_of_rows + due_t;
+    } else if (due_t == tiles.begin) {
       sums_to = sums_of_tile(params, tile, due_head, due_t) + query_sums.first();
     } else {
       sums_to += Step * Traits::HeadDim;
@@ -912,19 +1010,47 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   [[maybe_unused]] auto const add_sums = [&](auto& sums) {
     warpgroup_fence_operand(sums);
     if constexpr (!Traits::TakesTurns) find_sums();
-    query_sums.add(sums, sums_to);
+    if constexpr (Traits::HoldsSums) {
+      release(shared.ds_empty[last_ds.stage]);
+      query_sums.hold(sums, due_held);
+    } else {
+      query_sums.add(sums, sums_to);
+    }
   };
+  // Whether the warpgroup adds what is due before turn `turn`: in shared memory always to the same tiles.
+  [[maybe_unused]] auto const takes_sums = [&](int turn) {
+    return !Traits::TakesTurns || (Traits::HoldsSums ? due_held % 2 == row_block : turn % 2 != row_block);
+  };
+  if constexpr (Traits::HoldsSums) {
+    if (tile.begins_head()) {
+      for (int held = row_block; held < tile.heads * tiles_of_rows; held += 2) {
+        CUTE_UNROLL
+        for (int i = 0; i < Traits::HeadDim / 8; ++i) query_sums.held(held)[i * 32] = make_float4(0.f, 0.f, 0.f, 0.f);
+      }
+    }
+  }
   if (turns > 0) {
     if constexpr (!kGetsP) shared.held_full.wait_for(tile.held_phase);
     (kGetsP ? shared.full_v : shared.full)[ring.stage].wait_for(ring.phase);
-    if constexpr (SumsS) shared.held_v_full.wait_for(tile.held_phase);
+    if constexpr (SumsS && !Traits::HoldsSums) shared.held_v_full.wait_for(tile.held_phase);
   }
   if constexpr (Traits::HoldsInRegisters) {
     if (turns > 0) {  // else the next tile's copies may be on their way there
-      load_held(fX, shared.held);
-      load_held(fXv, shared.held_v);
-      __syncwarp();
-      release(shared.held_v_empty);
+      load_held<Traits::Held>(fX, shared.held);
+      if constexpr (Traits::HoldsSums) {
+        CUTE_UNROLL
+        for (int block = 0; block < Traits::Streaming; ++block) {
+          shared.full_v[ring_v.stage].wait_for(ring_v.phase);
+          if (block == row_block) load_held<Step>(fXv, shared.streamed_v + ring_v.stage * Step * ColumnsV);
+          __syncwarp();
+          release(shared.empty_v[ring_v.stage]);
+          ring_v.advance();
+        }
+      } else {
+        load_held<Traits::Held>(fXv, shared.held_v);
+        __syncwarp();
+        release(shared.held_v_empty);
+      }
     }
   }
   if constexpr (kGetsP) {
@@ -945,21 +1071,20 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if (turns > 0) ask_for(std::true_type{}, ring.stage);
   }
   warpgroup_wait<0>();
-  [[maybe_unused]] auto &ds = standing.ds, &last_ds = standing.last_ds;
   // `changed`: whether anything but visibility changes scores, or what becomes of them.
   auto const take_turn = [&](auto changed, int turn) __attribute__((always_inline)) {
     // Accumulators of one turn are made in it: WGMMA's zero is no write to the compiler, which would keep old sums.
     Tensor cdP = scores_of_a_tile();
     [[maybe_unused]] auto cQ = QuerySums<Traits>::accumulator();
-    int const stage = ring.stage;
+    int const stage = ring.stage, stage_v = ring_v.stage;
     RingPosition<Traits::Stages> next = ring;
     next.advance();
     auto const wait_for_next = [&] {
       if (turn + 1 < turns) shared.full[next.stage].wait_for(next.phase);
     };
     if constexpr (Traits::Pairs) t = shared.at[stage].tile, head = shared.at[stage].head;
-    shared.full_v[stage].wait_for(ring.phase);
-    if constexpr (SumsS) issue_dp(cdP, stage);
+    shared.full_v[stage_v].wait_for(ring_v.phase);
+    if constexpr (SumsS) issue_dp(cdP, stage_v);
     weigh(changed, stage, t, head);
     // The weights are worked out beside dP: the branches of a wait keep the assembler from moving the one for dP in
     // front of them.
@@ -969,15 +1094,16 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       wait_for_next();
     }
     if constexpr (SumsS) warpgroup_wait<0>();
-    if constexpr (SumsP) issue_dv(stage);
+    if constexpr (SumsP) issue_dv(stage_v);
     if constexpr (SumsS) take_gradients(changed, cdP, stage);
     if constexpr (AddsQ) {
       if (turn > 0) shared.ds_full[last_ds.stage].wait_for(last_ds.phase);
+      if constexpr (Traits::HoldsSums) shared.ds_empty[ds.stage].wait_for(ds.phase ^ 1);
       query_sums.share(words_ds, ds.stage);
       if constexpr (kReadsDS || Traits::TakesTurns) {
         warpgroup_wait<0>();  // P's registers are wanted, or no WGMMA is to be in flight where the turns part
         warpgroup_fence_operand(cV);
-        release(shared.empty_v[stage]);
+        release(shared.empty_v[stage_v]);
       }
     }
     auto const go_on = [&]() __attribute__((always_inline)) {
@@ -997,7 +1123,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     };
     if constexpr (Traits::TakesTurns) {
       if (turn > 0) find_sums();
-      if (turn > 0 && turn % 2 != row_block) {
+      if (turn > 0 && takes_sums(turn)) {
         query_sums.issue(cQ, last_ds.stage);
         go_on();
         warpgroup_wait<2>();
@@ -1012,7 +1138,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       go_on();
       if constexpr (SumsP) warpgroup_wait<SumsS ? 2 : 1>();
       if constexpr (SumsP && !kReadsDS) warpgroup_fence_operand(cV);
-      if constexpr (!kReadsDS) release(shared.empty_v[stage]);
+      if constexpr (!kReadsDS) release(shared.empty_v[stage_v]);
       if constexpr (AddsQ) {
         if (turn > 0) add_sums(cQ);
       }
@@ -1029,17 +1155,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       release(shared.empty[stage]);
     }
     ring = next;
+    if constexpr (Traits::HoldsSums) ring_v.advance();
     if (!Traits::Pairs && ++t == tiles.end) t = tiles.begin, ++head;
-  };
-  // Adds to dQ what the warpgroup of dK has left of the tile before this one, or, if not `exists`, nothing.
-  [[maybe_unused]] auto const add_last = [&](auto exists) {
-    Tensor fdQ = QuerySums<Traits>::operand();
-    if (exists) {
-      shared.ds_full[ds.stage].wait_for(ds.phase);
-      query_sums.take(fdQ, ds.stage);
-      ds.advance();
-    }
-    query_sums.template add_tile<0>(fdQ, sums_to, exists);
   };
   // Where dV and dK are two warpgroups', which pass P and dS on: the products of the next tile that wait for neither
   // are under way beside the last of this one.
@@ -1055,33 +1172,23 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     };
     if constexpr (What == Sums::Values) {
       weigh(changed, stage, t, head);
-      if constexpr (Traits::PassesP) {
-        shared.p_empty.wait_for(stage ^ 1);
-        CUTE_UNROLL
-        for (int j = 0; j < Step / 4; j += 2)
-          passed[j / 2 * 32] = make_float4(S(0, j), S(0, j + 1), S(1, j), S(1, j + 1));
-        __syncwarp();
-        release(shared.p_full);
-      }
+      shared.p_empty.wait_for(stage ^ 1);
+      CUTE_UNROLL
+      for (int j = 0; j < Step / 4; j += 2)
+        passed[j / 2 * 32] = make_float4(S(0, j), S(0, j + 1), S(1, j), S(1, j + 1));
+      __syncwarp();
+      release(shared.p_full);
       warpgroup_fence_operand(cS);
       shared.full_v[stage].wait_for(ring.phase);
       if (!is_last) shared.full[next.stage].wait_for(next.phase);
       issue_dv(stage);
-      if constexpr (Traits::QueriesApart) warpgroup_wait<0>();  // there are no registers for P and the next S
+      warpgroup_wait<0>();  // there are no registers for P and the next S
       issue_s(following);
       warpgroup_wait<1>();
       warpgroup_fence_operand(cV);
       release(shared.empty_v[stage]);
-      if constexpr (AddsAlone) {
-        add_last(turn > 0);
-        if (t == tiles.begin) {
-          sums_to = sums_of_tile(params, tile, head, t) + query_sums.first();
-        } else {
-          sums_to += Step * Traits::HeadDim;
-        }
-      }
       warpgroup_wait<0>();
-    } else if constexpr (kGetsP) {
+    } else {
       if (!is_last) release(shared.empty_v[stage]);  // dP is there
       shared.full[stage].wait_for(ring.phase);
       shared.p_full.wait_for(stage);
@@ -1095,20 +1202,6 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       issue_dp(cS, following);
       warpgroup_wait<0>();
       if (is_last) release(shared.empty_v[stage]);
-    } else {
-      Tensor cdP = scores_of_a_tile();
-      shared.full_v[stage].wait_for(ring.phase);
-      issue_dp(cdP, stage);
-      weigh(changed, stage, t, head);
-      warpgroup_fence_operand(cS);
-      if (!is_last) shared.full[next.stage].wait_for(next.phase);
-      warpgroup_wait<0>();
-      release(shared.empty_v[stage]);
-      take_gradients(changed, cdP, stage);
-      share_ds();
-      issue_gradient(stage);
-      issue_s(following);
-      warpgroup_wait<0>();
     }
     shared.empty[stage].arrive();  // every lane for itself: each has read statistics
     ring = next;
@@ -1188,16 +1281,13 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   if constexpr (AddsQ) {
     // Waited for by all: what is left next goes where the tile before this turn's dS has been read.
     if (turns > 0) shared.ds_full[last_ds.stage].wait_for(last_ds.phase);
-    if (turns > 0 && !(Traits::TakesTurns && turns % 2 == row_block)) {
+    if constexpr (Traits::TakesTurns) find_sums();
+    if (turns > 0 && takes_sums(turns)) {
       Tensor cQ = QuerySums<Traits>::accumulator();
-      if constexpr (Traits::TakesTurns) find_sums();
       query_sums.issue(cQ, last_ds.stage);
       warpgroup_wait<0>();
       add_sums(cQ);
     }
-  }
-  if constexpr (AddsAlone) {
-    if (turns > 0) add_last(true);
   }
   warpgroup_wait<0>();
   warpgroup_fence_operand(cS);
@@ -1260,7 +1350,11 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
   } else {
     auto* staging = shared.staging + part_of_warp<Traits>() * Traits::Staged;
-    if constexpr (Traits::PassesP) {  // what the warp has passed on there has been taken
+    if constexpr (Traits::HoldsSums) {
+      shared.ds_empty[ds.stage].wait_for(ds.phase ^ 1);
+      staging = shared.ds + (ds.stage * Traits::B_c + warp_row) * kPanel;
+    }
+    if constexpr (Traits::AddsApart) {  // what the warp has passed on there has been taken
       if constexpr (SumsP) {
         shared.p_empty.wait_for(ring.stage ^ 1);
         staging = reinterpret_cast<Element*>(passed - lane);
@@ -1315,6 +1409,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
         store(Traits::OfKeys ? params.dk : params.dq, stride, A, params.head_dim, Int<Traits::HeadDim>{});
       }
     }
+    if constexpr (Traits::HoldsSums) {
+      if (tile.ends_head()) store_held_sums(params, query_sums, tile, row_block);
+    }
   }
 }
 
@@ -1358,8 +1455,10 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       for (auto* barrier : {&shared.held_full, &shared.held_v_full, &shared.tail, &shared.tail_v}) barrier->init(1);
       for (auto* barrier : {&shared.held_empty, &shared.held_v_empty}) barrier->init(kReaders);
       for (auto& barrier : shared.ds_full) barrier.init(Traits::AddsApart ? 4 : kReaders);
-      if constexpr (Traits::AddsApart) {
+      if constexpr (Traits::EmptiesDS) {
         for (auto& barrier : shared.ds_empty) barrier.init(4);
+      }
+      if constexpr (Traits::AddsApart) {
         for (auto* barrier : {&shared.p_full, &shared.p_empty}) barrier->init(4);
       }
       for (auto& barrier : shared.tile_full) barrier.init(1);
@@ -1405,15 +1504,11 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       work_on(*tile);
     } while (tiles.release());
   };
-  if constexpr (Traits::QueriesApart) {
+  if constexpr (Traits::AddsApart) {
     if (warpgroup == Traits::Consumers) {
       cutlass::arch::warpgroup_reg_dealloc<Traits::RegistersOfQueries>();
       go_through([&](auto const& tile) { add_to_queries(params, shared, tile, standing); });
-      return;
-    }
-  }
-  if constexpr (Traits::AddsApart) {
-    if (warpgroup == 1) {
+    } else if (warpgroup == 1) {
       cutlass::arch::warpgroup_reg_alloc<Traits::RegistersOfValues>();
       go_through([&](auto const& tile) { accumulate<Traits, Sums::Values>(params, shared, tile, 0, standing); });
     } else {
@@ -1437,23 +1532,27 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   });
 }
 
-/// One side's kernel at one tile shape, a CTA for each tile of that side, or, adding to queries, as many as there is
+/// One side's kernel at one tile shape, a CTA for each tile of that side, or, with sums of queries, as many as there is
 /// room for.
 template <Axis Of, int B_r, int B_c, int HeadDim, int HeadDimV, class Element, int Stages, bool ScoreMods,
-          bool AddsToQueries = false, bool PassesP = false, bool QueriesApart = false>
+          SumsOfQueries OfQueries = SumsOfQueries::None>
 struct Backward {
-  using Traits =
-      BackwardTraits<Of, B_r, B_c, HeadDim, HeadDimV, Element, Stages, ScoreMods, AddsToQueries, PassesP, QueriesApart>;
+  using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, HeadDimV, Element, Stages, ScoreMods, OfQueries>;
   static constexpr char const* kFamily = "sm90";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &backward_kernel<Traits>;
-  static constexpr Kind kKind = AddsToQueries    ? Kind::AllGradients
-                                : Traits::OfKeys ? Kind::KeyGradients
-                                                 : Kind::QueryGradients;
+  static constexpr Kind kKind = Traits::HoldsSums       ? Kind::HeadGradients
+                                : Traits::AddsToQueries ? Kind::AllGradients
+                                : Traits::OfKeys        ? Kind::KeyGradients
+                                                        : Kind::QueryGradients;
   static constexpr Features kTakes = (ScoreMods ? feature::kScoreMods : 0) | (Traits::Pairs ? feature::kPairs : 0) |
                                      feature::Sink | feature::Packed | feature::kUnlike;
   /// Softcap's derivative is found in scores, from which what has been added since is not taken again.
-  static bool takes_shape(Params const& params) { return !(ScoreMod::caps(params) && has_bias(params)); }
+  static bool takes_shape(Params const& params) {
+    int const heads = params.heads_q / params.heads_kv;
+    if (Traits::HoldsSums && int64_t(tiles_of_head(params.n_q, B_r)) * heads > kMostHeldTiles) return false;
+    return !(ScoreMod::caps(params) && has_bias(params));
+  }
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
 };
 
