@@ -82,6 +82,9 @@ def suites() -> dict[str, Suite]:
     rows = [Case(batch, n=n, causal=False, n_q=1, **wide) for batch, n in cache]
     paged = [replace(case, page=page) for page in (16, 64) for case in (rows[0], rows[2], rows[3])]
     short = [Case(batch, n=n, causal=True, **wide) for batch, n in ((1, 64), (1, 256), (1, 1024), (8, 128), (32, 197))]
+    brief = [Case(64, 12, 512, 64, c, "bfloat16") for c in (False, True)]
+    brief += [Case(128, 12, 197, 64, False, "bfloat16"), Case(128, 16, 197, 80, False, "bfloat16")]
+    brief += [Case(256, 16, n, d, False, "bfloat16") for n, d in ((128, 64), (64, 64), (128, 128))]
     windows = [Case(1, 16, 16384, d, True, "bfloat16", window=w) for d in (64, 128) for w in (1024, 4096)]
     single = [Case(4, 16, 512, 64, c, "float32") for c in (False, True)]
     single += [Case(8, 16, 59, 64, True, "float32"), Case(2, 16, 8192, 64, False, "float32")]
@@ -104,18 +107,19 @@ def suites() -> dict[str, Suite]:
         "pages": Suite("decode over pages", paged, note=no_pages),
         "backward": Suite(
             "backward, bfloat16, N 512 to 16,384",
-            backward([*square(64), *square(128), *square(256, (2048, 8192)), grouped_heads]),
+            backward([*square(64), *square(128), *square(256, (512, 2048, 8192)), grouped_heads]),
             note=step,
         ),
+        "short_backward": Suite("gradients of short sequences, bfloat16, N 64 to 512", backward(brief), note=step),
         "float32": Suite("forward, float32", single, float32),
         "float32_backward": Suite("backward, float32", backward([*single[:2], *single[-3:-1]]), float32, step),
         "windows": Suite("windows, N 16,384", windows, frozenset(SLOW)),
         "scores": Suite("masks, biases, dropout, bfloat16", changed, frozenset(SLOW)),
         "scores_backward": Suite(
-            "gradients of masks and biases, a bias' own too",
-            backward([case for case in changed if case.scores != "dropout"]),
+            "gradients with masks, biases, a bias' own too, and dropout",
+            backward(changed),
             frozenset(SLOW),
-            "Not counted: the forward pass. Dropout's gradients stand in backward_h200.md.",
+            "Not counted: the forward pass.",
         ),
     }
 
