@@ -25,7 +25,7 @@ def kinds(features):
 
 
 def test_every_kind_is_there():
-    gradients = {"key_gradients", "query_gradients", "all_gradients"}
+    gradients = {"key_gradients", "query_gradients", "all_gradients", "head_gradients"}
     assert kinds(0) == {"persistent", "tiles", "short", "decode", "narrow", "cluster", "bias_gradients"} | gradients
     rows = kernels_taking(0).splitlines()
     assert len(rows) > 80
@@ -44,14 +44,15 @@ def test_who_takes_what(bits):
     tiles, cache = {"persistent", "tiles"}, {"decode", "narrow", "cluster"}
     of_both = {"key_gradients", "query_gradients"}
     gradients, of_bias = of_both | {"all_gradients"}, {"bias_gradients"}
+    plain = gradients | {"head_gradients"}
     expected = {
         "Softcap": tiles | {"decode"} | gradients,
         "Alibi": tiles | {"decode"} | gradients | of_bias,
-        "Sink": tiles | {"short", "decode"} | gradients | of_bias,
-        "Packed": tiles | {"decode", "narrow"} | gradients,
-        "KeyLengths": tiles | cache | gradients | of_bias,
-        "LeftPadding": tiles | {"decode"} | gradients | of_bias,
-        "StartPositions": tiles | cache | gradients | of_bias,
+        "Sink": tiles | {"short", "decode"} | plain | of_bias,
+        "Packed": tiles | {"decode", "narrow"} | plain,
+        "KeyLengths": tiles | cache | plain | of_bias,
+        "LeftPadding": tiles | {"decode"} | plain | of_bias,
+        "StartPositions": tiles | cache | plain | of_bias,
         "FewerKeys": tiles | cache,
         "Pages": tiles | cache,
         "BatchIndex": {"decode"},
