@@ -5,6 +5,7 @@
 #include <optional>
 #include <tuple>
 
+#include "../fmha/backward/rows_known.hpp"
 #include "../fmha/operand_parts.hpp"
 #include "../fmha/pairs.hpp"
 #include "choice.hpp"
@@ -202,7 +203,10 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
     if (plan.adds_to_queries()) params.dq_sums = to_clear;
     params.counters = reinterpret_cast<unsigned*>(to_clear + sums);
   }
-  compute_row_statistics(plan.of_keys.kernel->dtype, params, to_clear, cleared, stream);
+  bool const of_first_heads = plan.of_keys.kernel->kind == Kind::HeadGradients && makes_rows_known(params);
+  if (of_first_heads) params.scheduler = plan.of_keys.scheduler;
+  compute_row_statistics(plan.of_keys.kernel->dtype, params, of_first_heads ? plan.of_keys.ctas : 0, to_clear, cleared,
+                         stream);
   if (params.dbias) compute_dbias(plan.of_keys.kernel->dtype, plan.of_bias, params, stream, allocate);
   if (plan.is_one()) {
     launch(plan.of_keys, params, stream, allocate);

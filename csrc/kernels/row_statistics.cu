@@ -17,12 +17,18 @@ auto kernel_of_rows(int cols) {
 
 }  // namespace
 
-void compute_row_statistics(DType dtype, BackwardParams const& params, float* to_clear, size_t floats,
-                            cudaStream_t stream) {
+void compute_row_statistics(DType dtype, BackwardParams const& params, int64_t ctas_of_heads, float* to_clear,
+                            size_t floats, cudaStream_t stream) {
   if (params.batch > 65535 || params.heads_q > 65535)
     fail("ValueError", "q: has ", params.batch, " sequences of ", params.heads_q,
          " heads; the backward pass takes 65,535 of each at most");
-  dim3 const ctas(Scheduler::tiles_of(params.n_q, StatisticsRows::kTile), params.heads_q, params.batch);
+  int const tiles = Scheduler::tiles_of(params.n_q, StatisticsRows::kTile);
+  dim3 ctas(tiles, params.heads_q, params.batch);
+  int tiles_a_head = 0;
+  if (ctas_of_heads > 0) {
+    ctas = dim3(tiles, params.heads_q / params.heads_kv, static_cast<unsigned>(ctas_of_heads));
+    tiles_a_head = static_cast<int>(params.scheduler.size() / (int64_t(params.batch) * params.heads_kv));
+  }
   int const cols = params.head_dim_v;
   auto const kernel = dtype == DType::Float32   ? kernel_of_rows<float>(cols)
                       : dtype == DType::Float16 ? kernel_of_rows<cutlass::half_t>(cols)
@@ -31,7 +37,7 @@ void compute_row_statistics(DType dtype, BackwardParams const& params, float* to
     ToClear clear{reinterpret_cast<float4*>(to_clear), static_cast<int64_t>(floats / 4)};
     int64_t const all = int64_t(ctas.x) * ctas.y * ctas.z;
     clear.of_a_cta = (clear.size + all - 1) / all;
-    kernel<<<ctas, kStatisticsThreads, 0, stream>>>(params, clear);
+    kernel<<<ctas, kStatisticsThreads, 0, stream>>>(params, tiles_a_head, clear);
     check_cuda(cudaGetLastError(), "launching the statistics of rows");
     if (params.empty_rows) {
       empty_rows_kernel<<<ctas, kStatisticsThreads, 0, stream>>>(params);

@@ -22,12 +22,14 @@ namespace cutlass_ext {
 // The parts that are compiled by nvcc: they note what they are called with.
 static std::vector<std::string> done;
 static BackwardParams of_statistics;
-void compute_row_statistics(DType, BackwardParams const& params, float* to_clear, size_t floats, cudaStream_t) {
+static int64_t first_heads;  // 0: all
+void compute_row_statistics(DType, BackwardParams const& params, int64_t ctas_of_heads, float* to_clear, size_t floats,
+                            cudaStream_t) {
   EXPECT_EQ(to_clear, params.dq_sums);
   EXPECT_EQ(floats % 4, 0u);
   fake::cleared_bytes += floats * sizeof(float);
   done.emplace_back("statistics");
-  of_statistics = params;
+  of_statistics = params, first_heads = ctas_of_heads;
 }
 size_t bytes_of_parts(BackwardParams const&, int head_dim, int) { return head_dim; }
 BackwardParams make_parts(BackwardParams const& params, int, int, void*, cudaStream_t) {
@@ -426,6 +428,25 @@ TEST(BackwardRun, ComputesTheStatisticsOfRowsFirst) {
   EXPECT_EQ(workspace, 32u * 8 * 1024 * sizeof(RowStatistics));
   EXPECT_EQ(fake::cleared_bytes, 0u) << "every row and key is some tile's";
   EXPECT_NE(of_statistics.row_statistics, nullptr);
+}
+
+TEST(BackwardRun, LeavesStatisticsToTheCtasThatHaveWholeHeads) {
+  size_t workspace;
+  auto const heads_of = [&](Call const& call) {
+    EXPECT_EQ(run_of(call, &workspace), "statistics, keys");
+    return first_heads;
+  };
+  Call const plain(32, 512, 512, 32, 32, 64);
+  EXPECT_EQ(heads_of(plain), kResident);
+  EXPECT_EQ(of_statistics.scheduler.size(), 32 * 32 * 4) << "where a CTA's first head is, follows from it";
+  EXPECT_EQ(heads_of(Call(32, 100, 100, 32, 32, 64)), kResident);
+  EXPECT_EQ(heads_of(Call(32, 128, 128, 32, 32, 64)), 0) << "one tile of keys is no work for as long";
+  Call lse = plain, delta = plain, unaligned = plain;
+  lse.p.dlse = delta.p.delta = somewhere<float>();
+  unaligned.p.o = somewhere<char>() + 4;
+  for (Call call : {lse, delta, unaligned, Call(plain).sink()}) EXPECT_EQ(heads_of(call), 0);
+  run_of(Call(8, 2048, 2048, 16, 16, 64).in_any_order(), &workspace);
+  EXPECT_EQ(first_heads, 0) << "another kernel";
 }
 
 TEST(BackwardRun, ClearsTheSumsOfQueriesAndFinishesThem) {

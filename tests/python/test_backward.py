@@ -40,8 +40,9 @@ def check(target, q, k, v, *, small=False, lse=True, **options):
     expect_gradients(q, k, v, dout, dlse, **options).check(got, small=small, what=str(options))
 
 
-def check_packed(target, batch, *, small=True, **options):
+def check_packed(target, batch, *, small=True, lse=True, **options):
     dout, dlse = of_out(target, batch.q, batch.v)
+    dlse = dlse if lse else None
     got = target.gradients(*batch, dout, dlse, **batch.packing, **options)
     assert all(t.is_contiguous() for t in got)
     expect_gradients_packed(*batch, dout, dlse, **batch.packing, **options).check(got, small=small, what=str(options))
@@ -359,6 +360,8 @@ WHOLE_HEADS = {
     "rows of three heads": (44, 100, 130, 9, 3, 40),
     "more keys than rows": (33, 70, 1000, 4, 4, 64),
     "more rows than keys": (2, 500, 65, 3, 3, 24),
+    "several heads a CTA": (45, 197, 197, 12, 12, 64),
+    "several heads of few rows a CTA": (90, 40, 100, 8, 4, 40),
 }
 
 
@@ -379,8 +382,10 @@ def whole_heads(target, shape):
 )
 @pytest.mark.parametrize("shape", WHOLE_HEADS)
 def test_whole_heads(kernels, shape, options):
+    """Statistics of rows are made by a launch where there are sinks or gradients of lse, else by CTAs beside their work."""
     tensors = whole_heads(kernels, shape)
     check(kernels, *tensors, small=True, sink=kernels.vector(tensors[0].shape[2]), **options)
+    check(kernels, *tensors, small=True, lse=False, **options)
     if kernels.family == "sm90":
         with torch.no_grad():
             out, lse = kernels.fmha(*tensors, **options)
@@ -394,12 +399,15 @@ def test_whole_heads(kernels, shape, options):
 def test_whole_heads_of_packed_sequences(kernels, heads, longest, causal):
     rows = [longest, 0, 1, longest - 1, 65, 64, 0, 7, longest] * 9
     keys = [longest + 130, 33, 0, longest - 1, 64, 129, 0, 300, 1] * 9
-    check_packed(kernels, packed(kernels, rows, keys, heads, 64), causal=causal, start_pos="end")
+    for lse in (True, False):
+        check_packed(kernels, packed(kernels, rows, keys, heads, 64), lse=lse, causal=causal, start_pos="end")
 
 
 def test_lengths_of_whole_heads(kernels):
     lengths = {"seqused_k": kernels.int32([300, 0, 129, 128] * 9), "leftpad_k": kernels.int32([5, 0, 100, 128] * 9)}
-    check(kernels, *kernels.qkv(36, 200, 4, 64, n_kv=300), causal=True, start_pos="end", small=True, **lengths)
+    for lse in (True, False):
+        tensors = kernels.qkv(36, 200, 4, 64, n_kv=300)
+        check(kernels, *tensors, lse=lse, causal=True, start_pos="end", small=True, **lengths)
 
 
 @pytest.mark.parametrize("shape", WHOLE_HEADS)
@@ -408,8 +416,11 @@ def test_whole_heads_have_the_same_bits(hopper, shape):
     tensors = whole_heads(hopper, shape)
     dout, dlse = of_out(hopper, tensors[0], tensors[2])
     want = hopper.gradients(*tensors, dout, dlse, causal=True)
+    want_of_out = hopper.gradients(*tensors, dout, torch.zeros_like(dlse), causal=True)
     for deterministic in (True, False) * 10:
-        assert_same_bits(hopper.gradients(*tensors, dout, dlse, causal=True, deterministic=deterministic), want)
+        options = {"causal": True, "deterministic": deterministic}
+        assert_same_bits(hopper.gradients(*tensors, dout, dlse, **options), want)
+        assert_same_bits(hopper.gradients(*tensors, dout, None, **options), want_of_out)
 
 
 # ------------------------------------------------------------------------------------------------ tiles that CTAs share

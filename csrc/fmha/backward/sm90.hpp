@@ -21,6 +21,7 @@
 #include "../sm90/warpgroup.hpp"
 #include "../softmax.hpp"
 #include "params.hpp"
+#include "row_product.hpp"
 #include "sm90_pairs.hpp"
 #include "sm90_parts.hpp"
 
@@ -164,7 +165,10 @@ struct BackwardTraits {
   static constexpr int Consumers = Streaming + AddsApart;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
   // 504 are there, as in traits.hpp, 512 of four warpgroups.
-  static constexpr int ProducerRegisters = 24, ConsumerRegisters = AddsApart ? 208 : 240,
+  static constexpr int ProducerRegisters = HoldsSums ? 56 : 24,
+                       ConsumerRegisters = AddsApart   ? 208
+                                           : HoldsSums ? 224
+                                                       : 240,
                        RegistersOfValues = AddsApart ? 200 : 240, RegistersOfQueries = 80;
 
   template <int Columns>
@@ -257,6 +261,8 @@ struct BackwardTraits {
     Barrier ds_full[BuffersDS];
     Barrier tail, tail_v;  // the copy of a tile whose rows past the last are to be zeroed before anyone sees it
     Barrier ds_empty[EmptiesDS ? BuffersDS : 1], p_full, p_empty;
+    Barrier head_taken, rows_known;  // the CTA's next head, of whole ones, and the statistics of its rows
+    unsigned next_head;              // its first tile's index
     alignas(16) float4 p[AddsApart ? VectorsOfP * kWarpgroup : 1];
   };
 
@@ -315,17 +321,39 @@ struct TileTaker {
   typename Traits::SharedStorage& shared;
   RingPosition<Traits::TilesKnown> at{};
   bool took_first = false, goes_on = false;  // with a head
-  unsigned index = 0;                        // of the tile, or of a head's first
-  uint32_t held_phase = 0;
+  unsigned index = 0;                        // of the tile
+  uint32_t held_phase = 0, rows_phase = 0;
 
-  /// The index of the next tile; of a head that is gone on with, or, of the next one, its first.
+  /// What no CTA has: a tile, or a head.
+  CUTE_DEVICE unsigned draw(bool leader) const {
+    return gridDim.x + __shfl_sync(0xffffffffu, leader ? atomicAdd(params.counters, 1u) : 0, 0);
+  }
+  /// The index of the next tile.
   CUTE_DEVICE unsigned take(bool leader) {
-    if (Traits::HoldsSums && goes_on) return index + 1;
-    unsigned const tiles = Traits::HoldsSums ? tiles_of_head(params.n_kv, Traits::Held) : 1;
-    unsigned item = blockIdx.x;
-    if (took_first) item = gridDim.x + __shfl_sync(0xffffffffu, leader ? atomicAdd(params.counters, 1u) : 0, 0);
+    bool const is_first = !took_first;
     took_first = true;
-    return item * tiles;
+    if constexpr (Traits::HoldsSums) {
+      return goes_on ? index + 1 : take_head(leader, is_first);
+    } else {
+      return is_first ? blockIdx.x : draw(leader);
+    }
+  }
+  /// That of the next head's first tile, once the statistics of its rows are there. The head behind it is drawn, so
+  /// that those of its rows are made meanwhile.
+  CUTE_DEVICE unsigned take_head(bool leader, bool is_first) {
+    unsigned const tiles = tiles_of_head(params.n_kv, Traits::Held);
+    unsigned first = blockIdx.x * tiles;
+    if (!is_first) {
+      shared.rows_known.wait_for(rows_phase);
+      rows_phase ^= 1;
+      first = shared.next_head;
+    }
+    unsigned const next = draw(leader) * tiles;
+    if (leader) {
+      shared.next_head = next;
+      shared.head_taken.arrive();
+    }
+    return first;
   }
 
   /// Tells the others of a tile that has rows, or that there is none, and returns it.
@@ -355,6 +383,27 @@ struct TileTaker {
     return exists ? &slot : nullptr;
   }
 };
+
+/// One of two warps that make the statistics of rows of the CTA's next head, before the warp that copies them takes it.
+template <class Traits>
+CUTE_DEVICE void know_rows(BackwardParams const& params, typename Traits::SharedStorage& shared) {
+  using Element = typename Traits::Element;
+  unsigned index = 0, size = static_cast<unsigned>(params.scheduler.size());
+  for (uint32_t phase = 0; index < size; phase ^= 1) {
+    shared.head_taken.wait_for(phase);
+    index = shared.next_head;
+    if (index < size && makes_rows_known(params)) {  // else all were known before
+      WorkItem const work = params.scheduler(index);
+      Sequence const sequence = sequence_of(params, work.batch);
+      int const heads = params.heads_per_kv.divisor;
+      CUTE_NO_UNROLL
+      for (int head = work.head * heads; head < (work.head + 1) * heads; ++head)
+        make_rows_known<Traits::Step, Element>(params, sequence, work.batch, head);
+      asm volatile("fence.proxy.async.global;" ::: "memory");  // the copy engine reads them
+    }
+    shared.rows_known.arrive();  // every lane for itself
+  }
+}
 
 /// A warp that copies one tile in hand after the other, and the tiles of one stream: of q and k with the statistics of
 /// rows, or of v and dout.
@@ -787,10 +836,11 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   }
   // Statistics of the thread's columns, two neighbours at a time, where those are query rows. A tile's are read in the
   // turn before, in front of what this adds to dQ: behind it they would wait until memory has taken that. As far as
-  // registers allow it: `lses` of heads of up to 128, where pairs have nothing, `deltas` of up to 64.
+  // registers allow it: `lses` of heads of up to 128, where pairs have nothing, `deltas` of up to 64, but for the warps
+  // that make them leave fewer.
   constexpr bool kReadsAhead =
       Traits::OfKeys && !kInParts && Traits::HeadDim <= (Traits::Pairs && !Traits::TwoBodies ? 64 : 128);
-  constexpr bool kKeepsDeltas = kReadsAhead && Traits::HeadDim <= 64;
+  constexpr bool kKeepsDeltas = kReadsAhead && Traits::HeadDim <= 64 && !Traits::HoldsSums;
   constexpr int kPairs = kReadsAhead ? Step / 8 : 1, kPairsAhead = Traits::TwoBodies && !kKeepsDeltas ? 4 : kPairs;
   float2 lses[kPairs] = {};
   [[maybe_unused]] float2 deltas[kPairs] = {};
@@ -1461,6 +1511,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       if constexpr (Traits::AddsApart) {
         for (auto* barrier : {&shared.p_full, &shared.p_empty}) barrier->init(4);
       }
+      if constexpr (Traits::HoldsSums) shared.head_taken.init(1), shared.rows_known.init(2 * 32);
       for (auto& barrier : shared.tile_full) barrier.init(1);
       for (auto& barrier : shared.tile_empty) barrier.init(kReaders + 1);  // and the other warp that copies
       CUTE_UNROLL
@@ -1492,6 +1543,9 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
         if (!tile) break;
         copy(*tile);
       } while (tiles.release());
+    }
+    if constexpr (Traits::HoldsSums) {
+      if (warp >= 2) know_rows<Traits>(params, shared);
     }
     return;
   }

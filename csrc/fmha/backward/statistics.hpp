@@ -8,36 +8,11 @@
 #include "../score.hpp"
 #include "../softmax.hpp"
 #include "params.hpp"
+#include "row_product.hpp"
 
 namespace cutlass_ext {
 
 constexpr int kStatisticsThreads = 256;
-
-/// Lanes that share a row of so many columns: each reads 16 bytes of it at a time.
-template <class Element>
-constexpr int lanes_of_row(int cols) {
-  return cols * int(sizeof(Element)) <= 128 ? 8 : 16;
-}
-
-/// rowsum(dO O) of one row, by `Lanes` lanes: every one of them gets it.
-template <int Lanes, class Element>
-CUTE_DEVICE float row_product(Element const* dout, Element const* out, int cols, bool aligned, int lane) {
-  constexpr int kVector = 16 / sizeof(Element);
-  float sum = 0.f;
-  for (int col = lane * kVector; col < cols; col += Lanes * kVector) {
-    alignas(16) Element x[kVector], y[kVector];
-    if (aligned) {
-      *reinterpret_cast<uint4*>(x) = *reinterpret_cast<uint4 const*>(dout + col);
-      *reinterpret_cast<uint4*>(y) = *reinterpret_cast<uint4 const*>(out + col);
-    } else {
-      CUTE_UNROLL
-      for (int i = 0; i < kVector; ++i) x[i] = dout[col + i], y[i] = out[col + i];
-    }
-    CUTE_UNROLL
-    for (int i = 0; i < kVector; ++i) sum = fmaf(float(x[i]), float(y[i]), sum);
-  }
-  return warp_sum<Lanes, 1>(sum);
-}
 
 /// Workspace that other kernels want to be zero, in pieces of 16 bytes, and how many a CTA clears: writes beside what
 /// the statistics read.
@@ -46,16 +21,23 @@ struct ToClear {
   int64_t size = 0, of_a_cta = 0;
 };
 
-/// The statistics of a tile of rows of one head: a CTA each.
+/// The statistics of a tile of rows of one head: a CTA each. With `tiles_a_head` only of the heads that the CTAs of a
+/// launch of whole heads begin with, which has so many tiles for each: these see to the others while they work.
 template <class Element, int Lanes>
 __global__ void __launch_bounds__(kStatisticsThreads)
-    row_statistics_kernel(__grid_constant__ BackwardParams const params, ToClear const to_clear) {
+    row_statistics_kernel(__grid_constant__ BackwardParams const params, int const tiles_a_head,
+                          ToClear const to_clear) {
   constexpr int kTile = StatisticsRows::kTile, kRowsAPass = kStatisticsThreads / Lanes;
   int64_t const begin = ((int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * to_clear.of_a_cta,
                 end = min(begin + to_clear.of_a_cta, to_clear.size);
   for (int64_t i = begin + threadIdx.x; i < end; i += kStatisticsThreads)
     to_clear.data[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  int const b = blockIdx.z, head = blockIdx.y, row0 = blockIdx.x * kTile, lane = threadIdx.x % Lanes;
+  int const row0 = blockIdx.x * kTile, lane = threadIdx.x % Lanes;
+  int b = blockIdx.z, head = blockIdx.y;
+  if (tiles_a_head > 0) {
+    WorkItem const work = params.scheduler(blockIdx.z * tiles_a_head);
+    b = work.batch, head += work.head * params.heads_per_kv.divisor;
+  }
   Sequence const sequence = sequence_of(params, b);
   int const n_q = sequence.visibility.n_q;
   if (row0 >= n_q) return;

@@ -1,0 +1,102 @@
+// delta of a query row, rowsum(dO O), by the lanes that share it: of all rows in a launch (statistics.hpp), or of the
+// CTA's next head by warps that have nothing else to do (sm90.hpp). Both add up in the same order.
+#pragma once
+
+#include <cstdint>
+
+#include "../rows.hpp"
+#include "../softmax.hpp"
+#include "params.hpp"
+#include "rows_known.hpp"
+
+namespace cutlass_ext {
+
+CUTE_DEVICE void prefetch_to_l2(void const* data) { asm volatile("prefetch.global.L2 [%0];" ::"l"(data)); }
+
+/// Lanes that share a row of so many columns: each reads 16 bytes of it at a time.
+template <class Element>
+constexpr int lanes_of_row(int cols) {
+  return cols * int(sizeof(Element)) <= 128 ? 8 : 16;
+}
+
+/// `sum` and the products of 16 bytes of dO and O.
+template <class Element>
+CUTE_DEVICE float add_products(float sum, uint4 const& dout, uint4 const& out) {
+  auto const *const x = reinterpret_cast<Element const*>(&dout), *const y = reinterpret_cast<Element const*>(&out);
+  CUTE_UNROLL
+  for (int i = 0; i < int(16 / sizeof(Element)); ++i) sum = fmaf(float(x[i]), float(y[i]), sum);
+  return sum;
+}
+
+/// rowsum(dO O) of one row, by `Lanes` lanes: every one of them gets it.
+template <int Lanes, class Element>
+CUTE_DEVICE float row_product(Element const* dout, Element const* out, int cols, bool aligned, int lane) {
+  constexpr int kVector = 16 / sizeof(Element);
+  float sum = 0.f;
+  for (int col = lane * kVector; col < cols; col += Lanes * kVector) {
+    uint4 x, y;
+    if (aligned) {
+      x = *reinterpret_cast<uint4 const*>(dout + col);
+      y = *reinterpret_cast<uint4 const*>(out + col);
+    } else {
+      CUTE_UNROLL
+      for (int i = 0; i < kVector; ++i) {
+        reinterpret_cast<Element*>(&x)[i] = dout[col + i];
+        reinterpret_cast<Element*>(&y)[i] = out[col + i];
+      }
+    }
+    sum = add_products<Element>(sum, x, y);
+  }
+  return warp_sum<Lanes, 1>(sum);
+}
+
+/// The statistics of all rows of a sequence and head, by two warps, where makes_rows_known(); rows that only fill up a
+/// tile of `Tile` rows are written, too.
+template <int Tile, class Element>
+CUTE_DEVICE void make_rows_known(BackwardParams const& params, Sequence const& sequence, int b, int head) {
+  constexpr int kLanes = 8, kRows = 2 * 32 / kLanes, kAtOnce = 2;  // what 56 registers have room for
+  static_assert(Tile % (kAtOnce * kRows) == 0);
+  int const lane = threadIdx.x % kLanes, row = threadIdx.x % 64 / kLanes, n_q = sequence.visibility.n_q;
+  bool const has_columns = lane * int(16 / sizeof(Element)) < params.head_dim_v;
+  // A pass has few loads on their way, and would wait for memory each time: what it reads is to be in L2.
+  for (int each = threadIdx.x % 64; each < n_q; each += 64) {
+    auto const prefetch_row = [&](void const* data, Strides const& stride) {
+      prefetch_to_l2(row_at<Element>(data, stride, sequence.batch, sequence.q_row0 + each, head));
+    };
+    prefetch_row(params.dout, params.dout_stride), prefetch_row(params.o, params.o_stride);
+    prefetch_to_l2(params.lse + sequence.result_row0(params, head, 0) + each);
+  }
+  auto const chunks_of = [&](void const* data, Strides const& stride) {
+    return reinterpret_cast<uint4 const*>(row_at<Element const>(data, stride, sequence.batch, sequence.q_row0, head) +
+                                          row * stride.row) +
+           lane;
+  };
+  auto *dout = chunks_of(params.dout, params.dout_stride), *out = chunks_of(params.o, params.o_stride);
+  int64_t const dout_step = params.dout_stride.row * kRows / 8, out_step = params.o_stride.row * kRows / 8;
+  float const* lse = params.lse + sequence.result_row0(params, head, 0) + row;
+  RowStatistics* to = params.row_statistics + StatisticsRows(params).first(params, sequence, b, head) + row;
+  int left = n_q - row;  // rows from the lane's own on
+  CUTE_NO_UNROLL
+  for (int passes = (n_q + Tile - 1) / Tile * (Tile / kRows / kAtOnce); passes > 0; --passes) {
+    uint4 x[kAtOnce] = {}, y[kAtOnce] = {};
+    float lses[kAtOnce];
+    CUTE_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      bool const exists = left > i * kRows;
+      lses[i] = exists ? lse[i * kRows] : -INFINITY;
+      if (exists && has_columns) x[i] = *dout, y[i] = *out;
+      dout += dout_step, out += out_step;
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      float const delta = warp_sum<kLanes, 1>(add_products<Element>(0.f, x[i], y[i]));
+      // A row that sees no key counts nowhere.
+      RowStatistics const statistics =
+          lses[i] > -INFINITY ? RowStatistics{lses[i] * kLog2e, delta} : RowStatistics{INFINITY, 0.f};
+      if (lane == 0) to[i * kRows] = statistics;
+    }
+    lse += kAtOnce * kRows, to += kAtOnce * kRows, left -= kAtOnce * kRows;
+  }
+}
+
+}  // namespace cutlass_ext
