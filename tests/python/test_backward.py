@@ -382,7 +382,7 @@ def whole_heads(target, shape):
 )
 @pytest.mark.parametrize("shape", WHOLE_HEADS)
 def test_whole_heads(kernels, shape, options):
-    """Statistics of rows are made by a launch where there are sinks or gradients of lse, else by CTAs beside their work."""
+    """Statistics of rows are made by a launch for sinks and gradients of lse, else by CTAs beside their work."""
     tensors = whole_heads(kernels, shape)
     check(kernels, *tensors, small=True, sink=kernels.vector(tensors[0].shape[2]), **options)
     check(kernels, *tensors, small=True, lse=False, **options)

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../features.hpp"
 #include "params.hpp"
 
 namespace cutlass_ext {
@@ -19,7 +20,8 @@ CUTE_HOST_DEVICE bool makes_rows_known(BackwardParams const& p) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && (stride.batch | stride.row | stride.head) % 8 == 0;
   };
   bool const pays = p.n_kv > kKeysOfATile || int64_t(p.n_q) * p.heads_q <= int64_t(kFewRows) * p.heads_kv;
-  return pays && !p.sink && !p.delta && !p.dlse && is_aligned(p.dout, p.dout_stride) && is_aligned(p.o, p.o_stride);
+  return pays && !(features_of(p) & feature::Sink) && !p.delta && !p.dlse && is_aligned(p.dout, p.dout_stride) &&
+         is_aligned(p.o, p.o_stride);
 }
 
 }  // namespace cutlass_ext
