@@ -321,7 +321,7 @@ struct TileTaker {
   typename Traits::SharedStorage& shared;
   RingPosition<Traits::TilesKnown> at{};
   bool took_first = false, goes_on = false;  // with a head
-  unsigned index = 0;                        // of the tile
+  unsigned index = 0, next_head = 0;         // of the tile, and of the first one of the next head
   uint32_t held_phase = 0, rows_phase = 0;
 
   /// What no CTA has: a tile, or a head.
@@ -346,11 +346,11 @@ struct TileTaker {
     if (!is_first) {
       shared.rows_known.wait_for(rows_phase);
       rows_phase ^= 1;
-      first = shared.next_head;
+      first = next_head;
     }
-    unsigned const next = draw(leader) * tiles;
+    next_head = draw(leader) * tiles;
     if (leader) {
-      shared.next_head = next;
+      shared.next_head = next_head;
       shared.head_taken.arrive();
     }
     return first;
