@@ -64,7 +64,7 @@ void register_gradients() {
 }
 
 template <Axis Of, int B_r, int B_c, int Stages, SumsOfQueries OfQueries = SumsOfQueries::None>
-using Gradients = sm90::Backward<Of, B_r, B_c, kHeadDim, kHeadDim, cute::bfloat16_t, Stages, false, OfQueries>;
+using Gradients = sm90::Backward<Of, B_r, B_c, kHeadDim, kHeadDim, cute::bfloat16_t, Stages, 0, OfQueries>;
 
 /// One kernel for all gradients, where it fits.
 template <int Stages>

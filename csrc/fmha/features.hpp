@@ -63,6 +63,7 @@ CUTLASS_EXT_FEATURES(FEATURE)
 constexpr Features kScoreMods = Softcap | Alibi;
 /// What pairs of a row and a key have of their own.
 constexpr Features kPairs = Bias | Mask | Dropout;
+constexpr Features kMods = kScoreMods | kPairs;
 /// What tells the sequences of a padded batch apart by numbers on the device.
 constexpr Features kUnlike = KeyLengths | LeftPadding | StartPositions;
 /// What belongs to a cache.

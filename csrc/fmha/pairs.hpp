@@ -102,11 +102,6 @@ CUTE_HOST_DEVICE bool has_dropout(Pairs const& pairs) { return pairs.dropout.see
 CUTE_HOST_DEVICE uint32_t threshold_of(Pairs const& pairs) { return pairs.dropout.threshold; }
 CUTE_HOST_DEVICE bool has_pairs(Pairs const& pairs) { return changes_scores(pairs) || has_dropout(pairs); }
 
-/// Whether a call changes scores, or what becomes of them, of every pair: a mask alone does not.
-CUTE_HOST_DEVICE bool changes_every_tile(Params const& params) {
-  return ScoreMod::changes(params) || has_bias(params) || has_dropout(params);
-}
-
 template <class T>
 CUTE_DEVICE float float_of(T x) {
   if constexpr (std::is_same_v<T, __half>) return __half2float(x);
@@ -484,19 +479,14 @@ struct HalvesFrom {
   CUTE_DEVICE explicit HalvesFrom(uint32_t least) : to_top(((0x8000u - least) & 0xffffu) * 0x10001u) {}
   CUTE_DEVICE uint32_t operator()(uint32_t x) const {
     uint32_t halves;
-    uint32_t const tops = Below ? __viaddmax_u16x2(x, to_top, x) : __viaddmin_u16x2(x, to_top, x);
-    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(halves) : "r"(tops));
+    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(halves) : "r"(tops(x)));
     return halves;
   }
+  /// The same in the top bits of the halves; the others say nothing.
+  CUTE_DEVICE uint32_t tops(uint32_t x) const {
+    return Below ? __viaddmax_u16x2(x, to_top, x) : __viaddmin_u16x2(x, to_top, x);
+  }
 };
-
-/// Of the two 16-bit halves of a word the top bits are set where that of `x` is that of `least` or more; the others say
-/// nothing.
-CUTE_DEVICE uint32_t tops_from(uint32_t x, uint32_t least) {
-  constexpr uint32_t kTop = 0x80008000u;
-  uint32_t const difference = (x | kTop) - (least & ~kTop);  // of the lower 15 bits: the top one says which is more
-  return (x & ~least) | (~(x ^ least) & difference);
-}
 
 #endif
 

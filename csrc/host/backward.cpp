@@ -38,8 +38,9 @@ bool splits_tiles(Kernel const& kernel) {
 
 /// Whether its CTAs take one tile, or head, after the other (Traits::Persistent there).
 bool is_persistent(Kernel const& kernel) {
+  Features const mods = kernel.takes & feature::kMods;
   return kernel.kind == Kind::HeadGradients ||
-         (kernel.kind == Kind::AllGradients && !(kernel.takes & feature::kScoreMods));
+         (kernel.kind == Kind::AllGradients && (!mods || (mods == feature::Dropout && kernel.head_dim <= 64)));
 }
 
 int64_t resident_ctas(Kernel const& kernel, Device const& device) {

@@ -23,7 +23,7 @@ void finish(DType dtype, BackwardParams const& params, GradientSums const& gradi
 }  // namespace
 
 void finish_dq(Kernel const& kernel, BackwardParams const& params, cudaStream_t stream) {
-  GradientSums gradients{Axis::Rows, 1, 0, ScoreMod::gradient_scale(params), {}, {}};
+  GradientSums gradients{Axis::Rows, 1, 0, factor_of_gradients(params), {}, {}};
   gradients.first = {params.dq_sums, kernel.head_dim, params.dq, params.dq_stride, params.head_dim};
   finish(kernel.dtype, params, gradients, stream);
 }

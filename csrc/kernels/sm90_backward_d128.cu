@@ -6,11 +6,11 @@
 namespace cutlass_ext {
 using sm90::SumsOfQueries;
 static Entered const kernels_here{
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, false>>(),
-    kernel_of<sm90::Backward<Axis::Rows, 128, 128, 128, 128, cute::half_t, 2, false>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, false, SumsOfQueries::InMemory>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, false>>(),
-    kernel_of<sm90::Backward<Axis::Rows, 128, 128, 128, 128, cute::bfloat16_t, 2, false>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, false, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3>>(),
+    kernel_of<sm90::Backward<Axis::Rows, 128, 128, 128, 128, cute::half_t, 2>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, 0, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3>>(),
+    kernel_of<sm90::Backward<Axis::Rows, 128, 128, 128, 128, cute::bfloat16_t, 2>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, 0, SumsOfQueries::InMemory>>(),
 };
 }  // namespace cutlass_ext

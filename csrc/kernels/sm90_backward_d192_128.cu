@@ -5,9 +5,9 @@
 
 namespace cutlass_ext {
 static Entered const kernels_here{
-    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 192, 128, cute::half_t, 3, false>>(),
-    kernel_of<sm90::Backward<Axis::Rows, 128, 64, 192, 128, cute::half_t, 2, false>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 192, 128, cute::bfloat16_t, 3, false>>(),
-    kernel_of<sm90::Backward<Axis::Rows, 128, 64, 192, 128, cute::bfloat16_t, 2, false>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 192, 128, cute::half_t, 3>>(),
+    kernel_of<sm90::Backward<Axis::Rows, 128, 64, 192, 128, cute::half_t, 2>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 192, 128, cute::bfloat16_t, 3>>(),
+    kernel_of<sm90::Backward<Axis::Rows, 128, 64, 192, 128, cute::bfloat16_t, 2>>(),
 };
 }  // namespace cutlass_ext

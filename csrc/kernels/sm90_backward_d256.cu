@@ -7,11 +7,11 @@
 namespace cutlass_ext {
 using sm90::SumsOfQueries;
 static Entered const kernels_here{
-    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::half_t, 2, false>>(),
-    kernel_of<sm90::Backward<Axis::Rows, 128, 32, 256, 256, cute::half_t, 2, false>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::half_t, 2, false, SumsOfQueries::InMemory>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::bfloat16_t, 2, false>>(),
-    kernel_of<sm90::Backward<Axis::Rows, 128, 32, 256, 256, cute::bfloat16_t, 2, false>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::bfloat16_t, 2, false, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::half_t, 2>>(),
+    kernel_of<sm90::Backward<Axis::Rows, 128, 32, 256, 256, cute::half_t, 2>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::half_t, 2, 0, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::bfloat16_t, 2>>(),
+    kernel_of<sm90::Backward<Axis::Rows, 128, 32, 256, 256, cute::bfloat16_t, 2>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::bfloat16_t, 2, 0, SumsOfQueries::InMemory>>(),
 };
 }  // namespace cutlass_ext

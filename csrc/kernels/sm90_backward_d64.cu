@@ -6,13 +6,13 @@
 namespace cutlass_ext {
 using sm90::SumsOfQueries;
 static Entered const kernels_here{
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 4, false>>(),
-    kernel_of<sm90::Backward<Axis::Rows, 128, 128, 64, 64, cute::half_t, 3, false>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 4, false, SumsOfQueries::InMemory>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 3, false, SumsOfQueries::InShared>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 4, false>>(),
-    kernel_of<sm90::Backward<Axis::Rows, 128, 128, 64, 64, cute::bfloat16_t, 3, false>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 4, false, SumsOfQueries::InMemory>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 3, false, SumsOfQueries::InShared>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 4>>(),
+    kernel_of<sm90::Backward<Axis::Rows, 128, 128, 64, 64, cute::half_t, 3>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 4, 0, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 3, 0, SumsOfQueries::InShared>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 4>>(),
+    kernel_of<sm90::Backward<Axis::Rows, 128, 128, 64, 64, cute::bfloat16_t, 3>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 4, 0, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 3, 0, SumsOfQueries::InShared>>(),
 };
 }  // namespace cutlass_ext

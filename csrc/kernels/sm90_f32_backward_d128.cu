@@ -6,7 +6,7 @@
 
 namespace cutlass_ext {
 static Entered const kernels_here{
-    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 128, 128, float, 2, false>>(),
-    kernel_of<sm90::Backward<Axis::Rows, 128, 32, 128, 128, float, 3, false>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 128, 128, float, 2>>(),
+    kernel_of<sm90::Backward<Axis::Rows, 128, 32, 128, 128, float, 3>>(),
 };
 }  // namespace cutlass_ext

@@ -5,7 +5,7 @@
 
 namespace cutlass_ext {
 static Entered const kernels_here{
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, float, 4, false>>(),
-    kernel_of<sm90::Backward<Axis::Rows, 128, 64, 64, 64, float, 4, false>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, float, 4>>(),
+    kernel_of<sm90::Backward<Axis::Rows, 128, 64, 64, 64, float, 4>>(),
 };
 }  // namespace cutlass_ext

@@ -52,6 +52,10 @@ struct BackwardParams : Params, Gradients {
   }
 };
 
+/// What Hopper's kernels multiply dK and dQ by at last. Dropout's scale is not in dS: there it would be a product for
+/// each pair.
+CUTE_HOST_DEVICE float factor_of_gradients(Params const& p) { return p.softmax_scale * p.dropout.scale; }
+
 /// Which of `heads` query heads split `split` of a tile in hand goes through, and of which of `tiles` for each.
 CUTE_HOST_DEVICE Range split_turns(Gradients const& gradients, int split, int heads, Range* tiles) {
   int of_heads, of_tiles;

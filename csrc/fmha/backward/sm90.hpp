@@ -114,12 +114,12 @@ struct GradientTile {
   CUTE_DEVICE bool begins_head() const { return work.row0 == 0; }
   CUTE_DEVICE bool ends_head() const { return rows() <= Traits::Held; }
   CUTE_DEVICE int turns(BackwardParams const& params) const {
-    return Traits::Pairs && params.tile_map ? seen_tiles : heads * tiles.size();
+    return Traits::Hides && params.tile_map ? seen_tiles : heads * tiles.size();
   }
 
   /// Bits of the tiles that are gone through for a head; null: all are seen.
   CUTE_DEVICE uint32_t const* map(BackwardParams const& params, int head, TileMap::Plane plane) const {
-    if (!Traits::Pairs || !params.tile_map) return nullptr;
+    if (!Traits::Hides || !params.tile_map) return nullptr;
     TileMap const of(params, Traits::OfKeys, Traits::Held, Traits::Step);
     return params.tile_map + of.first(work.batch, head, work.row0 / Traits::Held, plane);
   }
@@ -136,22 +136,25 @@ struct GradientTile {
 
 /// Where dV and dK of a tile are two warpgroups' (`Apart`), and there are sums of queries, a third makes what is added
 /// to these, and S is computed by that of dV, which passes P on.
-template <Axis Of_, int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, bool ScoreMods_,
+template <Axis Of_, int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, Features Mods_,
           SumsOfQueries OfQueries>
 struct BackwardTraits {
   static constexpr Axis Of = Of_;
   static constexpr bool OfKeys = Of == Axis::Keys;
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDimV_, Stages = Stages_;
-  static constexpr bool ScoreMods = ScoreMods_;
+  // Which of feature::kMods are taken. Wider heads have no registers left for what pairs have.
+  static constexpr Features Mods = HeadDim <= 128 && HeadDimV <= 128 ? Mods_ : Mods_ & feature::kScoreMods;
+  static constexpr bool ScoreMods = Mods & feature::kScoreMods, Pairs = Mods & feature::kPairs;
+  // Whether pairs may be hidden, and tiles left out; and whether the kernel is for dropout and nothing else: then all
+  // of its calls have it.
+  static constexpr bool Hides = Mods & (feature::Bias | feature::Mask), DropsAlone = Mods == feature::Dropout;
   static constexpr bool AddsToQueries = OfQueries != SumsOfQueries::None,
                         HoldsSums = OfQueries == SumsOfQueries::InShared;
   // Whether a CTA works on one tile after the other: the next one's first copies land while a tile's gradients are
   // stored. Else the launch has a CTA for each (backward.cpp asks the same): with score changes 64 and 104 bytes
-  // spilled.
-  static constexpr bool Persistent = AddsToQueries && !ScoreMods;
+  // spilled, with dropout alone 26 at head_dim 128.
+  static constexpr bool Persistent = AddsToQueries && (!Mods || (DropsAlone && HeadDim <= 64));
   static constexpr int TilesKnown = Persistent ? 2 : 1;
-  // Whether what pairs have is taken beside score modifications: wider heads have no registers left.
-  static constexpr bool Pairs = ScoreMods && HeadDim <= 128 && HeadDimV <= 128;
   using Element = Element_;
   using Part = typename Operand<Element>::Part;
   static constexpr int Parts = Operand<Element>::Parts;
@@ -165,10 +168,13 @@ struct BackwardTraits {
   static constexpr int Consumers = Streaming + AddsApart;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
   // 504 are there, as in traits.hpp, 512 of four warpgroups.
-  static constexpr int ProducerRegisters = HoldsSums ? 56 : 24,
-                       ConsumerRegisters = AddsApart   ? 208
-                                           : HoldsSums ? 224
-                                                       : 240,
+  static constexpr int ProducerRegisters = HoldsSums             ? 56
+                                           : Persistent && Pairs ? 40
+                                                                 : 24,
+                       ConsumerRegisters = AddsApart             ? 208
+                                           : HoldsSums           ? 224
+                                           : Persistent && Pairs ? 232
+                                                                 : 240,
                        RegistersOfValues = AddsApart ? 200 : 240, RegistersOfQueries = 80;
 
   template <int Columns>
@@ -186,7 +192,7 @@ struct BackwardTraits {
                                               Shape<Int<Columns>, Int<Step>, Int<Stages>>{}, cute::Step<_2, _1, _3>{}));
 
   // Whether tiles that a mask leaves whole have a body of the loop of their own, where nothing else changes scores.
-  static constexpr bool TwoBodies = Pairs && AddsToQueries;
+  static constexpr bool TwoBodies = (Mods & feature::Mask) && AddsToQueries;
 
   // Whether a warpgroup keeps its rows in hand in registers: there are 52 left, and shared memory, which the products
   // would read them from each turn, is what the kernel waits for.
@@ -239,7 +245,7 @@ struct BackwardTraits {
   static constexpr int VectorsOfP = kAtomRows * B_r / kWarpgroup / 4;  // of a thread
 
   // Whether a tile of bias, or its part, lies apart from `staging`: where that is too small, or in use.
-  static constexpr bool StagesPairs = Pairs && (Step > kPanel || StagesSums);
+  static constexpr bool StagesPairs = Hides && (Step > kPanel || StagesSums);
   struct SharedStorage {
     alignas(1024) Part held[Held * ColumnsQK];
     alignas(1024) Part streamed[Stages * Step * ColumnsQK];
@@ -251,7 +257,7 @@ struct BackwardTraits {
     alignas(256) Part staging[Parts == 1 && !EmptiesDS ? 4 * Consumers * Staged : 8];
     alignas(256) Part pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
     alignas(16) uint8_t drawn[Pairs && !OfKeys ? 8 * Consumers * Step : 16];  // a bit for what dropout keeps
-    StreamedTile at[Pairs ? Stages : 1];                                      // what the stages hold
+    StreamedTile at[Hides ? Stages : 1];                                      // what the stages hold
     alignas(16) RowStatistics statistics[Stages][OfKeys ? Step : 1];
     GradientTile<BackwardTraits> tiles[TilesKnown];
     bool is_last[TilesKnown];  // there is no tile
@@ -271,13 +277,13 @@ struct BackwardTraits {
   static_assert(!AddsToQueries || (B_r == SumsOfTile<HeadDim>::kRows &&
                                    (TakesTurns || Apart || Consumers == SumsOfTile<HeadDim>::kParts)),
                 "the order of the sums");
-  static_assert(!AddsApart || !ScoreMods, "there are no registers for score changes");
+  static_assert(!AddsApart || !Mods, "there are no registers for score changes");
   static_assert(!AddsApart || Stages == 2, "the phase of P is a turn's stage: both alternate");
-  static_assert(!HoldsSums || (HoldsInRegisters && TakesTurns && Persistent),
+  static_assert(!HoldsSums || (HoldsInRegisters && TakesTurns && Persistent && !Hides),
                 "a warp adds to the same tiles each time");
   static_assert(!TakesTurns || Consumers == 2, "every other turn is a warpgroup's");
   static_assert(Held % kAtomRows == 0 && Step % 16 == 0, "WGMMA's rows, and its steps");
-  static_assert(Parts == 1 || !(ScoreMods || AddsToQueries), "float32 is multiplied plainly");
+  static_assert(Parts == 1 || !(Mods || AddsToQueries), "float32 is multiplied plainly");
   static_assert(Parts == 1 || (HeadDim % kPanel == 0 && HeadDimV % kPanel == 0), "low parts begin with a panel");
   static_assert(Parts == 1 || HeadDimV <= 2 * kPanel, "there are no registers for more sums of dP");
 };
@@ -451,7 +457,7 @@ struct StreamCopy {
     };
     // And the query rows of a tile that see no key by what pairs have, in bits; null where there are none.
     auto const empty_rows = [&](bool of_rows, int head, int first, int rows) -> uint32_t const* {
-      if (!Traits::Pairs || !of_rows || !params.empty_rows) return nullptr;
+      if (!Traits::Hides || !of_rows || !params.empty_rows) return nullptr;
       uint32_t const* const bits =
           params.empty_rows + (StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) + first) / 32;
       uint32_t any = 0;
@@ -506,7 +512,7 @@ struct StreamCopy {
             full[ring.stage], to, empty_streamed || is_cut(here, Step, at, streamed_stored), here,
             [&](Barrier& barrier) {
               if (!leader) return;
-              if constexpr (Traits::Pairs && !OfValues) {
+              if constexpr (Traits::Hides && !OfValues) {
                 auto& says = shared.at[ring.stage];
                 says.tile = t, says.head = head_q, says.mixed = whole && !(__ldg(whole + t / 32) >> t % 32 & 1);
                 if constexpr (Traits::OfKeys) {
@@ -746,7 +752,7 @@ CUTE_DEVICE void store_held_sums(BackwardParams const& params, QuerySums<Traits>
       cQ(e) = x.x, cQ(e + 1) = x.y, cQ(e + 2) = x.z, cQ(e + 3) = x.w;
     }
     CUTE_UNROLL
-    for (int e = 0; e < size(cQ); ++e) cQ(e) *= ScoreMod::gradient_scale(params);
+    for (int e = 0; e < size(cQ); ++e) cQ(e) *= factor_of_gradients(params);
     __syncwarp();  // all have read what is written over
     int const head = held / tiles, row = (held - head * tiles) * Traits::Step + warp_row;
     auto* const to = row_at<Element>(params.dq, params.dq_stride, tile.sequence.batch,
@@ -841,7 +847,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   constexpr bool kReadsAhead =
       Traits::OfKeys && !kInParts && Traits::HeadDim <= (Traits::Pairs && !Traits::TwoBodies ? 64 : 128);
   constexpr bool kKeepsDeltas = kReadsAhead && Traits::HeadDim <= 64 && !Traits::HoldsSums;
-  constexpr int kPairs = kReadsAhead ? Step / 8 : 1, kPairsAhead = Traits::TwoBodies && !kKeepsDeltas ? 4 : kPairs;
+  constexpr int kPairs = kReadsAhead ? Step / 8 : 1, kPairsAhead = Traits::Pairs && AddsQ && !kKeepsDeltas ? 4 : kPairs;
   float2 lses[kPairs] = {};
   [[maybe_unused]] float2 deltas[kPairs] = {};
   int quad_lane = threadIdx.x % 4;
@@ -855,7 +861,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       for (int pair = 0; pair < kPairsAhead; ++pair) {
         float4 const x = statistics_of(stage, pair);
         lses[pair] = make_float2(x.x, x.z);
-        if constexpr (!Traits::TwoBodies) deltas[pair] = make_float2(x.y, x.w);
+        if constexpr (!(Traits::Pairs && AddsQ)) deltas[pair] = make_float2(x.y, x.w);
       }
     }
   };
@@ -909,14 +915,14 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   [[maybe_unused]] float row_sum[2] = {};  // of P in parts, where rows are in hand
   // From the products in S to P, an operand, and in S to P times the derivative of the score.
   auto weigh = [&](auto changed, int stage, int t, int head) __attribute__((always_inline)) {
-    constexpr bool kChanged = decltype(changed)::value;
+    constexpr bool kChanged = decltype(changed)::value, kModified = kChanged && Traits::ScoreMods;
     warpgroup_fence_operand(cS);
     // p - j of an element of scores that are changed: rows in hand are query rows, or keys.
     auto const offset_of = [](int i, int j) { return Traits::OfKeys ? key_of(j) - row_of(i) : row_of(i) - key_of(j); };
-    [[maybe_unused]] ScoreMod const score_mod = mods_of(changed, head);
+    [[maybe_unused]] ScoreMod const score_mod = mods_of(std::bool_constant<kModified>{}, head);
     [[maybe_unused]] int offset = 0;
-    float const scale = kChanged && ScoreMod::changes(params) ? 1.f : query_scale;
-    if constexpr (kChanged) {
+    float const scale = kModified && ScoreMod::changes(params) ? 1.f : query_scale;
+    if constexpr (kModified) {
       ConsumerThread const thread;
       int const first_row = first_row_of(thread), first_column = t * Step + thread.lane % 4 * 2;
       Visibility const& visibility = tile.sequence.visibility;
@@ -926,10 +932,10 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
         for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
         score_mod.template apply<true>(S, offset, offset_of);
       }
-      if constexpr (Traits::Pairs) {
-        if (has_bias(params)) tile_pairs.add_bias(S, tile.bias_unit, params, shared, tile, shared.at[stage]);
-        if (shared.at[stage].mixed) tile_pairs.hide(S);
-      }
+    }
+    if constexpr (kChanged && Traits::Hides) {
+      if (tile_pairs.has_bias(params)) tile_pairs.add_bias(S, tile.bias_unit, params, shared, tile, shared.at[stage]);
+      if (tile_pairs.is_mixed(shared.at[stage])) tile_pairs.hide(S);
     }
     if (!unmasked.contains(t)) {
       ConsumerThread const thread;
@@ -958,7 +964,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       }
       if constexpr (kInParts && !Traits::OfKeys) row_sum[0] += of_tile[0], row_sum[1] += of_tile[1];
     };
-    using Capped = std::bool_constant<kChanged && SumsS>;
+    using Capped = std::bool_constant<kModified && SumsS>;
     if (Capped::value && ScoreMod::caps(params)) {
       // Without a branch an element where there are registers for it: 20 bytes spilled beside 128 keys a tile, 44
       // beside dK and dV of wide heads.
@@ -976,14 +982,14 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       exponentiate(std::false_type{}, nullptr);
     }
     if constexpr (SumsP && kChanged && Traits::Pairs) {
-      if (has_dropout(params)) tile_pairs.drop(words_p);
+      if (tile_pairs.has_dropout(params)) tile_pairs.drop(words_p);
     }
   };
   // From weights and dP to dS, an operand.
   auto take_gradients = [&](auto changed, auto& cdP, int stage) __attribute__((always_inline)) {
     warpgroup_fence_operand(cdP);
     Tensor dP = rows_and_columns(cdP);
-    auto const multiply = [&](auto const& dp_of) {
+    auto const multiply = [&](auto const& ds_of) {
       CUTE_UNROLL
       for (int j = 0; j < Step / 4; j += 2) {
         [[maybe_unused]] float4 p;
@@ -993,15 +999,17 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
           float2 const of_rows = deltas_of(stage, i, j);
           float left = S(i, j), right = S(i, j + 1);
           if constexpr (kGetsP) left = i == 0 ? p.x : p.z, right = i == 0 ? p.y : p.w;
-          put_operand<Element>(words_ds, i, j, left * dp_of(i, j, of_rows.x), right * dp_of(i, j + 1, of_rows.y));
+          put_operand<Element>(words_ds, i, j, ds_of(i, j, left, of_rows.x), ds_of(i, j + 1, right, of_rows.y));
         }
       }
     };
-    if (Traits::Pairs && decltype(changed)::value && has_dropout(params)) {
-      float const scale = params.dropout.scale;
-      multiply([&](int i, int j, float delta) { return fmaf(dP(i, j), tile_pairs.factor(i, j, scale), -delta); });
+    if (Traits::Pairs && decltype(changed)::value && tile_pairs.has_dropout(params)) {
+      float const share = -reciprocal(params.dropout.scale);
+      multiply([&](int i, int j, float p, float delta) {
+        return tile_pairs.add_if_kept(i, j, p, dP(i, j), p * (delta * share));
+      });
     } else {
-      multiply([&](int i, int j, float delta) { return dP(i, j) - delta; });
+      multiply([&](int i, int j, float p, float delta) { return p * (dP(i, j) - delta); });
     }
   };
   // Of the rows in hand, in parts: worked out where it is wanted, or all addresses are kept in registers.
@@ -1044,7 +1052,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   [[maybe_unused]] int due_t = tiles.begin, due_head = tile.head_q, due_held = 0;
   [[maybe_unused]] int const tiles_of_rows = tiles_of_head(tile.sequence.visibility.n_q, Step);
   [[maybe_unused]] auto const find_sums = [&] {
-    if constexpr (Traits::Pairs) {
+    if constexpr (Traits::Hides) {
       sums_to += query_sums.first();
       return;
     }
@@ -1111,14 +1119,18 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   read_statistics(ring.stage);
   // What the tile of a stage, the next one, wants, by the body of a turn that comes before.
   [[maybe_unused]] int changed_next = 0;
-  [[maybe_unused]] auto const ask_for = [&](auto changed, int stage) {
-    StreamedTile const& next = shared.at[stage];
-    if constexpr (Traits::TwoBodies)
-      changed_next = decltype(changed)::value && changes_every_tile(params) ? 1 : next.mixed;
-    tile_pairs.template ask<decltype(changed)::value>(params, shared, tile, next);
+  [[maybe_unused]] auto const ask_for = [&](auto changed, int stage, int t, int head) {
+    if constexpr (Traits::DropsAlone) {
+      tile_pairs.draw_for(params, shared, tile, t, head);
+    } else {
+      StreamedTile const& next = shared.at[stage];
+      if constexpr (Traits::TwoBodies)
+        changed_next = decltype(changed)::value && tile_pairs.changes_every_tile(params) ? 1 : next.mixed;
+      tile_pairs.template ask<decltype(changed)::value>(params, shared, tile, next);
+    }
   };
   if constexpr (Traits::Pairs) {
-    if (turns > 0) ask_for(std::true_type{}, ring.stage);
+    if (turns > 0) ask_for(std::true_type{}, ring.stage, t, head);
   }
   warpgroup_wait<0>();
   // `changed`: whether anything but visibility changes scores, or what becomes of them.
@@ -1132,7 +1144,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     auto const wait_for_next = [&] {
       if (turn + 1 < turns) shared.full[next.stage].wait_for(next.phase);
     };
-    if constexpr (Traits::Pairs) t = shared.at[stage].tile, head = shared.at[stage].head;
+    if constexpr (Traits::Hides) t = shared.at[stage].tile, head = shared.at[stage].head;
     shared.full_v[stage_v].wait_for(ring_v.phase);
     if constexpr (SumsS) issue_dp(cdP, stage_v);
     weigh(changed, stage, t, head);
@@ -1140,11 +1152,18 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     // front of them.
     if constexpr (AddsQ) {
       warpgroup_fence_operand(cS);
-      if constexpr (Traits::TwoBodies && kKeepsDeltas) read_deltas(stage);
+      if constexpr (Traits::Pairs && kKeepsDeltas) read_deltas(stage);
       wait_for_next();
     }
-    if constexpr (SumsS) warpgroup_wait<0>();
-    if constexpr (SumsP) issue_dv(stage_v);
+    if constexpr (AddsQ && Traits::Pairs) {
+      // In front of the wait for dP: behind it the assembler puts most of the weights, too, and dV's product begins
+      // when the gradients have been worked out.
+      issue_dv(stage_v);
+      warpgroup_wait<1>();
+    } else {
+      if constexpr (SumsS) warpgroup_wait<0>();
+      if constexpr (SumsP) issue_dv(stage_v);
+    }
     if constexpr (SumsS) take_gradients(changed, cdP, stage);
     if constexpr (AddsQ) {
       if (turn > 0) shared.ds_full[last_ds.stage].wait_for(last_ds.phase);
@@ -1168,7 +1187,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       issue_s(following);
       read_statistics(following);
       if constexpr (Traits::Pairs) {
-        if (turn + 1 < turns) ask_for(changed, next.stage);
+        bool const ends = t + 1 == tiles.end;
+        if (turn + 1 < turns) ask_for(changed, next.stage, ends ? tiles.begin : t + 1, ends ? head + 1 : head);
       }
     };
     if constexpr (Traits::TakesTurns) {
@@ -1198,7 +1218,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       ds.advance();
     }
     warpgroup_wait<0>();
-    if constexpr (AddsQ && Traits::Pairs) sums_to = shared.at[stage].sums;
+    if constexpr (AddsQ && Traits::Hides) sums_to = shared.at[stage].sums;
     if constexpr (Traits::OfKeys) {
       shared.empty[stage].arrive();  // every lane for itself: each has read statistics
     } else {
@@ -1206,7 +1226,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
     ring = next;
     if constexpr (Traits::HoldsSums) ring_v.advance();
-    if (!Traits::Pairs && ++t == tiles.end) t = tiles.begin, ++head;
+    if (!Traits::Hides && ++t == tiles.end) t = tiles.begin, ++head;
   };
   // Where dV and dK are two warpgroups', which pass P and dS on: the products of the next tile that wait for neither
   // are under way beside the last of this one.
@@ -1325,7 +1345,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
         take_turn(std::false_type{}, turn);
       }
     } else {
-      take_turn(std::bool_constant<Traits::ScoreMods>{}, turn);
+      take_turn(std::bool_constant < Traits::ScoreMods || Traits::Pairs > {}, turn);
     }
   }
   if constexpr (AddsQ) {
@@ -1451,7 +1471,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
     if constexpr (SumsS) {
       CUTE_UNROLL
-      for (int e = 0; e < size(A); ++e) A(e) *= ScoreMod::gradient_scale(params);
+      for (int e = 0; e < size(A); ++e) A(e) *= factor_of_gradients(params);
       Strides const& stride = Traits::OfKeys ? params.dk_stride : params.dq_stride;
       if (is_split) {
         leave(cA, 0, Int<Traits::HeadDim>{});
@@ -1490,7 +1510,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     GradientTile<Traits> const here(params, blockIdx.x);
     if (here.rows() <= 0) return;  // packed: the launch counts the tiles of the longest sequence for each
     if (threadIdx.x == 0) shared.tiles[0] = here;
-    if constexpr (Traits::Pairs) {
+    if constexpr (Traits::Hides) {
       if (warp == 0 && params.tile_map) {
         int const seen = here.count_seen(params);
         if (threadIdx.x == 0) shared.tiles[0].seen_tiles = seen;
@@ -1588,10 +1608,10 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
 
 /// One side's kernel at one tile shape, a CTA for each tile of that side, or, with sums of queries, as many as there is
 /// room for.
-template <Axis Of, int B_r, int B_c, int HeadDim, int HeadDimV, class Element, int Stages, bool ScoreMods,
+template <Axis Of, int B_r, int B_c, int HeadDim, int HeadDimV, class Element, int Stages, Features Mods = 0,
           SumsOfQueries OfQueries = SumsOfQueries::None>
 struct Backward {
-  using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, HeadDimV, Element, Stages, ScoreMods, OfQueries>;
+  using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, HeadDimV, Element, Stages, Mods, OfQueries>;
   static constexpr char const* kFamily = "sm90";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &backward_kernel<Traits>;
@@ -1599,12 +1619,12 @@ struct Backward {
                                 : Traits::AddsToQueries ? Kind::AllGradients
                                 : Traits::OfKeys        ? Kind::KeyGradients
                                                         : Kind::QueryGradients;
-  static constexpr Features kTakes = (ScoreMods ? feature::kScoreMods : 0) | (Traits::Pairs ? feature::kPairs : 0) |
-                                     feature::Sink | feature::Packed | feature::kUnlike;
+  static constexpr Features kTakes = Traits::Mods | feature::Sink | feature::Packed | feature::kUnlike;
   /// Softcap's derivative is found in scores, from which what has been added since is not taken again.
   static bool takes_shape(Params const& params) {
     int const heads = params.heads_q / params.heads_kv;
     if (Traits::HoldsSums && int64_t(tiles_of_head(params.n_q, B_r)) * heads > kMostHeldTiles) return false;
+    if (Traits::DropsAlone && !has_dropout(params)) return false;
     return !(ScoreMod::caps(params) && has_bias(params));
   }
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");

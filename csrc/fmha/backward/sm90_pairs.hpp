@@ -54,6 +54,19 @@ class TilePairs {
     }
   };
 
+  // What a call has, where the kernel takes it.
+  CUTE_DEVICE static bool has_bias(BackwardParams const& params) {
+    return (Traits::Mods & feature::Bias) && cutlass_ext::has_bias(params);
+  }
+  CUTE_DEVICE static bool has_dropout(BackwardParams const& params) {
+    return Traits::DropsAlone || ((Traits::Mods & feature::Dropout) && cutlass_ext::has_dropout(params));
+  }
+  CUTE_DEVICE static bool is_mixed(StreamedTile const& tile) { return (Traits::Mods & feature::Mask) && tile.mixed; }
+  /// Whether it changes scores, or what becomes of them, of every pair: a mask alone does not.
+  CUTE_DEVICE static bool changes_every_tile(BackwardParams const& params) {
+    return (Traits::ScoreMods && ScoreMod::changes(params)) || has_bias(params) || has_dropout(params);
+  }
+
   /// `StreamedTile::mask`.
   CUTE_DEVICE static uint32_t const* mask_of_tile(BackwardParams const& params, int batch, int head, int tile) {
     if (params.mask.row == 0) return params.mask.bits + batch * params.mask.batch + head * params.mask.head;
@@ -72,13 +85,19 @@ class TilePairs {
         copy_bias(params, shared, place, pairs());
       }
     }
-    if (next.mixed) read_mask(params, place, OfKeys ? tile.pairs : pairs(), next);
-    if (Changed && has_dropout(params)) {
-      if constexpr (OfKeys) {
-        draw_across(params, place, pairs());
-      } else {
-        draw(shared, place, pairs());
-      }
+    if (is_mixed(next)) read_mask(params, place, OfKeys ? tile.pairs : pairs(), next);
+    if (Changed && has_dropout(params)) draw_for(params, shared, tile, next.tile, next.head);
+  }
+
+  /// Draws for tile `streamed_tile` and query head `head`.
+  template <class Shared, class Tile>
+  CUTE_DEVICE void draw_for(BackwardParams const& params, Shared& shared, Tile const& tile, int streamed_tile,
+                            int head) {
+    Place<Tile> const place(tile, streamed_tile);
+    if constexpr (OfKeys) {
+      draw_across(params, place, place.pairs(params, head));
+    } else {
+      draw(shared, place, place.pairs(params, head));
     }
   }
 
@@ -111,11 +130,9 @@ class TilePairs {
     }
   }
 
-  /// What dropout multiplies dP of element (i, j) by.
-  CUTE_DEVICE float factor(int i, int j, float scale) const {
-    int const m = j / 2, odd = j % 2;
-    return kept_[m / 8] & 1u << (OfKeys ? bit_across(m, odd, i) : m % 4 * 8 + m / 4 % 2 * 4 + 2 * i + odd) ? scale
-                                                                                                           : 0.f;
+  /// a b + c where dropout keeps element (i, j), else c: an instruction under a predicate.
+  CUTE_DEVICE float add_if_kept(int i, int j, float a, float b, float c) const {
+    return kept_[j / 16] & 1u << bit_of(j / 2, j % 2, i) ? fmaf(a, b, c) : c;
   }
 
   /// Drops of P, an operand of 16-bit pairs of rows.
@@ -126,7 +143,7 @@ class TilePairs {
     for (int m = 0; m < Eights; ++m) {
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
-        auto const highest = [&](int odd) { return kept_[0] << (7 - bit_across(m, odd, i) % 8); };  // of the byte
+        auto const highest = [&](int odd) { return kept_[0] << (7 - bit_of(m, odd, i) % 8); };  // of the byte
         words(2 * m + i) &= signs(highest(0), highest(1), 0xCC88 + m % 4 * 0x1111);
       }
     }
@@ -309,18 +326,20 @@ class TilePairs {
     }
   }
 
-  /// From the side of keys, where the bit of a thread's key `i` and row `odd` of the eight `m` lies in `kept_`.
-  CUTE_DEVICE static constexpr int bit_across(int m, int odd, int i) { return m % 4 * 8 + (2 * odd + i) * 2 + m / 4; }
+  /// Where the bit of an element of the eight `m` lies in its word of `kept_`: of the side in hand the thread's first
+  /// or second, `i`, of the other `odd`.
+  CUTE_DEVICE static constexpr int bit_of(int m, int odd, int i) { return m % 4 * 8 + m / 4 % 2 * 4 + 2 * i + odd; }
 
   /// The same from the side of keys, where a row is many lanes': each draws for the warp's 16 keys of two rows of its
   /// own eight. Bits of a key then change places with those lanes that want it, in three steps.
   template <class Place>
   CUTE_DEVICE void draw_across(BackwardParams const& params, Place const& place, PairMod const& pairs) {
     static_assert(!OfKeys || Step == 64, "an eight of rows for each lane of a quad");
-    int const lane = place.thread.lane, first = place.key + pairs.origin, shift = first & 7, eight = first >> 3,
-              row = place.row + lane / 4 * 8 + lane % 4 * 2;
-    uint32_t drawn = 0;  // of key k byte k % 4, of the draws of `bit_across` bit k / 4
-    if (shift == 0) {
+    unsigned const lane = threadIdx.x % 32;
+    int const first = place.key + pairs.origin, shift = first & 7, eight = first >> 3,
+              row = place.row + 2 * lane;  // two of the eight lane / 4
+    uint32_t drawn = 0;                    // of key k, in byte k % 4, bits `bit_of` m = k / 4 * 4
+    auto const draw_eights = [&](auto const& tops_from) {
       Philox const philox(pairs.seed, pairs.head, pairs.sequence);
       Philox::OfEight const eights[] = {philox.of_eight(eight), philox.of_eight(eight + 1)};
       CUTE_UNROLL
@@ -331,28 +350,35 @@ class TilePairs {
           uint32_t x[4];
           philox.draw(of_row, eights[i], x);
           CUTE_UNROLL
-          for (uint32_t& word : x) word = tops_from(word, threshold_of(params) * 0x10001u);
+          for (uint32_t& word : x) word = tops_from.tops(word);
           CUTE_UNROLL
           for (int half = 0; half < 2; ++half)
-            drawn |= signs(x[2 * half], x[2 * half + 1], 0xFDB9) & 0x01010101u << bit_across(4 * half, odd, i);
+            drawn |= signs(x[2 * half], x[2 * half + 1], 0xFDB9) & 0x01010101u << bit_of(4 * half, odd, i);
         }
+      }
+    };
+    if (shift == 0) {
+      if (threshold_of(params) <= 0x8000u) {
+        draw_eights(HalvesFrom<true>(threshold_of(params)));
+      } else {
+        draw_eights(HalvesFrom<false>(threshold_of(params)));
       }
     } else {
       CUTE_NO_UNROLL
       for (int draw = 0; draw < 4; ++draw) {
         int const at = eight + draw % 2;
-        uint32_t const of_row = pairs.kept_of_eight(row + draw / 2, at) | pairs.kept_of_eight(row + draw / 2, at + 1)
-                                                                              << 8;
-        auto const of_four = [&](int key) { return (of_row >> (shift + key) & 15) * 0x204081u & 0x01010101u; };
-        drawn |= (of_four(0) | of_four(4) << 1) << 2 * draw;
+        uint32_t const of_row =
+            (pairs.kept_of_eight(row + draw / 2, at) | pairs.kept_of_eight(row + draw / 2, at + 1) << 8) >> shift;
+        auto const of_four = [&](int key) { return (of_row >> key & 15) * 0x204081u & 0x01010101u; };
+        drawn |= (of_four(0) | of_four(4) << 4) << (draw % 2 * 2 + draw / 2);
       }
     }
     auto const from = [&](int distance) { return __shfl_xor_sync(0xffffffffu, drawn, distance); };
     bool const odd_key = lane & 4, odd_pair = lane & 8, upper = lane & 16;  // of the key that is this lane's
     drawn = __byte_perm(drawn, from(4), odd_key ? 0x3715 : 0x6240);
     drawn = __byte_perm(drawn, from(8), odd_pair ? 0x3276 : 0x5410);
-    uint32_t const others = from(16), own = upper ? 0xaaaaaaaau : 0x55555555u;
-    kept_[0] = (drawn & own) | (__funnelshift_l(others, others, upper ? 31 : 1) & ~own);
+    uint32_t const others = from(16), own = upper ? 0xf0f0f0f0u : 0x0f0f0f0fu;
+    kept_[0] = (drawn & own) | (__funnelshift_l(others, others, upper ? 28 : 4) & ~own);
   }
 
   uint32_t seen_[2][Words];   // of a mixed tile, from the thread's first column on
