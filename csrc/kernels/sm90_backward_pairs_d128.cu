@@ -8,13 +8,13 @@
 namespace cutlass_ext {
 using sm90::SumsOfQueries;
 template <class Element, int Stages, Features Mods, SumsOfQueries OfQueries = SumsOfQueries::InMemory>
-using Gradients = sm90::Backward<Axis::Keys, 64, 128, 128, 128, Element, Stages, Mods, OfQueries>;
+using OfPairs = sm90::Backward<Axis::Keys, 64, 128, 128, 128, Element, Stages, Mods, OfQueries>;
 static Entered const kernels_here{
-    kernel_of<Gradients<cute::half_t, 3, feature::Dropout>>(),
-    kernel_of<Gradients<cute::half_t, 3, feature::Mask | feature::Dropout>>(),
-    kernel_of<Gradients<cute::half_t, 3, feature::Bias>>(),
-    kernel_of<Gradients<cute::bfloat16_t, 3, feature::Dropout>>(),
-    kernel_of<Gradients<cute::bfloat16_t, 3, feature::Mask | feature::Dropout>>(),
-    kernel_of<Gradients<cute::bfloat16_t, 3, feature::Bias>>(),
+    kernel_of<OfPairs<cute::half_t, 3, feature::Dropout>>(),
+    kernel_of<OfPairs<cute::half_t, 3, feature::Mask | feature::Dropout>>(),
+    kernel_of<OfPairs<cute::half_t, 3, feature::Bias>>(),
+    kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Dropout>>(),
+    kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Mask | feature::Dropout>>(),
+    kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Bias>>(),
 };
 }  // namespace cutlass_ext
