@@ -92,6 +92,7 @@ struct Call {
     p.bias.key = 1;
     return *this;
   }
+  Call& dropout() { return p.dropout.seed = somewhere<int64_t>(), p.dropout.threshold = 6554, *this; }
   Call& float32(Precision precision) {
     p.element_bytes = 4;
     request.dtype = DType::Float32, request.precision = precision;
@@ -138,6 +139,18 @@ std::string line_of(Call const& call) {
   } catch (std::runtime_error const& error) {
     return error.what();
   }
+}
+
+TEST(BackwardPlan, DropoutAloneHasKernelsOfItsOwn) {
+  BackwardParams p;
+  auto const mods_of = [&](Call const& call) { return plan_of(call, &p).of_keys.kernel->takes & feature::kMods; };
+  EXPECT_EQ(mods_of(Call(8, 2048, 2048, 16, 16, 128).in_any_order()), 0u);
+  EXPECT_EQ(mods_of(Call(8, 2048, 2048, 16, 16, 128).in_any_order().dropout()), feature::Dropout);
+  EXPECT_EQ(mods_of(Call(32, 512, 512, 16, 16, 64).dropout()), feature::Dropout);
+  EXPECT_EQ(mods_of(Call(8, 2048, 2048, 16, 16, 128).in_any_order().dropout().bias()), feature::kMods);
+  // At head_dim 128 each tile has a CTA: CTAs that take one after the other would spill.
+  BackwardPlan const plan = plan_of(Call(8, 2048, 2048, 16, 16, 128).in_any_order().dropout(), &p);
+  EXPECT_EQ(plan.of_keys.ctas, plan.of_keys.scheduler.size());
 }
 
 TEST(BackwardPlan, ChoosesTheFirstFamilyThatTakesTheCall) {

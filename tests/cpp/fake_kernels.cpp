@@ -91,8 +91,8 @@ Kernel gradients(Kind kind, char const* family, DType dtype, int d, int b_r, int
   return {family, kind, dtype, d, d, b_r, b_c, takes, 256, 98304, new_entry(), nullptr, nullptr};
 }
 /// Of heads of eight tiles of 64 rows at most.
-Kernel of_heads(DType dtype, int d) {
-  Kernel kernel = gradients(Kind::HeadGradients, "sm90", dtype, d, 64, 128, Sink | Packed | kUnlike);
+Kernel of_heads(DType dtype, int d, Features more = 0) {
+  Kernel kernel = gradients(Kind::HeadGradients, "sm90", dtype, d, 64, 128, Sink | Packed | kUnlike | more);
   kernel.takes_shape = [](Params const& p) { return (p.n_q + 63) / 64 * (p.heads_q / p.heads_kv) <= 8; };
   return kernel;
 }
@@ -109,7 +109,9 @@ Entered of_gradients(DType t) {
       gradients(kKeys, "sm80", t, 128, 64, 32, kAll),
       gradients(kRows, "sm80", t, 128, 64, 64, kAll),
       gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain),
+      gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain | feature::Dropout),
       of_heads(t, 64),
+      of_heads(t, 64, feature::Dropout),
       gradients(Kind::BiasGradients, "sm90", t, 64, 128, 128, Sink | kUnlike | Alibi | kPairs),
       gradients(Kind::BiasGradients, "sm90", t, 128, 128, 128, Sink | kUnlike | Alibi | kPairs),
       gradients(kKeys, "sm80", t, 256, 32, 32, kAll),  // and there is no dQ of so large a head_dim
