@@ -6,9 +6,9 @@
 
 namespace cutlass_ext {
 static Entered const kernels_here{
-    kernel_of<sm90::FMHA<128, 112, 192, 128, cute::half_t, 2, 1, false>>(),
-    kernel_of<sm90::FMHA<128, 112, 192, 128, cute::half_t, 2, 1, true>>(),
-    kernel_of<sm90::FMHA<128, 112, 192, 128, cute::bfloat16_t, 2, 1, false>>(),
-    kernel_of<sm90::FMHA<128, 112, 192, 128, cute::bfloat16_t, 2, 1, true>>(),
+    kernel_of<sm90::FMHA<128, 112, 192, 128, cute::half_t, 2, 1>>(),
+    kernel_of<sm90::FMHA<128, 112, 192, 128, cute::half_t, 2, 1, feature::kMods>>(),
+    kernel_of<sm90::FMHA<128, 112, 192, 128, cute::bfloat16_t, 2, 1>>(),
+    kernel_of<sm90::FMHA<128, 112, 192, 128, cute::bfloat16_t, 2, 1, feature::kMods>>(),
 };
 }  // namespace cutlass_ext

@@ -5,9 +5,9 @@
 
 namespace cutlass_ext {
 static Entered const kernels_here{
-    kernel_of<sm90::FMHA<128, 64, 256, 256, cute::half_t, 2, 1, false>>(),
-    kernel_of<sm90::FMHA<128, 64, 256, 256, cute::half_t, 2, 1, true>>(),
-    kernel_of<sm90::FMHA<128, 64, 256, 256, cute::bfloat16_t, 2, 1, false>>(),
-    kernel_of<sm90::FMHA<128, 64, 256, 256, cute::bfloat16_t, 2, 1, true>>(),
+    kernel_of<sm90::FMHA<128, 64, 256, 256, cute::half_t, 2, 1>>(),
+    kernel_of<sm90::FMHA<128, 64, 256, 256, cute::half_t, 2, 1, feature::kMods>>(),
+    kernel_of<sm90::FMHA<128, 64, 256, 256, cute::bfloat16_t, 2, 1>>(),
+    kernel_of<sm90::FMHA<128, 64, 256, 256, cute::bfloat16_t, 2, 1, feature::kMods>>(),
 };
 }  // namespace cutlass_ext

@@ -6,11 +6,11 @@
 
 namespace cutlass_ext {
 static Entered const kernels_here{
-    kernel_of<sm90::FMHA<192, 128, 64, 64, cute::half_t, 3, 2, false>>(),
-    kernel_of<sm90::FMHA<128, 128, 64, 64, cute::half_t, 3, 2, false>>(),
-    kernel_of<sm90::FMHA<128, 128, 64, 64, cute::half_t, 3, 2, true>>(),
-    kernel_of<sm90::FMHA<192, 128, 64, 64, cute::bfloat16_t, 3, 2, false>>(),
-    kernel_of<sm90::FMHA<128, 128, 64, 64, cute::bfloat16_t, 3, 2, false>>(),
-    kernel_of<sm90::FMHA<128, 128, 64, 64, cute::bfloat16_t, 3, 2, true>>(),
+    kernel_of<sm90::FMHA<192, 128, 64, 64, cute::half_t, 3, 2>>(),
+    kernel_of<sm90::FMHA<128, 128, 64, 64, cute::half_t, 3, 2>>(),
+    kernel_of<sm90::FMHA<128, 128, 64, 64, cute::half_t, 3, 2, feature::kMods>>(),
+    kernel_of<sm90::FMHA<192, 128, 64, 64, cute::bfloat16_t, 3, 2>>(),
+    kernel_of<sm90::FMHA<128, 128, 64, 64, cute::bfloat16_t, 3, 2>>(),
+    kernel_of<sm90::FMHA<128, 128, 64, 64, cute::bfloat16_t, 3, 2, feature::kMods>>(),
 };
 }  // namespace cutlass_ext

@@ -6,9 +6,9 @@
 
 namespace cutlass_ext {
 static Entered const kernels_here{
-    kernel_of<sm90::FMHA<128, 128, 96, 96, cute::half_t, 2, 2, false>>(),
-    kernel_of<sm90::FMHA<128, 128, 96, 96, cute::half_t, 2, 2, true>>(),
-    kernel_of<sm90::FMHA<128, 128, 96, 96, cute::bfloat16_t, 2, 2, false>>(),
-    kernel_of<sm90::FMHA<128, 128, 96, 96, cute::bfloat16_t, 2, 2, true>>(),
+    kernel_of<sm90::FMHA<128, 128, 96, 96, cute::half_t, 2, 2>>(),
+    kernel_of<sm90::FMHA<128, 128, 96, 96, cute::half_t, 2, 2, feature::kMods>>(),
+    kernel_of<sm90::FMHA<128, 128, 96, 96, cute::bfloat16_t, 2, 2>>(),
+    kernel_of<sm90::FMHA<128, 128, 96, 96, cute::bfloat16_t, 2, 2, feature::kMods>>(),
 };
 }  // namespace cutlass_ext

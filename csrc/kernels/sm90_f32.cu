@@ -6,9 +6,9 @@
 
 namespace cutlass_ext {
 static Entered const kernels_here{
-    kernel_of<sm90::FMHA<128, 128, 64, 64, float, 2, 2, false>>(),
-    kernel_of<sm90::FMHA<128, 128, 64, 64, float, 2, 2, true>>(),
-    kernel_of<sm90::FMHA<128, 64, 128, 128, float, 2, 1, false>>(),
-    kernel_of<sm90::FMHA<128, 64, 128, 128, float, 2, 1, true>>(),
+    kernel_of<sm90::FMHA<128, 128, 64, 64, float, 2, 2>>(),
+    kernel_of<sm90::FMHA<128, 128, 64, 64, float, 2, 2, feature::kMods>>(),
+    kernel_of<sm90::FMHA<128, 64, 128, 128, float, 2, 1>>(),
+    kernel_of<sm90::FMHA<128, 64, 128, 128, float, 2, 1, feature::kMods>>(),
 };
 }  // namespace cutlass_ext

@@ -6,7 +6,7 @@
 
 namespace cutlass_ext {
 static Entered const kernels_here{
-    kernel_of<sm90::FMHA<128, 48, 192, 128, float, 2, 1, false>>(),
-    kernel_of<sm90::FMHA<128, 48, 192, 128, float, 2, 1, true>>(),
+    kernel_of<sm90::FMHA<128, 48, 192, 128, float, 2, 1>>(),
+    kernel_of<sm90::FMHA<128, 48, 192, 128, float, 2, 1, feature::kMods>>(),
 };
 }  // namespace cutlass_ext

@@ -323,7 +323,7 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Tr
       // float32 has the hyperbolic tangent that CUDA cores have.
       job.score_mod.template apply<Traits::Parts == 1>(S, job.visibility.start_pos + token - first_key,
                                                        [&](int i, int j) { return row_of(i) - key_of(j); });
-      if (Traits::Pairs && has_bias(params) && ScoreMod::caps(params) && !copies_bias) {
+      if (Traits::has_bias(params) && ScoreMod::caps(params) && !copies_bias) {
         change_in_memory(S, [&](float (&x)[kQuadColumns], int i, int j) {
           job.pairs.add_bias(x, params, job.visibility, token + row_of(i), first_key + key_of(j), key_of_quad);
         });
@@ -331,13 +331,15 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Tr
     }
   }
   if constexpr (Traits::Pairs) {
-    if (copies_bias) copied.add(S, dtype_of_bias(params), ScoreMod::changes(params) ? kLog2e : kLog2e / query_scale);
+    if (copies_bias)
+      copied.add(S, dtype_of_bias(params),
+                 Traits::ScoreMods && ScoreMod::changes(params) ? kLog2e : kLog2e / query_scale);
   }
   if (masked) (Traits::Pairs ? seen : within_ends<Traits>(params, job, tile, lane)).apply(S);
 }
 
 /// What dropout keeps of P, in shared memory of the warp's own from before the products have arrived until P is there.
-template <class Traits>
+template <class Traits, bool DrawnAhead = (Traits::Drawers > 0)>
 struct Dropping {
   static constexpr int B_c = Traits::B_c;
   static_assert(!Traits::Pairs || B_c / 16 * DrawnMatrices::kWords * 4 <= 16 * Traits::StagedColumns * 2);
@@ -359,6 +361,26 @@ struct Dropping {
  private:
   CUTE_DEVICE uint32_t* words_of(int warp_row) const {
     return reinterpret_cast<uint32_t*>(shared.o + warp_row * Traits::StagedColumns);
+  }
+};
+
+/// The same, drawn by a warp of the drawers, which is ahead by up to a ring's tiles (producer.hpp).
+template <class Traits>
+struct Dropping<Traits, true> {
+  typename Traits::SharedStorage& shared;
+  RingPosition<Traits::StagesDrawn> slot{};
+
+  CUTE_DEVICE void draw(Params const&, typename Traits::Job const&, int) const {}
+
+  template <class WordTensor>
+  CUTE_DEVICE void drop(WordTensor& words) {
+    ConsumerThread const thread;
+    int const consumer = thread.warp_row / 16;
+    shared.drawn_full[consumer][slot.stage].wait_for(slot.phase);
+    keep<Traits::B_c>(words, shared.drawn[consumer][slot.stage], thread.lane);
+    __syncwarp();
+    if (thread.lane == 0) shared.drawn_empty[consumer][slot.stage].arrive();
+    slot.advance();
   }
 };
 
@@ -391,12 +413,12 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
   float query_scale = ScoreMod::query_scale(params);
 
   // What pairs add to scores is there before the product, unless a softcap comes between.
-  bool const copies_bias = Traits::copies_bias(params), drops = Traits::Pairs && has_dropout(params);
-  bool const starts_loaded = Traits::Pairs && has_bias(params) && !copies_bias && !ScoreMod::caps(params);
-  [[maybe_unused]] Dropping<Traits> const dropping{shared};
-  bool const masks = Traits::Pairs && has_mask(params);
+  bool const copies_bias = Traits::copies_bias(params), drops = Traits::has_dropout(params);
+  bool const starts_loaded = Traits::has_bias(params) && !copies_bias && !(Traits::ScoreMods && ScoreMod::caps(params));
+  [[maybe_unused]] Dropping<Traits> dropping{shared};
+  bool const masks = Traits::has_mask(params);
   // Whether nothing but the mask comes between the products.
-  bool const mask_alone = !has_bias(params) && !drops && !ScoreMod::changes(params);
+  bool const mask_alone = !Traits::has_bias(params) && !drops && !(Traits::ScoreMods && ScoreMod::changes(params));
   auto begin_scores = [&](typename Traits::Job const& job, int tile) {
     if (!starts_loaded) return;
     auto const [lane, warp_row] = ConsumerThread();
@@ -619,13 +641,15 @@ CUTE_DEVICE void set_up_barriers(TensorMaps const& maps, typename Traits::Shared
       for (auto& barrier : full) barrier.init(writers);
       for (auto& barrier : empty) barrier.init(readers);
     };
-    init(shared.job_full, Traits::Consumers, shared.job_empty, kReaders + 3);  // and the copying warps
+    // And the copying warps, and the drawers.
+    init(shared.job_full, Traits::Consumers, shared.job_empty, kReaders + 3 + 4 * Traits::Drawers);
     init(shared.q_full, 1, shared.q_empty, kReaders);
     init(shared.k_full, 1, shared.k_empty, kReaders);
     init(shared.v_full, 1, shared.v_empty, kReaders);
     if constexpr (Traits::Pairs) {
       for (int i = 0; i < Traits::Consumers; ++i) init(shared.bias_full[i], 1, shared.bias_empty[i], 4);
     }
+    for (int i = 0; i < 4 * Traits::Drawers; ++i) init(shared.drawn_full[i], 1, shared.drawn_empty[i], 1);
     for (auto& barrier : shared.job_placed) barrier.init(1);
     shared.job_asked.init(1);
     shared.q_tail.init(1);
@@ -658,24 +682,31 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     }
   } else {
     __syncthreads();
+    if constexpr (Traits::Drawers > 0) {
+      if (warpgroup > Traits::Consumers) {
+        cutlass::arch::warpgroup_reg_dealloc<Traits::DrawerRegisters>();
+        draw_ahead<Traits>(params, shared, warpgroup - 1 - Traits::Consumers);
+        return;
+      }
+    }
     cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
     consume<Traits>(params, shared, warpgroup - 1);
   }
 }
 
 /// The kernel of one tile shape, launched persistent for all query tiles and splits.
-template <int B_r, int B_c, int HeadDim, int HeadDimV, class Element, int Stages, int StagesQ, bool ScoreMods>
+template <int B_r, int B_c, int HeadDim, int HeadDimV, class Element, int Stages, int StagesQ, Features Mods = 0>
 struct FMHA {
-  using Traits = sm90::Traits<B_r, B_c, HeadDim, HeadDimV, Element, Stages, StagesQ, ScoreMods>;
+  using Traits = sm90::Traits<B_r, B_c, HeadDim, HeadDimV, Element, Stages, StagesQ, Mods>;
   static constexpr char const* kFamily = "sm90";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Persistent;
   // Whether parts hold a sequence may depend on the others of the batch.
-  static constexpr Features kTakes = (ScoreMods ? feature::kScoreMods : 0) | (Traits::Pairs ? feature::kPairs : 0) |
-                                     feature::Sink | feature::Packed | feature::kUnlike | feature::FewerKeys |
-                                     feature::Pages |
+  static constexpr Features kTakes = Traits::Mods | feature::Sink | feature::Packed | feature::kUnlike |
+                                     feature::FewerKeys | feature::Pages |
                                      (Traits::Parts == 1 ? feature::FixedSplits | feature::Float32Results : 0);
+  static bool takes_shape(Params const& params) { return !Traits::AlwaysDrops || has_dropout(params); }
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
   static_assert(Traits::Consumers > 1, "warpgroups take turns with each other");
 };

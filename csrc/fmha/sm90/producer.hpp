@@ -1,4 +1,5 @@
-// The producer warps of the persistent Hopper kernel: one works out the jobs, the others copy Q, K and V. Used by
+// The producer warps of the persistent Hopper kernel: one works out the jobs, the others copy Q, K and V, those of its
+// drawing warpgroups draw what dropout keeps. Used by
 // fmha.hpp.
 #pragma once
 
@@ -6,6 +7,7 @@
 #include "../copy/tma.hpp"
 #include "../score.hpp"
 #include "../visibility.hpp"
+#include "draws.hpp"
 #include "jobs.hpp"
 #include "tensor_maps.hpp"
 #include "traits.hpp"
@@ -40,7 +42,7 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
     Range tiles =
         split_range(visibility.tiles_of(token0, tile_rows.tokens, B_c), params.scheduler.splits(), work.split);
     auto& job = shared.jobs[slot.stage];
-    bool const looks = Traits::Pairs && exists && params.mask.bits;  // which tiles there are is known in the end
+    bool const looks = Traits::has_mask(params) && exists;  // which tiles there are is known in the end
     int const row = sequence.q_row0 + token0;
     if (lane == 0) {
       job.exists = exists;
@@ -71,7 +73,7 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
     if (lane == 0) {
       job.result_row0 = sequence.result_row0(params, head0, work.split) + token0;
       job.out_row0 = sequence.batch * params.o_stride.batch + row * params.o_stride.row + head0 * params.o_stride.head;
-      if constexpr (Traits::ScoreMods) {
+      if constexpr (Traits::Mods != 0) {
         if (exists) job.score_mod = ScoreMod(params, work.batch, head0);
         if (Traits::Pairs && exists && has_pairs(params)) job.pairs = PairMod(params, sequence, work.batch, head0);
       } else {
@@ -264,6 +266,28 @@ CUTE_DEVICE void copy_values(Params const& params, CUtensorMap const& map, typen
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) jobs.release(job);
+  }
+}
+
+/// The warps of drawing warpgroup `warpgroup`, each of which draws what dropout keeps for a warp of the consumers' with
+/// that number: of every tile that it sees.
+template <class Traits>
+CUTE_DEVICE void draw_ahead(Params const& params, typename Traits::SharedStorage& shared, int warpgroup) {
+  int const lane = threadIdx.x % 32, consumer = warpgroup * 4 + threadIdx.x / 32 % 4;
+  JobReader<Traits> jobs{shared, shared.job_full};
+  RingPosition<Traits::StagesDrawn> slot;
+  for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
+    int const begin = job->tiles.begin;
+    CUTE_NO_UNROLL
+    for (int tile = job->of_warpgroup[warpgroup].end - 1; tile >= begin; tile = job->below(tile)) {
+      shared.drawn_empty[consumer][slot.stage].wait_for(slot.phase ^ 1);
+      draw<Traits::B_c>(job->pairs, params.dropout.threshold, job->token0 + consumer * 16 + lane / 4,
+                        tile * Traits::B_c, lane, shared.drawn[consumer][slot.stage]);
+      if (lane == 0) shared.drawn_full[consumer][slot.stage].arrive();
+      slot.advance();
+    }
+    __syncwarp();
+    if (lane == 0) jobs.release(job);
   }
 }
 

@@ -24,45 +24,69 @@ using namespace cute;
 constexpr int kWarpgroup = 128;  // threads that issue one WGMMA together
 
 /// `B_r` query rows are shared out to B_r / 64 consumer warpgroups; `Stages` tiles of K and of V and `StagesQ` of Q are
-/// in flight. `ScoreMods`: with softcap and ALiBi, and where there is room with bias, mask and dropout (`Pairs`); a
-/// variant of its own, since scale then leaves the exponent's FMA.
-/// Tiles of operands in two parts (operand.hpp) have twice the columns, the high parts first.
-template <int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, int StagesQ_, bool ScoreMods_>
+/// in flight. `Mods`: with softcap and ALiBi (`ScoreMods`), and where there is room with bias, mask or dropout
+/// (`Pairs`); variants of their own, since scale then leaves the exponent's FMA and what a call does not have costs
+/// registers and branches. Tiles of operands in two parts (operand.hpp) have twice the columns, the high parts first.
+template <int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, int StagesQ_, Features Mods_>
 struct Traits {
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDimV_;
   static constexpr int Stages = Stages_, StagesQ = StagesQ_, StagesJobs = 3;
-  static constexpr bool ScoreMods = ScoreMods_;
+  // Which of feature::kMods are taken. Wider heads have no registers left for what pairs have.
+  static constexpr Features Mods =
+      HeadDim_ <= 128 && HeadDimV_ <= 128 && Operand<Element_>::Parts == 1 ? Mods_ : Mods_ & feature::kScoreMods;
+  static constexpr bool ScoreMods = Mods & feature::kScoreMods, Pairs = Mods & feature::kPairs;
+  // Whether the kernel is for dropout, with or without a mask: then all of its calls have it.
+  static constexpr bool AlwaysDrops = Mods == (feature::Mask | feature::Dropout);
   // Whether tiles may hold rows of several heads (rows.hpp; QueryTiles in heuristics.hpp asks the same): wider ones
   // have no registers left for their addresses.
   static constexpr bool PacksHeads = HeadDimV_ <= 192;
-  // Whether what pairs have is taken beside score modifications: wider heads have no registers left.
-  static constexpr bool Pairs = ScoreMods_ && HeadDim_ <= 128 && HeadDimV_ <= 128 && Operand<Element_>::Parts == 1;
   using Element = Element_;
   using Part = typename Operand<Element>::Part;
   static constexpr int Parts = Operand<Element>::Parts;
-  static constexpr int Consumers = B_r / kAtomRows;             // warpgroups
-  static constexpr int Threads = (Consumers + 1) * kWarpgroup;  // and the producer's
+  static constexpr int Consumers = B_r / kAtomRows;  // warpgroups
+  // Warpgroups that draw what dropout keeps, one for each that consumes: (8, 2048, 16, 64) takes 0.57 ms on an H200
+  // without them, 0.58 with one in all, 0.47 with two. Consumers of head_dim 128 have no registers to spare; with tiles
+  // of 64 keys, which leave them some, it is 0.82 for 0.72.
+  static constexpr int Drawers = AlwaysDrops && HeadDimV <= 64 ? Consumers : 0;
+  static constexpr int Warpgroups = 1 + Consumers + Drawers;  // the producer's first, the drawers last
+  static constexpr int Threads = Warpgroups * kWarpgroup;
   using Job = sm90::Job<Consumers, Pairs>;
   using Maps = std::conditional_t<Pairs, TensorMapsOfPairs, TensorMaps>;
   // setmaxnreg, in units of 8 a thread. What the CTA is launched with (65,536 over its threads, rounded down to units
-  // of 8) is all there is to hand out: 504 for three warpgroups, 512 for four.
-  static constexpr int ProducerRegisters = Consumers == 3 ? 32 : 40;
-  static constexpr int ConsumerRegisters = Consumers == 3 ? 160 : 232;
+  // of 8) is all there is to hand out: 504 for three warpgroups, 512 for four, 480 for five.
+  static constexpr int ProducerRegisters = Warpgroups == 3 ? 40 : 32, DrawerRegisters = 48;
+  static constexpr int ConsumerRegisters = Drawers > 0 ? 176 : Consumers == 3 ? 160 : 232;
+  static_assert(ProducerRegisters + Consumers * ConsumerRegisters + Drawers * DrawerRegisters <=
+                Warpgroups * (65536 / Threads / 8 * 8));
   // Columns in shared memory: whole panels.
   static constexpr int ColumnsQK = (HeadDim + kPanel - 1) / kPanel * kPanel * Parts;
   static constexpr int ColumnsV = (HeadDimV + kPanel - 1) / kPanel * kPanel * Parts;
   static constexpr int PanelsV = ColumnsV / kPanel, StagedPanels = PanelsV > 1 ? 2 : 1;  // of O, two at a time
   // Elements for a row of O, or for as many 16-bit pairs of a tile: what dropout keeps lies there until P is there.
-  static constexpr int StagedColumns = Pairs ? B_c : StagedPanels * kPanel;
+  static constexpr int StagedColumns = Pairs && Drawers == 0 ? B_c : StagedPanels * kPanel;
   // Of bias, 64 rows for each warpgroup. Where there is no room left they lie where O is staged, and dropout has none.
   static constexpr bool BiasInO = HeadDim > 64;
   static constexpr int StagesBias = BiasInO ? 1 : 2;
   static constexpr int BiasElements = kAtomRows * B_c;  // of a warpgroup
 
+  // What dropout keeps of a consumer warp's tiles, drawn ahead.
+  static constexpr int StagesDrawn = 2, DrawnWords = 16 * B_c / 2;
+
+  // What a call has, where the kernel takes it.
+  CUTE_HOST_DEVICE static bool has_bias(Params const& params) {
+    return (Mods & feature::Bias) && cutlass_ext::has_bias(params);
+  }
+  CUTE_HOST_DEVICE static bool has_mask(Params const& params) {
+    return (Mods & feature::Mask) && cutlass_ext::has_mask(params);
+  }
+  CUTE_HOST_DEVICE static bool has_dropout(Params const& params) {
+    return AlwaysDrops || ((Mods & feature::Dropout) && cutlass_ext::has_dropout(params));
+  }
+
   /// Whether tiles of the bias are copied to shared memory; else each thread loads what it wants.
   CUTE_HOST_DEVICE static bool copies_bias(Params const& params) {
     // The copy engine faults on a first column that is off 16 bytes, as padding in front makes it.
-    return Pairs && is_copyable(bias_of(params)) && !(features_of(params) & feature::LeftPadding) &&
+    return has_bias(params) && is_copyable(bias_of(params)) && !(features_of(params) & feature::LeftPadding) &&
            !(BiasInO && has_dropout(params));
   }
 
@@ -109,7 +133,8 @@ struct Traits {
     alignas(1024) Part k[cosize_v<LayoutK>];
     alignas(1024) Part v[cosize_v<LayoutV>];
     alignas(128) Part o[Parts == 1 ? B_r * StagedColumns : 1];  // 16 rows for each consumer warp; fp32 needs none
-    alignas(128) Part biases[Pairs && !BiasInO ? StagesBias * B_r * B_c : 0];
+    alignas(128) uint32_t drawn[4 * Drawers][StagesDrawn][DrawnWords];  // for each consumer warp
+    alignas(128) Part biases[(Mods & feature::Bias) && !BiasInO ? StagesBias * B_r * B_c : 0];
     Job jobs[StagesJobs];
     Barrier job_placed[StagesJobs], job_full[StagesJobs], job_empty[StagesJobs];  // placed: known to who copies
     Barrier job_asked;  // the next job, by the warp that will copy for it
@@ -118,6 +143,7 @@ struct Traits {
     Barrier v_full[Stages], v_empty[Stages];
     Barrier q_tail, v_tail;  // the copy of a tile whose rows past the last are to be zeroed before anyone sees it
     PartScales scales[Parts == 1 ? 1 : StagesJobs];  // of each job, where operands are in parts
+    Barrier drawn_full[4 * Drawers][StagesDrawn], drawn_empty[4 * Drawers][StagesDrawn];
     Barrier bias_full[Pairs ? Consumers : 0][StagesBias], bias_empty[Pairs ? Consumers : 0][StagesBias];
 
     CUTE_DEVICE Part* biases_of(int warpgroup, int stage) {
