@@ -34,6 +34,13 @@ Kernel sm90(DType dtype, int d, int d_v, int b_r, int b_c, int shared, Features 
   return {"sm90",        Kind::Persistent, dtype,       d,       d_v,    b_r, b_c, kPersistent | more,
           2 * b_r + 128, shared,           new_entry(), nullptr, nullptr};
 }
+/// Of calls with dropout, with or without a mask.
+Kernel dropping(DType dtype, int d, int threads, int shared) {
+  Kernel kernel = sm90(dtype, d, d, 128, 128, shared, feature::Mask | feature::Dropout);
+  kernel.threads = threads;
+  kernel.takes_shape = [](Params const& p) { return p.dropout.seed != nullptr; };
+  return kernel;
+}
 Kernel in_parts(int d, int d_v, int b_c, int shared, Features more = 0) {
   Features const takes = (kPersistent & ~(FixedSplits | Float32Results)) | more;
   return {"sm90", Kind::Persistent, DType::Float32, d,       d_v,    128, b_c, takes,
@@ -130,11 +137,18 @@ Entered of_16_bits(DType t) {
       sm80(t, 256, 64, 64, 98432),
       sm90(t, 64, 64, 192, 128, 173056),
       sm90(t, 64, 64, 128, 128, 148480),
-      sm90(t, 64, 64, 128, 128, 148480, kScoreMods | kPairs),
+      sm90(t, 64, 64, 128, 128, 231424, kScoreMods | kPairs),
+      sm90(t, 64, 64, 128, 128, 148480, kScoreMods),
+      sm90(t, 64, 64, 128, 128, 231424, feature::Bias),
+      sm90(t, 64, 64, 128, 128, 165888, feature::Mask),
+      dropping(t, 64, 640, 216064),
       sm90(t, 96, 96, 128, 128, 230400),
       sm90(t, 96, 96, 128, 128, 230400, kScoreMods | kPairs),
       sm90(t, 128, 128, 128, 128, 230400),
-      sm90(t, 128, 128, 128, 128, 230400, kScoreMods | kPairs),
+      sm90(t, 128, 128, 128, 128, 231424, kScoreMods | kPairs),
+      sm90(t, 128, 128, 128, 128, 230400, kScoreMods),
+      sm90(t, 128, 128, 128, 128, 231424, feature::Mask),
+      dropping(t, 128, 384, 231424),
       sm90(t, 192, 128, 128, 112, 226304),
       sm90(t, 192, 128, 128, 112, 226304, kScoreMods),
       sm90(t, 192, 192, 128, 96, 230400),

@@ -73,6 +73,10 @@ struct Call {
   Call& causal() { return window(-1, 0); }
   Call& scale(float x) { return p.softmax_scale = x, *this; }
   Call& softcap(float x = 30.f) { return p.softcap = x, *this; }
+  Call& alibi() { return p.alibi_slopes = somewhere<float>(), *this; }
+  Call& bias() { return p.bias.data = somewhere<void>(), *this; }
+  Call& mask() { return p.mask.bits = somewhere<uint32_t>(), *this; }
+  Call& dropout() { return p.dropout.seed = somewhere<int64_t>(), *this; }
   Call& sink() { return p.sink = somewhere<float>(), *this; }
   Call& lengths() { return p.seqused_k = somewhere(), *this; }
   Call& unaligned() { return p.k = somewhere<char>() + 4, *this; }
@@ -234,6 +238,26 @@ TEST(Plan, OfManyQueryRows) {
       CASE(fmha(2, 4096, 4096, 16, 16, 256).on(fake::kA100), "sm80 tiles 64x64 d256, 1 split, grid 2048"),
       CASE(fmha(2, 4096, 4096, 16, 16, 256).on(fake::kA40), "sm80 tiles 64x64 d256, 1 split, grid 2048"),
   });
+}
+
+TEST(Plan, OfOneThingThatChangesScoresHasAKernelOfItsOwn) {
+  auto const mods_of = [](Call const& call) { return plan_of(call).kernel->takes & feature::kMods; };
+  for (int const head_dim : {64, 128}) {
+    auto const call = [&] { return fmha(8, 2048, 2048, 16, 16, head_dim); };
+    Features const alone = head_dim == 64 ? feature::Bias : feature::kMods, drops = feature::Mask | feature::Dropout;
+    EXPECT_EQ(mods_of(call()), 0u);
+    EXPECT_EQ(mods_of(call().softcap()), feature::kScoreMods);
+    EXPECT_EQ(mods_of(call().alibi().softcap()), feature::kScoreMods);
+    EXPECT_EQ(mods_of(call().bias()), alone);
+    EXPECT_EQ(mods_of(call().mask()), feature::Mask);
+    EXPECT_EQ(mods_of(call().dropout()), drops);
+    EXPECT_EQ(mods_of(call().mask().dropout().sink().lengths()), drops);
+    for (Call const& both :
+         {call().bias().mask(), call().bias().dropout(), call().softcap().mask(), call().alibi().dropout()})
+      EXPECT_EQ(mods_of(both), feature::kMods);
+  }
+  // There are none between: what is not head_dim 64 or 128 at most has the kernels for everything.
+  EXPECT_EQ(mods_of(fmha(8, 2048, 2048, 16, 16, 96).mask()), feature::kMods);
 }
 
 TEST(Plan, OfFloat32) {
