@@ -378,8 +378,7 @@ struct Dropping<Traits, true> {
     int const consumer = thread.warp_row / 16;
     shared.drawn_full[consumer][slot.stage].wait_for(slot.phase);
     keep<Traits::B_c>(words, shared.drawn[consumer][slot.stage], thread.lane);
-    __syncwarp();
-    if (thread.lane == 0) shared.drawn_empty[consumer][slot.stage].arrive();
+    shared.drawn_empty[consumer][slot.stage].arrive();
     slot.advance();
   }
 };
@@ -649,7 +648,7 @@ CUTE_DEVICE void set_up_barriers(TensorMaps const& maps, typename Traits::Shared
     if constexpr (Traits::Pairs) {
       for (int i = 0; i < Traits::Consumers; ++i) init(shared.bias_full[i], 1, shared.bias_empty[i], 4);
     }
-    for (int i = 0; i < 4 * Traits::Drawers; ++i) init(shared.drawn_full[i], 1, shared.drawn_empty[i], 1);
+    for (int i = 0; i < 4 * Traits::Drawers; ++i) init(shared.drawn_full[i], 32, shared.drawn_empty[i], 32);
     for (auto& barrier : shared.job_placed) barrier.init(1);
     shared.job_asked.init(1);
     shared.q_tail.init(1);

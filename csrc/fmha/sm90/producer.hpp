@@ -283,7 +283,7 @@ CUTE_DEVICE void draw_ahead(Params const& params, typename Traits::SharedStorage
       shared.drawn_empty[consumer][slot.stage].wait_for(slot.phase ^ 1);
       draw<Traits::B_c>(job->pairs, params.dropout.threshold, job->token0 + consumer * 16 + lane / 4,
                         tile * Traits::B_c, lane, shared.drawn[consumer][slot.stage]);
-      if (lane == 0) shared.drawn_full[consumer][slot.stage].arrive();
+      shared.drawn_full[consumer][slot.stage].arrive();
       slot.advance();
     }
     __syncwarp();
