@@ -113,7 +113,13 @@ def fmha_backward(
     check_bool("deterministic", deterministic)
     check_bool("bias_grad", bias_grad)
     check_dtype("out_dtype", out_dtype)
-    check_numbers(softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p)
+    check_numbers(
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        head_start=head_start,
+        sequence_start=sequence_start,
+    )
     left, right = window_sides("window", window)
     start_pos, key_start, key_starts = behind_keys(start_pos, key_start)
     start, start_positions = split_start(start_pos)

@@ -206,6 +206,8 @@ def fmha(
         check_dtype("out_dtype", out_dtype)
     if type(softcap) is not float or type(dropout_p) is not float or type(softmax_scale) not in _NUMBER_OR_NONE:
         check_numbers(softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p)
+    if not type(num_splits) is type(head_start) is type(sequence_start) is int:
+        check_numbers(num_splits=num_splits, head_start=head_start, sequence_start=sequence_start)
     left, right = (-1, -1) if type(window) is tuple and window == (-1, -1) else window_sides("window", window)
     start_pos, key_start, key_starts = behind_keys(start_pos, key_start)
     start, start_positions = (start_pos, None) if type(start_pos) is int else split_start(start_pos)
@@ -361,6 +363,8 @@ def behind_keys(start_pos: StartPos, key_start: int | Tensor) -> tuple[StartPos,
         return start_pos, 0, None  # without a launch that subtracts it
     if not isinstance(key_start, (Tensor, Integral, torch.SymInt)) or isinstance(key_start, bool):
         raise TypeError(f"key_start: is {key_start!r}; expected an int or an int32 tensor [batch]")
+    if type(key_start) is int and abs(key_start) > UNBOUNDED:  # or what is computed with it would be refused instead
+        raise ValueError(f"key_start: is {key_start}; expected a position between -2^29 and 2^29")
     tensors = [x for x in (start_pos, key_start) if isinstance(x, Tensor)]
     fits = all(x.dtype == torch.int32 and (x.shape, x.device) == (tensors[0].shape, tensors[0].device) for x in tensors)
     if fits and start_pos is not None and not isinstance(start_pos, str):
@@ -388,7 +392,7 @@ def check_numbers(**numbers: float | None) -> None:
             if not isinstance(value, Tensor):
                 raise TypeError(f"{name}: is {value}; expected a number")
             learned = "; multiply q by a learned scale instead" if name == "softmax_scale" else ""
-            raise TypeError(f"{name}: is a tensor; expected a number, which has no gradient{learned}")
+            raise TypeError(f"{name}: is a tensor; expected a number, for which the host need not wait{learned}")
 
 
 UNBOUNDED = 2**30  # tokens: a window of so many hides nothing, as no position is so far from another

@@ -127,6 +127,8 @@ def flash_attn_with_kvcache(
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
         check_numbers(cache_seqlens=cache_seqlens)
         cache_len, cache_seqlens = cache_seqlens, None
+    if type(num_splits) is not int:
+        check_numbers(num_splits=num_splits)
     arguments = (
         q, k_cache, v_cache, k, v, causal, start, return_softmax_lse, rotary_cos, rotary_sin, cache_len, cache_seqlens,
         cache_batch_idx, cache_leftpad, block_table,

@@ -66,7 +66,7 @@ WRONG = [
     *[("softcap", V, {"softcap": x}) for x in (-1.0, float("inf"), float("nan"), 1e39, 1e-39, 1e-60)],
     *[("softcap", T, {"softcap": x}) for x in (None, "soft")],
     *[("num_splits", V, {"num_splits": x}) for x in (-1, 100_000)],
-    *[("num_splits", T, {"num_splits": x}) for x in (None, 1.5)],
+    *[("num_splits", T, {"num_splits": x}) for x in (None, 1.5, True, tensor(), tensor(2))],
     *[(name, T, {name: x}) for name in ("causal", "deterministic", "return_lse")
       for x in ("yes", None, 1, 0, 1.0, [True])],
     *[("window", V, {"window": x}) for x in ((-2, 0), (0, -5), (1, 2, 3), (), (-(2**70), 0))],

@@ -76,6 +76,9 @@ def test_every_argument_arrives_under_its_name(function, monkeypatch):
         "softcap": 2.0,
         "bias_grad": False,
         "key_start": 5,
+        "head_start": 6,
+        "sequence_start": 7,
+        "num_splits": 8,
         "out_dtype": torch.float32,
     }
     given |= {"rotary_interleaved": False, "start_pos": 3, "window": (5, 6), "window_size": (5, 6), "backend": "simt"}
