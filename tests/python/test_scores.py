@@ -596,6 +596,15 @@ def test_the_same_bits_everywhere(target, options, dropout_p):
         assert torch.equal((dk[:, :, h // 2, :rows] != 0).mT, want[:, h])
 
 
+@pytest.mark.parametrize("d", [64, 128])
+def test_dropout_behind_sequences_without_keys(target, d):
+    """Of which warps that draw ahead draw nothing: the sequences behind them get what is theirs."""
+    lengths = [0, 70, 0, 0, 130, 40, 0, 200] * 2
+    q, k, v = target.qkv(len(lengths), 140, 4, d, n_kv=200, heads_kv=2)
+    drop = {"dropout_p": 0.4, "dropout_seed": seed_of(target, 3, 4)}
+    check(target, q, k, v, seqused_k=target.int32(lengths), backward=False, **drop)
+
+
 def test_dropout_by_position(target_fp32):
     """A call of some sequences, heads, rows or keys drops what the whole call drops there."""
     seed = seed_of(target_fp32, 5, 6)
@@ -627,21 +636,23 @@ def test_philox_is_philox():
         (0xFFFFFFFF, -1, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
     ):
         c = [torch.tensor([counter])] * 3
-        bits = [word >> 16 * half & 0xFFFF for word in answer for half in range(2)]
-        first = 8 * counter
-        for threshold in range(1, 1 << 16, 97):
-            got = kept(torch.tensor([key, 0]), threshold, *c, slice(first, first + 8))
-            assert got.tolist() == [x >= threshold for x in bits]
+        below = (answer[0] ^ answer[1] ^ answer[2]) >> 8
+        byte = lambda key, answer=answer: answer[key % 8 // 2] >> 8 * (key % 2 + key // 8 * 2) & 0xFF  # noqa: E731
+        numbers = [byte(key) << 24 | below for key in range(16)]
+        first = 16 * counter
+        for threshold in [*range(1, 1 << 32, 97 << 16), *numbers, *(x + 1 for x in numbers)]:
+            got = kept(torch.tensor([key, 0]), threshold, *c, slice(first, first + 16))
+            assert got.tolist() == [x >= threshold for x in numbers]
 
 
 # ------------------------------------------------------------------------------------------------ dropout's statistics
 def test_how_much_is_dropped():
-    """Of 4 million weights, within five standard deviations; of p below 2^-17 nothing."""
+    """Of 4 million weights, within five standard deviations; of p below 2^-33 nothing."""
     for dropout_p in (2**-12, 0.1, 0.25, 0.5, 0.9):
         mask = cutlass_ext.dropout_mask(4, 4, 512, 512, dropout_p, torch.tensor([1, 2]))
-        p, n = round(dropout_p * 65536) / 65536, mask.numel()
+        p, n = dropout_p, mask.numel()
         assert abs(mask.float().mean(dtype=torch.float64).item() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / n)
-    assert cutlass_ext.dropout_mask(1, 1, 64, 64, 2**-18, torch.tensor([1, 2])).all()
+    assert cutlass_ext.dropout_mask(1, 1, 64, 64, 2**-34, torch.tensor([1, 2])).all()
 
 
 def test_weights_are_dropped_independently():
@@ -668,6 +679,22 @@ def test_weights_are_dropped_independently():
         expected = torch.tensor([math.comb(16, i) / 2**16 * n for i in range(17)], dtype=torch.float64)
         chi_square = ((seen - expected) ** 2 / expected).sum().item()
         assert chi_square < 45, f"{chi_square} of 16 degrees of freedom"  # exceeded once in 7000 times
+
+
+@pytest.mark.parametrize("dropout_p", [2**-9, 0.1, 0.75])
+def test_weights_of_one_draw_are_dropped_independently(dropout_p):
+    """They share part of their numbers: how many of sixteen are dropped is binomial (chi-square)."""
+    mask = cutlass_ext.dropout_mask(8, 8, 512, 512, dropout_p, torch.tensor([5, 6]))
+    dropped = (~mask).unflatten(3, (-1, 16)).sum(-1).flatten()
+    n, p = dropped.numel(), dropout_p
+    expected = torch.tensor([math.comb(16, i) * p**i * (1 - p) ** (16 - i) * n for i in range(17)])
+    seen = torch.bincount(dropped, minlength=17)
+    often = expected > 10
+    expected = torch.cat([expected[often], expected[~often].sum()[None]])
+    seen = torch.cat([seen[often], seen[~often].sum()[None]])
+    degrees = len(seen) - 1
+    chi_square = ((seen - expected) ** 2 / expected.clamp(min=1)).sum().item()
+    assert chi_square < degrees + 5 * math.sqrt(2 * degrees), f"{chi_square} of {degrees} degrees of freedom"
 
 
 def test_the_mean_over_seeds(target_fp32):
@@ -1117,7 +1144,7 @@ WRONG = [
     *[("bias", T, {"bias": torch.ones(1, 1, 1, N, dtype=x)}) for x in (BOOL, torch.int32, torch.float64)],
     *[("mask", T, {"mask": torch.ones(1, 1, 1, N, dtype=x)}) for x in (torch.float32, torch.uint8, torch.int32)],
     *[(name, T, {name: x}) for name in ("bias", "mask") for x in (3.0, [1.0])],
-    *[("dropout_p", V, {"dropout_p": x}) for x in (-0.1, 1.0, 1.5, NAN, 1 - 2**-18)],
+    *[("dropout_p", V, {"dropout_p": x}) for x in (-0.1, 1.0, 1.5, NAN, 1 - 2**-34)],
     *[("dropout_p", T, {"dropout_p": x}) for x in (None, "half")],
     *[("dropout_seed", V, {"dropout_seed": torch.ones(s, dtype=INT64)}) for s in ((), (1,), (3,), (1, 2))],
     ("dropout_seed", V, {"dropout_p": 0.5, "dropout_seed": torch.ones(4, dtype=INT64)[::2]}),
