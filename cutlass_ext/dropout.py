@@ -31,7 +31,7 @@ def dropout_mask(
 
     Args:
         B, H, N_q, N_kv: sequences, query heads, query rows and keys.
-        dropout_p: the probability that a weight is dropped, 0 to less than 1, rounded to multiples of 2^-16.
+        dropout_p: the probability that a weight is dropped, 0 to less than 1, rounded to multiples of 2^-32.
         dropout_seed: int64 `[2]`; the mask is on its device.
         start_pos: the position of the first query row, as in `fmha`: an int, an int32 tensor `[B]`, or `"end"`,
             which aligns the last row with the last key.
@@ -46,8 +46,9 @@ def dropout_mask(
         ValueError: a dropout_seed of another shape, or a size, dropout_p, start_pos or key_start that does not fit.
 
     Source: Philox4x32 with 7 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). The key is
-    the first word of the seed; the counter is key position / 8, position of the row, query head, sequence, with the
-    second word spread over the last two; a draw's 128 bits are eight keys' numbers of 16 bits.
+    the first word of the seed; the counter is key position / 16, position of the row, query head, sequence, with the
+    second word spread over the last two; a draw's 128 bits are a byte for each of sixteen keys, above 24 bits that
+    all of them share.
     """
     if not isinstance(dropout_seed, Tensor) or dropout_seed.dtype != torch.int64:
         given = dropout_seed.dtype if isinstance(dropout_seed, Tensor) else type(dropout_seed).__name__
@@ -57,8 +58,8 @@ def dropout_mask(
     check_numbers(dropout_p=dropout_p)
     if not isinstance(dropout_p, Real):
         raise TypeError(f"dropout_p: is of type {type(dropout_p).__name__}; expected a number")
-    if not 0 <= dropout_p < 1 or threshold_of(dropout_p) == 1 << 16:
-        raise ValueError(f"dropout_p: is {dropout_p}; expected a probability from 0 to less than 1 - 2^-17")
+    if not 0 <= dropout_p < 1 or threshold_of(dropout_p) == 1 << 32:
+        raise ValueError(f"dropout_p: is {dropout_p}; expected a probability from 0 to less than 1 - 2^-33")
     sizes = {"B": B, "H": H, "N_q": N_q, "N_kv": N_kv, "head_start": head_start, "sequence_start": sequence_start}
     for name, x in sizes.items():
         if isinstance(x, bool) or not isinstance(x, Integral):

@@ -2,7 +2,7 @@
 
 Called by users. Three things differ from flash-attn, all on purpose: a row that sees no key has `softmax_lse = -inf`
 (there `+inf`), `softmax_lse` is not shifted under causal ALiBi and has a gradient, and dropout drops by position
-(`fmha`, `dropout_mask`), with a probability in steps of 2^-16, not 2^-8.
+(`fmha`, `dropout_mask`), with a probability in steps of 2^-32, not 2^-8.
 
 Serving engines call the same names with more keywords, those of vLLM's fork and of FlashAttention-3. They are taken by
 name, here and in `kvcache.py`, and refused by name where they would change a result.

@@ -146,7 +146,7 @@ def fmha(
         block_mask: a `torch.nn.attention.flex_attention.BlockMask`, instead of mask. What it shows is kept with it,
             in bits where kernels run and else as a bool tensor, so that its `mask_mod` is evaluated once.
         dropout_p: the probability with which a weight is dropped after the softmax, 0 to less than 1, rounded to
-            multiples of 2^-16.
+            multiples of 2^-32.
         dropout_seed: int64 `[2]` on q's device. The same seed drops the same weights, in every call, backend and batch,
             and `dropout_mask` shows which; calls that are to differ should differ in it. By default PyTorch's generator
             of q's device draws it, so `torch.manual_seed` fixes it, checkpoints repeat it and CUDA graphs redraw it.

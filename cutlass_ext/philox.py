@@ -10,12 +10,12 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 7
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64  # so that seeds that count by their second word do not draw their neighbours' bits
 _WORD = 0xFFFFFFFF
-_KEYS = 8  # that the 128 bits of one draw are for
+_KEYS = 16  # that the 128 bits of one draw are for
 
 
 def threshold_of(probability: float) -> int:
-    """What of 16 bits is dropped: all that is below."""
-    return int(probability * 65536 + 0.5)
+    """What of 32 bits is dropped: all that is below."""
+    return int(probability * 2**32 + 0.5)
 
 
 def kept(
@@ -29,7 +29,7 @@ def kept(
     spread = seed[1] * _SPREAD
     n, begin = keys.stop - keys.start, keys.start + origin
     first = begin // _KEYS
-    if isinstance(begin, Tensor):  # sequences begin anywhere in eight keys
+    if isinstance(begin, Tensor):  # sequences begin anywhere in sixteen keys
         c0 = first + torch.arange(n // _KEYS + 2, device=seed.device) & _WORD
     else:
         c0 = torch.arange(first, -(-(begin + n) // _KEYS), device=seed.device) & _WORD
@@ -40,9 +40,14 @@ def kept(
         c0, c1 = product1 >> 32 & _WORD ^ c1 ^ k0, product1 & _WORD
         c2, c3 = product0 >> 32 & _WORD ^ c3 ^ k1, product0 & _WORD
         k0, k1 = k0 + _W0 & _WORD, k1 + _W1 & _WORD
-    # The low half of a word is for the even key, the high half for the odd one.
-    halves = [half for c in (c0, c1, c2, c3) for half in ((c & 0xFFFF) >= threshold, c >= threshold << 16)]
-    of_eights, skipped = torch.stack(halves, -1).flatten(-2), begin - _KEYS * first
+    # A byte for each key: of keys 2w, 2w + 1, 2w + 8 and 2w + 9 in word w. Below it they share 24 bits.
+    below = c0 ^ c1 ^ c2
+    least = (threshold >> 24) + ((below >> 8) < (threshold & 0xFFFFFF)).long()
+    words = torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), -1)
+    pairs = [words >> shift & 0xFF for shift in (0, 8, 16, 24)]
+    drawn = torch.stack([torch.stack(pairs[:2], -1), torch.stack(pairs[2:], -1)], -3)  # [..., half, word, odd]
+    of_sixteens = (drawn >= least[..., None, None, None]).flatten(-4)
+    skipped = begin - _KEYS * first
     if isinstance(skipped, Tensor):
-        return of_eights.take_along_dim(skipped + torch.arange(n, device=seed.device), -1)
-    return of_eights[..., skipped:][..., :n]
+        return of_sixteens.take_along_dim(skipped + torch.arange(n, device=seed.device), -1)
+    return of_sixteens[..., skipped:][..., :n]

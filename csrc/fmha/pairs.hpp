@@ -28,7 +28,7 @@ CUTE_HOST_DEVICE bool is_in_vectors(Bias const& bias) {
 /// Whether the copy engine (TMA) can bring tiles of the bias: it wants more than one row, too.
 CUTE_HOST_DEVICE bool is_copyable(Bias const& bias) { return is_in_vectors(bias) && bias.row != 0; }
 
-/// Philox4x32-7 under one key, of the counters (eight keys, row, head, sequence) of one head and sequence.
+/// Philox4x32-7 under one key, of the counters (sixteen keys, row, head, sequence) of one head and sequence.
 struct Philox {
   uint32_t key0, key1, sequence;
   uint32_t head_low, head_high;  // of what the first round makes of the head
@@ -49,13 +49,13 @@ struct Philox {
   }
 
   /// ... others of the keys.
-  struct OfEight {
+  struct OfSixteen {
     uint32_t mixed2, next0, next2, next3;
   };
-  CUTE_HOST_DEVICE OfEight of_eight(uint32_t eight) const {
-    OfEight of;
+  CUTE_HOST_DEVICE OfSixteen of_sixteen(uint32_t sixteen) const {
+    OfSixteen of;
     uint32_t low, high;
-    multiply(kM0, eight, of.mixed2, high);
+    multiply(kM0, sixteen, of.mixed2, high);
     multiply(kM1, high ^ sequence ^ key1, low, high);
     of.next0 = low ^ key0_of(2);
     multiply(kM0, high ^ head_low ^ key0_of(1), of.next3, high);
@@ -63,7 +63,7 @@ struct Philox {
     return of;
   }
 
-  CUTE_HOST_DEVICE void draw(OfRow const& row, OfEight const& keys, uint32_t (&x)[4]) const {
+  CUTE_HOST_DEVICE void draw(OfRow const& row, OfSixteen const& keys, uint32_t (&x)[4]) const {
     uint32_t high;
     multiply(kM1, row.mixed2 ^ keys.mixed2, x[1], high);
     x[0] = high ^ keys.next0;
@@ -92,6 +92,41 @@ struct Philox {
   CUTE_HOST_DEVICE uint32_t key1_of(int round) const { return key1 + round * 0xBB67AE85u; }
 };
 
+/// Which of sixteen keys a draw of theirs keeps (`Dropout`): the others' numbers are below the threshold.
+struct KeptOfSixteen {
+  static constexpr uint32_t kOnes = 0x01010101u, kTops = 0x80808080u;
+
+  uint32_t low;       // what bytes share of their numbers lies in 24 bits; those of the threshold, at the top
+  uint32_t to_top;    // brings the low seven bits of a byte that is as much as the threshold's to 2^7
+  uint32_t top_does;  // whether the byte's own top bit is enough, a mask: else both have to be there
+
+  CUTE_HOST_DEVICE explicit KeptOfSixteen(uint32_t threshold)
+      : low(threshold << 8),
+        to_top(((threshold >> 31 ? 0x100 : 0x80) - (threshold >> 24)) * kOnes),
+        top_does(threshold >> 31 ? 0 : ~0u) {}
+
+  /// Of a draw, in the top bit of each byte of its words: those of keys 2w, 2w + 1, 2w + 8 and 2w + 9 in word w.
+  CUTE_HOST_DEVICE void operator()(uint32_t (&x)[4]) const {
+    // Where what they share is below the threshold's, a byte has to be above its.
+    uint32_t const add = (x[0] ^ x[1] ^ x[2]) < low ? to_top - kOnes : to_top;
+    CUTE_UNROLL
+    for (uint32_t& word : x) {
+      uint32_t const sum = (word & ~kTops) + add;
+      word = ((sum & word) | ((sum | word) & top_does)) & kTops;
+    }
+  }
+
+#if defined(__CUDACC__)
+  /// What it leaves of a draw in a bit a key, in their order.
+  CUTE_DEVICE static uint32_t in_order(uint32_t const (&x)[4]) {
+    uint32_t kept = 0;  // of even keys in bytes 0 and 2, of odd ones in 1 and 3
+    CUTE_UNROLL
+    for (int w = 0; w < 4; ++w) kept |= x[w] >> (7 - 2 * w);
+    return __byte_perm(kept | kept >> 7, 0, 0x4420);
+  }
+#endif
+};
+
 /// Whether a call has a bias; scores that a bias or a mask changes; dropout; any of all this.
 CUTE_HOST_DEVICE Bias const& bias_of(Pairs const& pairs) { return pairs.bias; }
 CUTE_HOST_DEVICE bool has_bias(Pairs const& pairs) { return pairs.bias.data; }
@@ -115,6 +150,13 @@ constexpr int kQuadColumns = 8;
 CUTE_HOST_DEVICE constexpr int key_of_quad(int j) { return j / 2 * 8 + j % 2; }
 
 #if defined(__CUDACC__)
+/// Of each byte of the result all bits are the top one of the byte of a and b that the selector names, plus 8.
+CUTE_DEVICE uint32_t signs(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t x;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(selector));
+  return x;
+}
+
 /// Of the mask's word of 32 keys those of a lane's columns in accumulators, a bit each.
 CUTE_DEVICE uint32_t columns_of_word(uint32_t word, int lane) {
   uint32_t const of_lane = word >> lane % 4 * 2 & 0x03030303u;  // two in each byte, which a product brings together
@@ -148,8 +190,8 @@ struct PairMod {
   int origin;                        // of the first real key, a position too
   uint32_t seed[2], head, sequence;  // of Philox, the latter with the seed's offset
 
-  uint32_t limit;  // of dropout: above which the high half of a word is enough for a pair to be kept
-  int words;       // of a row of the mask
+  uint32_t threshold;  // of dropout
+  int words;           // of a row of the mask
 
   PairMod() = default;
 #if defined(__CUDACC__)
@@ -167,7 +209,7 @@ struct PairMod {
     if (Dropout const& x = params.dropout; x.seed) {
       uint64_t const offset = uint64_t(x.seed[1]) * Dropout::kSpread;
       seed[0] = uint32_t(x.seed[0]), seed[1] = uint32_t(uint64_t(x.seed[0]) >> 32);
-      limit = (anew(x.threshold) << 16) - 1;
+      threshold = anew(x.threshold);
       origin = leftpad + (x.key_starts ? clamp(x.key_starts[b], -kMaxPosition, kMaxPosition) : x.key_start);
       position = of.visibility.offset(0, 0) + origin;
       head = uint32_t(h + x.head_start) + uint32_t(offset);
@@ -245,27 +287,32 @@ struct PairMod {
     return seen;
   }
 
-  /// Which of eight keys of a row dropout keeps: those whose positions, divided by eight, are `group`.
-  CUTE_DEVICE uint32_t kept_of_eight(int row, int group) const {
+  /// Whether the keys from `key` on begin with a draw's first.
+  CUTE_DEVICE bool draws_begin_at(int key) const { return ((key + origin) & 15) == 0; }
+
+  /// Which of sixteen keys of a row dropout keeps: those whose positions, divided by sixteen, are `group`. One key
+  /// after the other: with `KeptOfSixteen` kernels without registers to spare stored up to 128 bytes a thread.
+  CUTE_DEVICE uint32_t kept_of_sixteen(int row, int group) const {
     uint32_t x[4], kept = 0;
     Philox const philox(seed, head, sequence);
-    philox.draw(philox.of_row(position + row), philox.of_eight(group), x);
+    philox.draw(philox.of_row(position + row), philox.of_sixteen(group), x);
+    uint32_t const limit = anew(threshold), least = (limit >> 24) + ((x[0] ^ x[1] ^ x[2]) < limit << 8);
     CUTE_UNROLL
-    for (int w = 0; w < 4; ++w) {
-      if (x[w] << 16 > limit) kept |= 1u << 2 * w;
-      if (x[w] > limit) kept |= 2u << 2 * w;
+    for (int key = 0; key < 16; ++key) {
+      uint32_t const byte = __byte_perm(x[key % 8 / 2], 0, 0x4440 + key % 2 + key / 8 * 2);
+      if (byte >= least) kept |= 1u << key;
     }
     return kept;
   }
 
   /// Which of the `count` keys from `key` on dropout keeps, 32 at most, wherever they lie.
   CUTE_DEVICE uint32_t kept(int row, int key, int count) const {
-    int const first = key + origin, shift = first & 7;
+    int const first = key + origin, shift = first & 15;
     uint32_t word = 0;
     CUTE_NO_UNROLL
-    for (int got = -shift; got < count; got += 8) {
-      uint32_t const eight = kept_of_eight(row, (first + got) >> 3);
-      word |= got < 0 ? eight >> shift : eight << got;
+    for (int got = -shift; got < count; got += 16) {
+      uint32_t const sixteen = kept_of_sixteen(row, (first + got) >> 4);
+      word |= got < 0 ? sixteen >> shift : sixteen << got;
     }
     return word;
   }
@@ -331,28 +378,11 @@ struct PairMod {
     for (int e = 0; e < Count; ++e) p[e] = of_keys >> e & 1 ? p[e] * scale : 0.f;
   }
 
-  /// The same of 32 keys by the four lanes of a quad, all of which want them.
-  CUTE_DEVICE uint32_t kept_by_quad(int row, int key, int lane) const {
-    if (((key + origin) & 7) != 0) return kept(row, key, 32);
-    int const part = lane % 4;
-    uint32_t word = kept_of_eight(row, ((key + origin) >> 3) + part) << part * 8;
-    word |= __shfl_xor_sync(0xffffffffu, word, 1);
-    return word | __shfl_xor_sync(0xffffffffu, word, 2);
-  }
-
-  /// Of 16 keys the first or the last eight, where those are: the other half is 0. All 16 where positions cut eights.
-  CUTE_DEVICE uint32_t kept_of_half(int row, int key, int half) const {
-    if (((key + origin) & 7) != 0) return kept(row, key, 16) & 0xffffu;
-    return kept_of_eight(row, ((key + origin) >> 3) + half) << half * 8;
-  }
-
+  /// The same of 32 keys by the lanes of a quad, all of which want them.
+  CUTE_DEVICE uint32_t kept_by_quad(int row, int key, int lane) const { return kept_by_two(row, key, lane % 2, 1); }
   /// The same where the lanes that share a row are four apart.
   CUTE_DEVICE uint32_t kept_by_column(int row, int key, int lane) const {
-    if (((key + origin) & 7) != 0) return kept(row, key, 32);
-    int const part = lane / 4 % 4;
-    uint32_t word = kept_of_eight(row, ((key + origin) >> 3) + part) << part * 8;
-    word |= __shfl_xor_sync(0xffffffffu, word, 4);
-    return word | __shfl_xor_sync(0xffffffffu, word, 8);
+    return kept_by_two(row, key, lane / 4 % 2, 4);
   }
 
   /// The same of a lane's columns of 32 keys in accumulators, the first of the quad's `key`.
@@ -360,6 +390,14 @@ struct PairMod {
     uint32_t const of_keys = kept_by_quad(row, key, lane) >> lane % 4 * 2;
     CUTE_UNROLL
     for (int j = 0; j < kQuadColumns; ++j) p[j] = of_keys >> key_of_quad(j) & 1 ? p[j] : 0.f;
+  }
+
+ private:
+  /// By two lanes that are `apart` and share a row: each draws for half of 32 keys, of which all are wanted.
+  CUTE_DEVICE uint32_t kept_by_two(int row, int key, int half, int apart) const {
+    if (!draws_begin_at(key)) return kept(row, key, 32);
+    uint32_t const word = kept_of_sixteen(row, ((key + origin) >> 4) + half) << half * 16;
+    return word | __shfl_xor_sync(0xffffffffu, word, apart);
   }
 #endif
 };
@@ -468,25 +506,6 @@ CUTE_DEVICE float2 floats_of(uint32_t word, BiasType type) {
   if (type == BiasType::Float16) return __half22float2(*reinterpret_cast<__half2 const*>(&word));
   return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
 }
-
-/// Compares the 16-bit halves of words with a least one: masks for them, all ones where that of the word is as much or
-/// more. With 2^15 - `least` added the top bit says so of halves on the same side of 2^15 as `least`; of the others the
-/// half's own does, and they are the larger of the two where `least` is below (the sum may have passed 2^16), the
-/// smaller where it is not. `Below`: whether it is at most 2^15.
-template <bool Below>
-struct HalvesFrom {
-  uint32_t to_top;
-  CUTE_DEVICE explicit HalvesFrom(uint32_t least) : to_top(((0x8000u - least) & 0xffffu) * 0x10001u) {}
-  CUTE_DEVICE uint32_t operator()(uint32_t x) const {
-    uint32_t halves;
-    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(halves) : "r"(tops(x)));
-    return halves;
-  }
-  /// The same in the top bits of the halves; the others say nothing.
-  CUTE_DEVICE uint32_t tops(uint32_t x) const {
-    return Below ? __viaddmax_u16x2(x, to_top, x) : __viaddmin_u16x2(x, to_top, x);
-  }
-};
 
 #endif
 

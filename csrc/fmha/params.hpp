@@ -153,15 +153,18 @@ struct Mask {
 
 /// Dropout by position, so that whoever computes a pair of a row and a key draws the same for it: Philox4x32-7 (Salmon
 /// et al., SC 2011) with the 64 bits of seed[0] as key and the counter
-///   (key position / 8, row position, head + low half of x, sequence + high half of x),   x = seed[1] * kSpread,
-/// words modulo 2^32, the low ones first. Its 128 bits are those of eight keys in a row: of key 2w and 2w + 1 the low
-/// and the high half of word w. A pair is kept where its 16 bits are `threshold` or more.
+///   (key position / 16, row position, head + low half of x, sequence + high half of x),   x = seed[1] * kSpread,
+/// words modulo 2^32, the low ones first. Its 128 bits are a byte for each of sixteen keys in a row: those of keys 2w,
+/// 2w + 1, 2w + 8 and 2w + 9 are in word w, the lowest first. A pair's number has its byte at the top, and below it 24
+/// bits that all sixteen share: those of word 0 ^ word 1 ^ word 2 but its lowest byte. A pair is kept where its number
+/// is `threshold` or more. Each byte is independent of what is shared, and so are two of them: two pairs of a draw are
+/// as good as independent, with a correlation of 2^-18 / (p (1 - p)) at most.
 struct Dropout {
   /// Odd. Seeds that count calls by their second word would draw the next head's numbers without it.
   static constexpr uint64_t kSpread = 0x9E3779B97F4A7C15;
 
   int64_t const* seed = nullptr;  // [2], on the device; null: no dropout
-  uint32_t threshold = 0;         // round(p 2^16), at least 1
+  uint32_t threshold = 0;         // round(p 2^32), at least 1
   float scale = 1.f;              // of what is kept: 1 / (1 - p)
   int head_start = 0;             // what head 0 and sequence 0 count as
   int sequence_start = 0;

@@ -88,7 +88,7 @@ void set_pairs(Arguments const& a, Params* p) {
     p->mask = Mask(of.batch, of.heads, rows, packed ? p->n_kv : of.keys);
     p->mask.bits = t.as<uint32_t>();
   }
-  auto const threshold = static_cast<uint32_t>(std::round(a.dropout_p * 65536.0));
+  auto const threshold = static_cast<uint32_t>(std::round(a.dropout_p * 0x1p32));
   if (threshold > 0) {
     p->dropout = {a.dropout_seed.as<int64_t>(),
                   threshold,

@@ -325,9 +325,9 @@ void check_bias_and_mask(Arguments const& a) {
 }
 
 void check_dropout(Arguments const& a) {
-  if (!(a.dropout_p >= 0.0 && std::round(a.dropout_p * 65536.0) < 65536.0)) {
-    fail("ValueError", "dropout_p: is ", a.dropout_p, "; expected a probability from 0 to less than 1 - 2^-17, of ",
-         "which it has steps of 2^-16");
+  if (!(a.dropout_p >= 0.0 && std::round(a.dropout_p * 0x1p32) < 0x1p32)) {
+    fail("ValueError", "dropout_p: is ", a.dropout_p, "; expected a probability from 0 to less than 1 - 2^-33, of ",
+         "which it has steps of 2^-32");
   }
   if (a.dropout_p > 0.0 && !a.dropout_seed)
     fail("ValueError", "dropout_seed: is None beside a dropout_p of ", a.dropout_p, "; expected an int64 tensor [2]");

@@ -13,7 +13,7 @@ void expect_answer(uint32_t word, uint32_t const (&answer)[4]) {
   uint32_t const key[] = {word, word};
   Philox const philox(key, word, word);
   uint32_t x[4];
-  philox.draw(philox.of_row(word), philox.of_eight(word), x);
+  philox.draw(philox.of_row(word), philox.of_sixteen(word), x);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(x[i], answer[i]);
 }
 
@@ -33,8 +33,29 @@ TEST(Philox, MixesEveryWordOfItsCounter) {
   }
   Philox const philox(key, counter[2], counter[3]);
   uint32_t x[4];
-  philox.draw(philox.of_row(counter[1]), philox.of_eight(counter[0]), x);
+  philox.draw(philox.of_row(counter[1]), philox.of_sixteen(counter[0]), x);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(x[i], words[i]);
+}
+
+TEST(KeptOfSixteen, ComparesAByteAboveWhatAllShare) {
+  uint32_t const key[] = {7, 9};
+  Philox const philox(key, 1, 2);
+  for (uint32_t row = 0; row < 64; ++row) {
+    uint32_t words[4];
+    philox.draw(philox.of_row(row), philox.of_sixteen(row % 5), words);
+    uint32_t const shared = (words[0] ^ words[1] ^ words[2]) >> 8;
+    for (uint32_t top : {0u, 1u, 0x19u, 0x7fu, 0x80u, 0x81u, 0xc0u, 0xffu}) {
+      for (uint32_t low : {0u, 1u, shared, shared + 1, 0xffffffu}) {
+        uint32_t const threshold = top << 24 | (low & 0xffffffu);
+        uint32_t kept[] = {words[0], words[1], words[2], words[3]};
+        KeptOfSixteen{threshold}(kept);
+        for (int byte = 0; byte < 16; ++byte) {
+          uint32_t const number = (words[byte / 4] >> byte % 4 * 8 & 0xff) << 24 | shared;
+          EXPECT_EQ(kept[byte / 4] >> byte % 4 * 8 & 0xff, number >= threshold ? 0x80u : 0u) << threshold;
+        }
+      }
+    }
+  }
 }
 
 TEST(Mask, HasRoomForItsMap) {

@@ -34,7 +34,7 @@ def keeps(dropout_p, seed, sequence, heads, positions, keys):
     spread = seed[1] * spread % 2**64
     j, p, h = (np.asarray(x.cpu() if isinstance(x, torch.Tensor) else x, np.int64) for x in (keys, positions, heads))
     c = [
-        low((j // 8).astype(np.uint64))[None, None], low(p.astype(np.uint64))[None, :, None],
+        low((j // 16).astype(np.uint64))[None, None], low(p.astype(np.uint64))[None, :, None],
         low(h.astype(np.uint64) + np.uint64(spread % 2**32))[:, None, None],
         np.full((1, 1, 1), (sequence + (spread >> 32)) % 2**32, np.uint64),
     ]  # fmt: skip
@@ -44,9 +44,10 @@ def keeps(dropout_p, seed, sequence, heads, positions, keys):
         c = [high(b) ^ c[1] ^ np.uint64(key[0]), low(b), high(a) ^ c[3] ^ np.uint64(key[1]), low(a)]
         key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
     words = np.stack(np.broadcast_arrays(*c))
-    word_of, shift = np.broadcast_to(j % 8 // 2, words.shape[1:])[None], np.uint64(16) * (j % 2).astype(np.uint64)
-    bits = np.take_along_axis(words, word_of, 0)[0] >> shift & np.uint64(0xFFFF)
-    return torch.from_numpy(bits.astype(np.int64) >= math.floor(dropout_p * 65536 + 0.5))
+    word_of, byte = np.broadcast_to(j % 8 // 2, words.shape[1:])[None], (j % 2 + j % 16 // 8 * 2).astype(np.uint64)
+    bits = np.take_along_axis(words, word_of, 0)[0] >> np.uint64(8) * byte & np.uint64(0xFF)
+    number = bits << np.uint64(24) | (words[0] ^ words[1] ^ words[2]) >> np.uint64(8)
+    return torch.from_numpy(number.astype(np.int64) >= math.floor(dropout_p * 2**32 + 0.5))
 
 
 def rounded(x, dtype):

@@ -150,13 +150,6 @@ class TilePairs {
   }
 
  private:
-  /// Of each byte of the result all bits are the highest of the byte of a and b that the selector names, plus 8.
-  CUTE_DEVICE static uint32_t signs(uint32_t a, uint32_t b, uint32_t selector) {
-    uint32_t x;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(selector));
-    return x;
-  }
-
   /// Vector `index` of a warp's, of eight keys of a row; and where it lies, so that neither its copy nor ldmatrix finds
   /// a bank in use.
   CUTE_DEVICE static uint32_t row_of_chunk(uint32_t index) { return OfKeys ? index / 2 : index / Eights; }
@@ -289,40 +282,39 @@ class TilePairs {
     }
   }
 
-  /// Each lane draws for some of the warp's vectors, a byte each, and reads the bits of its own scores.
+  /// Each lane draws for some of the warp's sixteens, and reads the bits of its own scores.
   template <class Shared, class Place>
   CUTE_DEVICE void draw(Shared& shared, Place const& place, PairMod const& pairs) {
-    int const lane = place.thread.lane, first = place.key + pairs.origin, shift = first & 7;
+    constexpr int kSixteens = Step / 16;
+    int const lane = place.thread.lane;
     uint8_t* const bytes = shared.drawn + part_of_warp<Traits>() * kDrawnBytes;
     __syncwarp();  // what is there has been read
     CUTE_UNROLL
-    for (int k = 0; k < ChunksOfLane; ++k) {
-      int const index = lane + 32 * k, row = place.row + row_of_chunk(index),
-                eight = (first >> 3) + eight_of_chunk(index);
-      uint32_t kept = pairs.kept_of_eight(row, eight);
-      if (shift != 0) kept = (kept | pairs.kept_of_eight(row, eight + 1) << 8) >> shift;
-      bytes[index] = static_cast<uint8_t>(kept);
+    for (int k = 0; k < 16 * kSixteens / 32; ++k) {
+      int const index = lane + 32 * k, row = place.row + index / kSixteens, key = place.key + index % kSixteens * 16;
+      uint32_t kept;
+      if (pairs.draws_begin_at(key)) {
+        uint32_t x[4];
+        Philox const philox(pairs.seed, pairs.head, pairs.sequence);
+        philox.draw(philox.of_row(pairs.position + row), philox.of_sixteen((key + pairs.origin) >> 4), x);
+        KeptOfSixteen{pairs.threshold}(x);
+        kept = KeptOfSixteen::in_order(x);
+      } else {
+        kept = pairs.kept(row, key, 16);
+      }
+      reinterpret_cast<uint16_t*>(bytes)[index] = static_cast<uint16_t>(kept);
     }
     __syncwarp();
     CUTE_UNROLL
     for (int word = 0; word < Step / 64; ++word) kept_[word] = 0;
-    if constexpr (OfKeys) {
-      static_assert(Step == 64, "a word");
-      CUTE_UNROLL
-      for (int m = 0; m < Eights; ++m) {
-        uint32_t const of_two = *reinterpret_cast<uint32_t const*>(bytes + m * 16 + lane % 4 * 4);  // rows
-        kept_[0] |= (of_two >> lane / 4 & 0x01010101u) << m;
-      }
-    } else {
-      CUTE_UNROLL
-      for (int quarter = 0; quarter < Words; ++quarter) {
-        auto const of_four = [&](int i) {  // eights of a row
-          return *reinterpret_cast<uint32_t const*>(bytes + (lane / 4 + row_of(i)) * Eights + quarter * 4) >>
-                     lane % 4 * 2 &
-                 0x03030303u;
-        };
-        kept_[quarter / 2] |= (of_four(0) | of_four(1) << 2) << quarter % 2 * 4;
-      }
+    CUTE_UNROLL
+    for (int quarter = 0; quarter < Words; ++quarter) {
+      auto const of_four = [&](int i) {  // eights of a row
+        return *reinterpret_cast<uint32_t const*>(bytes + (lane / 4 + row_of(i)) * Eights + quarter * 4) >>
+                   lane % 4 * 2 &
+               0x03030303u;
+      };
+      kept_[quarter / 2] |= (of_four(0) | of_four(1) << 2) << quarter % 2 * 4;
     }
   }
 
@@ -336,41 +328,31 @@ class TilePairs {
   CUTE_DEVICE void draw_across(BackwardParams const& params, Place const& place, PairMod const& pairs) {
     static_assert(!OfKeys || Step == 64, "an eight of rows for each lane of a quad");
     unsigned const lane = threadIdx.x % 32;
-    int const first = place.key + pairs.origin, shift = first & 7, eight = first >> 3,
-              row = place.row + 2 * lane;  // two of the eight lane / 4
+    int const row = place.row + 2 * lane;  // two of the eight lane / 4
     uint32_t drawn = 0;                    // of key k, in byte k % 4, bits `bit_of` m = k / 4 * 4
-    auto const draw_eights = [&](auto const& tops_from) {
+    if (pairs.draws_begin_at(place.key)) {
       Philox const philox(pairs.seed, pairs.head, pairs.sequence);
-      Philox::OfEight const eights[] = {philox.of_eight(eight), philox.of_eight(eight + 1)};
+      Philox::OfSixteen const keys = philox.of_sixteen((place.key + pairs.origin) >> 4);
+      KeptOfSixteen const keep(threshold_of(params));
       CUTE_UNROLL
       for (int odd = 0; odd < 2; ++odd) {
-        Philox::OfRow const of_row = philox.of_row(pairs.position + row + odd);
+        uint32_t x[4];
+        philox.draw(philox.of_row(pairs.position + row + odd), keys, x);
+        keep(x);
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
-          uint32_t x[4];
-          philox.draw(of_row, eights[i], x);
-          CUTE_UNROLL
-          for (uint32_t& word : x) word = tops_from.tops(word);
           CUTE_UNROLL
           for (int half = 0; half < 2; ++half)
-            drawn |= signs(x[2 * half], x[2 * half + 1], 0xFDB9) & 0x01010101u << bit_of(4 * half, odd, i);
+            drawn |= signs(x[2 * half], x[2 * half + 1], i == 0 ? 0xDC98 : 0xFEBA) & 0x01010101u
+                                                                                         << bit_of(4 * half, odd, i);
         }
-      }
-    };
-    if (shift == 0) {
-      if (threshold_of(params) <= 0x8000u) {
-        draw_eights(HalvesFrom<true>(threshold_of(params)));
-      } else {
-        draw_eights(HalvesFrom<false>(threshold_of(params)));
       }
     } else {
       CUTE_NO_UNROLL
-      for (int draw = 0; draw < 4; ++draw) {
-        int const at = eight + draw % 2;
-        uint32_t const of_row =
-            (pairs.kept_of_eight(row + draw / 2, at) | pairs.kept_of_eight(row + draw / 2, at + 1) << 8) >> shift;
+      for (int odd = 0; odd < 2; ++odd) {
+        uint32_t const of_row = pairs.kept(row + odd, place.key, 16);
         auto const of_four = [&](int key) { return (of_row >> key & 15) * 0x204081u & 0x01010101u; };
-        drawn |= (of_four(0) | of_four(4) << 4) << (draw % 2 * 2 + draw / 2);
+        drawn |= (of_four(0) | of_four(4) << 4 | of_four(8) << 2 | of_four(12) << 6) << odd;
       }
     }
     auto const from = [&](int distance) { return __shfl_xor_sync(0xffffffffu, drawn, distance); };

@@ -12,7 +12,6 @@
 #include "../features.hpp"
 #include "../pairs.hpp"
 #include "../score.hpp"
-#include "draws.hpp"
 #include "jobs.hpp"
 #include "producer.hpp"
 #include "tensor_maps.hpp"
@@ -338,48 +337,33 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Tr
   if (masked) (Traits::Pairs ? seen : within_ends<Traits>(params, job, tile, lane)).apply(S);
 }
 
-/// What dropout keeps of P, in shared memory of the warp's own from before the products have arrived until P is there.
-template <class Traits, bool DrawnAhead = (Traits::Drawers > 0)>
+/// What dropout keeps of P: drawn by the warp itself while products are on their way, or ahead of it by a warp of the
+/// drawers (producer.hpp).
+template <class Traits>
 struct Dropping {
-  static constexpr int B_c = Traits::B_c;
-  static_assert(!Traits::Pairs || B_c / 16 * DrawnMatrices::kWords * 4 <= 16 * Traits::StagedColumns * 2);
+  using Drawn = typename Traits::Drawn;
   typename Traits::SharedStorage& shared;
+  RingPosition<1> slot{};
 
-  CUTE_DEVICE void draw(Params const& params, typename Traits::Job const& job, int tile) const {
-    ConsumerThread const thread;
-    sm90::draw<B_c>(job.pairs, params.dropout.threshold, job.token0 + thread.warp_row + thread.lane / 4, tile * B_c,
-                    thread.lane, words_of(thread.warp_row));
+  CUTE_DEVICE void draw(typename Traits::Job const& job, int tile) const {
+    if constexpr (Traits::Drawers == 0) {
+      ConsumerThread const thread;
+      __syncwarp();  // what is there, O too, has been read
+      Drawn::draw(job.pairs, job.token0 + thread.warp_row, tile * Traits::B_c, thread.lane,
+                  shared.drawn_of(thread.warp_row));
+      __syncwarp();
+    }
   }
 
   /// Makes 0 of what is not kept of P, an operand.
   template <class WordTensor>
-  CUTE_DEVICE void drop(WordTensor& words) const {
-    ConsumerThread const thread;
-    keep<B_c>(words, words_of(thread.warp_row), thread.lane);
-  }
-
- private:
-  CUTE_DEVICE uint32_t* words_of(int warp_row) const {
-    return reinterpret_cast<uint32_t*>(shared.o + warp_row * Traits::StagedColumns);
-  }
-};
-
-/// The same, drawn by a warp of the drawers, which is ahead by up to a ring's tiles (producer.hpp).
-template <class Traits>
-struct Dropping<Traits, true> {
-  typename Traits::SharedStorage& shared;
-  RingPosition<Traits::StagesDrawn> slot{};
-
-  CUTE_DEVICE void draw(Params const&, typename Traits::Job const&, int) const {}
-
-  template <class WordTensor>
   CUTE_DEVICE void drop(WordTensor& words) {
     ConsumerThread const thread;
-    int const consumer = thread.warp_row / 16;
-    shared.drawn_full[consumer][slot.stage].wait_for(slot.phase);
-    keep<Traits::B_c>(words, shared.drawn[consumer][slot.stage], thread.lane);
-    shared.drawn_empty[consumer][slot.stage].arrive();
-    slot.advance();
+    int const warp = thread.warp_row / 16;
+    if constexpr (Traits::Drawers > 0) shared.drawn_full[warp].wait_for(slot.phase);
+    Drawn const drawn(shared.drawn_of(thread.warp_row), thread.lane);
+    if constexpr (Traits::Drawers > 0) shared.drawn_empty[warp].arrive(), slot.advance();
+    drawn.drop(words);
   }
 };
 
@@ -509,7 +493,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       [[maybe_unused]] CopiedBias<Traits> copied;
       auto look_at = [&](int tile, Hiding const& hiding) {
         if constexpr (Traits::Pairs) {
-          if (drops) dropping.draw(params, job, tile);
+          if (drops) dropping.draw(job, tile);
           if (CopiedBias<Traits>::kAhead && copies_bias) {
             copied.take(rings.wait_bias());
             rings.release_bias();
@@ -648,7 +632,7 @@ CUTE_DEVICE void set_up_barriers(TensorMaps const& maps, typename Traits::Shared
     if constexpr (Traits::Pairs) {
       for (int i = 0; i < Traits::Consumers; ++i) init(shared.bias_full[i], 1, shared.bias_empty[i], 4);
     }
-    for (int i = 0; i < 4 * Traits::Drawers; ++i) init(shared.drawn_full[i], 32, shared.drawn_empty[i], 32);
+    init(shared.drawn_full, 32, shared.drawn_empty, 32);
     for (auto& barrier : shared.job_placed) barrier.init(1);
     shared.job_asked.init(1);
     shared.q_tail.init(1);
@@ -684,7 +668,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     if constexpr (Traits::Drawers > 0) {
       if (warpgroup > Traits::Consumers) {
         cutlass::arch::warpgroup_reg_dealloc<Traits::DrawerRegisters>();
-        draw_ahead<Traits>(params, shared, warpgroup - 1 - Traits::Consumers);
+        draw_ahead<Traits>(shared, warpgroup - 1 - Traits::Consumers);
         return;
       }
     }

@@ -1,13 +1,11 @@
-// The producer warps of the persistent Hopper kernel: one works out the jobs, the others copy Q, K and V, those of its
-// drawing warpgroups draw what dropout keeps. Used by
-// fmha.hpp.
+// The producer warps of the persistent Hopper kernel: one works out the jobs, three copy Q, K and V, and those of
+// drawing warpgroups draw what dropout keeps. Used by fmha.hpp.
 #pragma once
 
 #include "../cache.hpp"
 #include "../copy/tma.hpp"
 #include "../score.hpp"
 #include "../visibility.hpp"
-#include "draws.hpp"
 #include "jobs.hpp"
 #include "tensor_maps.hpp"
 #include "traits.hpp"
@@ -270,21 +268,34 @@ CUTE_DEVICE void copy_values(Params const& params, CUtensorMap const& map, typen
 }
 
 /// The warps of drawing warpgroup `warpgroup`, each of which draws what dropout keeps for a warp of the consumers' with
-/// that number: of every tile that it sees.
+/// its number, or one of each of several warpgroups: of every tile that it sees.
 template <class Traits>
-CUTE_DEVICE void draw_ahead(Params const& params, typename Traits::SharedStorage& shared, int warpgroup) {
-  int const lane = threadIdx.x % 32, consumer = warpgroup * 4 + threadIdx.x / 32 % 4;
+CUTE_DEVICE void draw_ahead(typename Traits::SharedStorage& shared, int warpgroup) {
+  constexpr int Served = Traits::Consumers / Traits::Drawers;
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   JobReader<Traits> jobs{shared, shared.job_full};
-  RingPosition<Traits::StagesDrawn> slot;
+  RingPosition<1> slots[Served];
   for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
-    int const begin = job->tiles.begin;
+    int tiles[Served];  // the next one of each
+    CUTE_UNROLL
+    for (int i = 0; i < Served; ++i) tiles[i] = job->of_warpgroup[warpgroup + i * Traits::Drawers].end - 1;
     CUTE_NO_UNROLL
-    for (int tile = job->of_warpgroup[warpgroup].end - 1; tile >= begin; tile = job->below(tile)) {
-      shared.drawn_empty[consumer][slot.stage].wait_for(slot.phase ^ 1);
-      draw<Traits::B_c>(job->pairs, params.dropout.threshold, job->token0 + consumer * 16 + lane / 4,
-                        tile * Traits::B_c, lane, shared.drawn[consumer][slot.stage]);
-      shared.drawn_full[consumer][slot.stage].arrive();
-      slot.advance();
+    for (;;) {
+      int tile = tiles[0];
+      CUTE_UNROLL
+      for (int i = 1; i < Served; ++i) tile = max(tile, tiles[i]);
+      if (tile < job->tiles.begin) break;
+      CUTE_UNROLL
+      for (int i = 0; i < Served; ++i) {
+        if (tiles[i] == tile) {
+          int const row = (warpgroup + i * Traits::Drawers) * kAtomRows + warp * 16;
+          shared.drawn_empty[row / 16].wait_for(slots[i].phase ^ 1);
+          Traits::Drawn::draw(job->pairs, job->token0 + row, tile * Traits::B_c, lane, shared.drawn_of(row));
+          shared.drawn_full[row / 16].arrive();
+          slots[i].advance();
+          tiles[i] = job->below(tile);
+        }
+      }
     }
     __syncwarp();
     if (lane == 0) jobs.release(job);
