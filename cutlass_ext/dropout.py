@@ -47,8 +47,9 @@ def dropout_mask(
 
     Source: Philox4x32 with 7 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). The key is
     the first word of the seed; the counter is key position / 16, position of the row, query head, sequence, with the
-    second word spread over the last two; a draw's 128 bits are a byte for each of sixteen keys, above 24 bits that
-    all of them share.
+    second word spread over the last two; two rows draw for sixteen keys together: of their eight words each of the 32
+    weights has a bit, at the top of its number, above 24 bits that all of them share (`Dropout` in
+    csrc/fmha/params.hpp).
     """
     if not isinstance(dropout_seed, Tensor) or dropout_seed.dtype != torch.int64:
         given = dropout_seed.dtype if isinstance(dropout_seed, Tensor) else type(dropout_seed).__name__

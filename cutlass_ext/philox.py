@@ -10,12 +10,26 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 7
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64  # so that seeds that count by their second word do not draw their neighbours' bits
 _WORD = 0xFFFFFFFF
-_KEYS = 16  # that the 128 bits of one draw are for
+_KEYS = 16  # that a draw is for, those of two rows together for the 32 pairs that they have with them
 
 
 def threshold_of(probability: float) -> int:
     """What of 32 bits is dropped: all that is below."""
     return int(probability * 2**32 + 0.5)
+
+
+def _philox(k0: Tensor, k1: Tensor, *counter: Tensor) -> tuple[Tensor, ...]:
+    c0, c1, c2, c3 = counter
+    for _ in range(_ROUNDS):
+        product0, product1 = c0 * _M0, c2 * _M1
+        c0, c1 = product1 >> 32 & _WORD ^ c1 ^ k0, product1 & _WORD
+        c2, c3 = product0 >> 32 & _WORD ^ c3 ^ k1, product0 & _WORD
+        k0, k1 = k0 + _W0 & _WORD, k1 + _W1 & _WORD
+    return c0, c1, c2, c3
+
+
+def _rotated(word: Tensor, by: int) -> Tensor:
+    return (word << by | word >> 32 - by) & _WORD
 
 
 def kept(
@@ -33,20 +47,17 @@ def kept(
         c0 = first + torch.arange(n // _KEYS + 2, device=seed.device) & _WORD
     else:
         c0 = torch.arange(first, -(-(begin + n) // _KEYS), device=seed.device) & _WORD
-    c1, c2, c3 = rows & _WORD, heads + (spread & _WORD) & _WORD, sequences + (spread >> 32) & _WORD
-    k0, k1 = seed[0] & _WORD, seed[0] >> 32 & _WORD
-    for _ in range(_ROUNDS):
-        product0, product1 = c0 * _M0, c2 * _M1
-        c0, c1 = product1 >> 32 & _WORD ^ c1 ^ k0, product1 & _WORD
-        c2, c3 = product0 >> 32 & _WORD ^ c3 ^ k1, product0 & _WORD
-        k0, k1 = k0 + _W0 & _WORD, k1 + _W1 & _WORD
-    # A byte for each key: of keys 2w, 2w + 1, 2w + 8 and 2w + 9 in word w. Below it they share 24 bits.
-    below = c0 ^ c1 ^ c2
-    least = (threshold >> 24) + ((below >> 8) < (threshold & 0xFFFFFF)).long()
-    words = torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), -1)
-    pairs = [words >> shift & 0xFF for shift in (0, 8, 16, 24)]
-    drawn = torch.stack([torch.stack(pairs[:2], -1), torch.stack(pairs[2:], -1)], -3)  # [..., half, word, odd]
-    of_sixteens = (drawn >= least[..., None, None, None]).flatten(-4)
+    c2, c3 = heads + (spread & _WORD) & _WORD, sequences + (spread >> 32) & _WORD
+    draw = lambda row: _philox(seed[0] & _WORD, seed[0] >> 32 & _WORD, c0, row & _WORD, c2, c3)  # noqa: E731
+    even, odd = draw(rows & ~1), draw(rows | 1)
+    # Of a pair's number the top byte has a bit of each word; all pairs of a block are compared at once, a bit at a time.
+    shared = even[0] ^ _rotated(even[1], 11) ^ _rotated(even[2], 22)
+    words = torch.where(shared >> 8 < (threshold & 0xFFFFFF), 0, _WORD)
+    for place, bits in enumerate((*even, *odd), 24):
+        words = bits & words if threshold >> place & 1 else bits | words
+    keys_of = torch.arange(_KEYS, device=seed.device)
+    places = keys_of % 4 * 8 + keys_of // 4 % 2 * 4 + keys_of // 8 * 2
+    of_sixteens = (words[..., None] >> places + (rows & 1)[..., None] & 1).bool().flatten(-2)
     skipped = begin - _KEYS * first
     if isinstance(skipped, Tensor):
         return of_sixteens.take_along_dim(skipped + torch.arange(n, device=seed.device), -1)

@@ -92,40 +92,34 @@ struct Philox {
   CUTE_HOST_DEVICE uint32_t key1_of(int round) const { return key1 + round * 0xBB67AE85u; }
 };
 
-/// Which of sixteen keys a draw of theirs keeps (`Dropout`): the others' numbers are below the threshold.
-struct KeptOfSixteen {
-  static constexpr uint32_t kOnes = 0x01010101u, kTops = 0x80808080u;
+/// Pairs whose bits come of one word (`Dropout`): sixteen keys of two rows.
+constexpr int kBlockKeys = 16, kBlockRows = 2;
 
-  uint32_t low;       // what bytes share of their numbers lies in 24 bits; those of the threshold, at the top
-  uint32_t to_top;    // brings the low seven bits of a byte that is as much as the threshold's to 2^7
-  uint32_t top_does;  // whether the byte's own top bit is enough, a mask: else both have to be there
+/// The bit of a pair of a block, by its key and row there.
+CUTE_HOST_DEVICE constexpr int bit_of_pair(int key, int row) { return key % 4 * 8 + key / 4 % 2 * 4 + key / 8 * 2 + row; }
 
-  CUTE_HOST_DEVICE explicit KeptOfSixteen(uint32_t threshold)
-      : low(threshold << 8),
-        to_top(((threshold >> 31 ? 0x100 : 0x80) - (threshold >> 24)) * kOnes),
-        top_does(threshold >> 31 ? 0 : ~0u) {}
-
-  /// Of a draw, in the top bit of each byte of its words: those of keys 2w, 2w + 1, 2w + 8 and 2w + 9 in word w.
-  CUTE_HOST_DEVICE void operator()(uint32_t (&x)[4]) const {
-    // Where what they share is below the threshold's, a byte has to be above its.
-    uint32_t const add = (x[0] ^ x[1] ^ x[2]) < low ? to_top - kOnes : to_top;
+/// Which pairs of a block are kept, those whose numbers are the threshold or more: of `keys` with the row at the even
+/// position `row` and the next one. A word has one bit of all 32 numbers, and they are compared bit by bit from the
+/// lowest on: what a bit decides is a majority.
+CUTE_HOST_DEVICE uint32_t kept_of_block(Philox const& philox, uint32_t row, Philox::OfSixteen const& keys,
+                                        uint32_t threshold) {
+  uint32_t x[4], kept;
+  auto const compare = [&](int first) {
     CUTE_UNROLL
-    for (uint32_t& word : x) {
-      uint32_t const sum = (word & ~kTops) + add;
-      word = ((sum & word) | ((sum | word) & top_does)) & kTops;
+    for (int i = 0; i < 4; ++i) {
+      uint32_t const enough = (threshold >> (first + i) & 1) - 1;  // to be as much, where the threshold has a 0
+      kept = (x[i] & kept) | (enough & (x[i] | kept));
     }
-  }
-
-#if defined(__CUDACC__)
-  /// What it leaves of a draw in a bit a key, in their order.
-  CUTE_DEVICE static uint32_t in_order(uint32_t const (&x)[4]) {
-    uint32_t kept = 0;  // of even keys in bytes 0 and 2, of odd ones in 1 and 3
-    CUTE_UNROLL
-    for (int w = 0; w < 4; ++w) kept |= x[w] >> (7 - 2 * w);
-    return __byte_perm(kept | kept >> 7, 0, 0x4420);
-  }
-#endif
-};
+  };
+  auto const rotated = [](uint32_t word, int by) { return word << by | word >> (32 - by); };
+  philox.draw(philox.of_row(row), keys, x);
+  uint32_t const shared = x[0] ^ rotated(x[1], 11) ^ rotated(x[2], 22);
+  kept = shared < threshold << 8 ? 0 : ~0u;
+  compare(24);
+  philox.draw(philox.of_row(row + 1), keys, x);
+  compare(28);
+  return kept;
+}
 
 /// Whether a call has a bias; scores that a bias or a mask changes; dropout; any of all this.
 CUTE_HOST_DEVICE Bias const& bias_of(Pairs const& pairs) { return pairs.bias; }
@@ -149,12 +143,42 @@ CUTE_DEVICE float float_of(T x) {
 constexpr int kQuadColumns = 8;
 CUTE_HOST_DEVICE constexpr int key_of_quad(int j) { return j / 2 * 8 + j % 2; }
 
+/// Of a block's first row, or, shifted, its second: a bit for each key, in their order; and the other way round.
+CUTE_HOST_DEVICE uint32_t keys_of_block(uint32_t block) {
+  uint32_t keys = 0;
+  CUTE_UNROLL
+  for (int four = 0; four < kBlockKeys; four += 4)
+    keys |= ((block >> bit_of_pair(four, 0) & 0x01010101u) * 0x01020408u >> 24) << four;
+  return keys;
+}
+CUTE_HOST_DEVICE uint32_t block_of_keys(uint32_t keys) {
+  uint32_t block = 0;
+  CUTE_UNROLL
+  for (int four = 0; four < kBlockKeys; four += 4)
+    block |= ((keys >> four & 15) * 0x204081u & 0x01010101u) << bit_of_pair(four, 0);
+  return block;
+}
+
 #if defined(__CUDACC__)
 /// Of each byte of the result all bits are the top one of the byte of a and b that the selector names, plus 8.
 CUTE_DEVICE uint32_t signs(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t x;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(selector));
   return x;
+}
+
+/// Lanes whose numbers differ in bit `LaneBit` trade bits of their words: after it what was that bit of the lane's number
+/// is bit `Place` of a bit's place in the word, and the other way round.
+template <int LaneBit, int Place>
+CUTE_DEVICE uint32_t trade(uint32_t word, int lane) {
+  uint32_t const others = __shfl_xor_sync(0xffffffffu, word, 1 << LaneBit);
+  bool const upper = lane >> LaneBit & 1;
+  if constexpr (Place == 4) return __byte_perm(word, others, upper ? 0x3276 : 0x5410);
+  if constexpr (Place == 3) return __byte_perm(word, others, upper ? 0x3715 : 0x6240);
+  constexpr int kApart = 1 << Place;
+  constexpr uint32_t kLower = ~0u / ((1u << kApart) + 1);
+  uint32_t const own = upper ? ~kLower : kLower;
+  return (word & own) | (__funnelshift_l(others, others, upper ? 32 - kApart : kApart) & ~own);
 }
 
 /// Of the mask's word of 32 keys those of a lane's columns in accumulators, a bit each.
@@ -190,8 +214,7 @@ struct PairMod {
   int origin;                        // of the first real key, a position too
   uint32_t seed[2], head, sequence;  // of Philox, the latter with the seed's offset
 
-  uint32_t threshold;  // of dropout
-  int words;           // of a row of the mask
+  int words;  // of a row of the mask
 
   PairMod() = default;
 #if defined(__CUDACC__)
@@ -209,7 +232,6 @@ struct PairMod {
     if (Dropout const& x = params.dropout; x.seed) {
       uint64_t const offset = uint64_t(x.seed[1]) * Dropout::kSpread;
       seed[0] = uint32_t(x.seed[0]), seed[1] = uint32_t(uint64_t(x.seed[0]) >> 32);
-      threshold = anew(x.threshold);
       origin = leftpad + (x.key_starts ? clamp(x.key_starts[b], -kMaxPosition, kMaxPosition) : x.key_start);
       position = of.visibility.offset(0, 0) + origin;
       head = uint32_t(h + x.head_start) + uint32_t(offset);
@@ -287,31 +309,42 @@ struct PairMod {
     return seen;
   }
 
-  /// Whether the keys from `key` on begin with a draw's first.
-  CUTE_DEVICE bool draws_begin_at(int key) const { return ((key + origin) & 15) == 0; }
-
-  /// Which of sixteen keys of a row dropout keeps: those whose positions, divided by sixteen, are `group`. One key
-  /// after the other: with `KeptOfSixteen` kernels without registers to spare stored up to 128 bytes a thread.
-  CUTE_DEVICE uint32_t kept_of_sixteen(int row, int group) const {
-    uint32_t x[4], kept = 0;
+  /// Which pairs dropout keeps of sixteen keys and two rows, from these on: bits as `bit_of_pair` has them. They may lie
+  /// anywhere; where they are a block of `Dropout` it is one draw, else one of each that has some of them.
+  CUTE_DEVICE uint32_t kept_of_two(uint32_t threshold, int row, int key) const {
+    int const at_row = position + row, at_key = key + origin, shift = at_key & (kBlockKeys - 1);
+    int const more = (at_row & 1) | (shift != 0 ? 2 : 0);  // whether there are blocks of later rows, and of later keys
     Philox const philox(seed, head, sequence);
-    philox.draw(philox.of_row(position + row), philox.of_sixteen(group), x);
-    uint32_t const limit = anew(threshold), least = (limit >> 24) + ((x[0] ^ x[1] ^ x[2]) < limit << 8);
-    CUTE_UNROLL
-    for (int key = 0; key < 16; ++key) {
-      uint32_t const byte = __byte_perm(x[key % 8 / 2], 0, 0x4440 + key % 2 + key / 8 * 2);
-      if (byte >= least) kept |= 1u << key;
-    }
+    uint32_t kept = 0;
+    int of = 0;
+    CUTE_NO_UNROLL
+    do {
+      uint32_t block = kept_of_block(philox, (at_row & ~1) + (of & 1) * kBlockRows,
+                                     philox.of_sixteen((at_key >> 4) + of / 2), threshold);
+      constexpr uint32_t kFirstRow = 0x55555555u;
+      if (more & 1) block = of & 1 ? (block & kFirstRow) << 1 : block >> 1 & kFirstRow;
+      if (more & 2) {
+        uint32_t moved = 0;
+        CUTE_NO_UNROLL
+        for (int r = 0; r < kBlockRows; ++r) {
+          uint32_t const of_row = keys_of_block(block >> r);
+          moved |= block_of_keys(of / 2 ? of_row << (kBlockKeys - shift) : of_row >> shift) << r;
+        }
+        block = moved;
+      }
+      kept |= block;
+      of = (of - more) & more;  // the next one of those that there are
+    } while (of != 0);
     return kept;
   }
 
-  /// Which of the `count` keys from `key` on dropout keeps, 32 at most, wherever they lie.
-  CUTE_DEVICE uint32_t kept(int row, int key, int count) const {
-    int const first = key + origin, shift = first & 15;
+  /// Which of the `count` keys from `key` on dropout keeps of a row, 32 at most, wherever they lie.
+  CUTE_DEVICE uint32_t kept(uint32_t threshold, int row, int key, int count) const {
+    int const first = key + origin, shift = first & (kBlockKeys - 1);
     uint32_t word = 0;
     CUTE_NO_UNROLL
-    for (int got = -shift; got < count; got += 16) {
-      uint32_t const sixteen = kept_of_sixteen(row, (first + got) >> 4);
+    for (int got = -shift; got < count; got += kBlockKeys) {
+      uint32_t const sixteen = keys_of_block(block_of(threshold, row, (first + got) >> 4));
       word |= got < 0 ? sixteen >> shift : sixteen << got;
     }
     return word;
@@ -372,32 +405,55 @@ struct PairMod {
 
   /// Makes 0 of what dropout does not keep of the keys from `key` on, and `scale` times as much of the others.
   template <int Count>
-  CUTE_DEVICE void drop(float (&p)[Count], int row, int key, float scale = 1.f) const {
-    uint32_t const of_keys = kept(row, key, Count);
+  CUTE_DEVICE void drop(float (&p)[Count], uint32_t threshold, int row, int key, float scale = 1.f) const {
+    uint32_t const of_keys = kept(threshold, row, key, Count);
     CUTE_UNROLL
     for (int e = 0; e < Count; ++e) p[e] = of_keys >> e & 1 ? p[e] * scale : 0.f;
   }
 
-  /// The same of 32 keys by the lanes of a quad, all of which want them.
-  CUTE_DEVICE uint32_t kept_by_quad(int row, int key, int lane) const { return kept_by_two(row, key, lane % 2, 1); }
-  /// The same where the lanes that share a row are four apart.
-  CUTE_DEVICE uint32_t kept_by_column(int row, int key, int lane) const {
-    return kept_by_two(row, key, lane / 4 % 2, 4);
+  /// Which of 32 keys of a row dropout keeps, of a lane's columns in accumulators, a bit each. By the lanes of a quad,
+  /// which share the row: each draws for half of the keys.
+  CUTE_DEVICE uint32_t columns_kept(uint32_t threshold, int row, int key, int lane) const {
+    if ((key + origin) % kBlockKeys != 0) return columns_of_word(kept(threshold, row, key, 32), lane);
+    int const half = lane % 2;
+    uint32_t const own = block_of(threshold, row, ((key + origin) >> 4) + half), others = __shfl_xor_sync(0xffffffffu, own, 1);
+    auto const of_lane = [&](uint32_t block) {  // keys 2 c, 2 c + 1 and those eight further
+      uint32_t const x = block >> bit_of_pair(lane % 4 * 2, 0);
+      return (x & 5) | (x >> 7 & 10);
+    };
+    return of_lane(half == 0 ? own : others) | of_lane(half == 0 ? others : own) << 4;
   }
 
-  /// The same of a lane's columns of 32 keys in accumulators, the first of the quad's `key`.
-  CUTE_DEVICE void drop_in_quad(float (&p)[kQuadColumns], int row, int key, int lane) const {
-    uint32_t const of_keys = kept_by_quad(row, key, lane) >> lane % 4 * 2;
+  /// Makes 0 of what it does not keep of them.
+  CUTE_DEVICE void drop_in_quad(float (&p)[kQuadColumns], uint32_t threshold, int row, int key, int lane) const {
+    uint32_t const of_columns = columns_kept(threshold, row, key, lane);
     CUTE_UNROLL
-    for (int j = 0; j < kQuadColumns; ++j) p[j] = of_keys >> key_of_quad(j) & 1 ? p[j] : 0.f;
+    for (int j = 0; j < kQuadColumns; ++j) p[j] = of_columns >> j & 1 ? p[j] : 0.f;
+  }
+
+  /// Which dropout keeps of keys `lane / 4` and those 8, 16 and 24 further, by lanes four apart, which share the row.
+  CUTE_DEVICE uint32_t rows_kept(uint32_t threshold, int row, int key, int lane) const {
+    auto const gathered = [](uint32_t x) { return (x & 1) | (x >> 7 & 2); };
+    if ((key + origin) % kBlockKeys != 0) {
+      uint32_t const x = kept(threshold, row, key, 32) >> lane / 4;
+      return gathered(x) | gathered(x >> 16) << 2;
+    }
+    int const half = lane / 4 % 2;
+    uint32_t const own = block_of(threshold, row, ((key + origin) >> 4) + half), others = __shfl_xor_sync(0xffffffffu, own, 4);
+    auto const of_lane = [&](uint32_t block) {
+      uint32_t const x = block >> bit_of_pair(lane / 4, 0);
+      return (x & 1) | (x >> 1 & 2);
+    };
+    return of_lane(half == 0 ? own : others) | of_lane(half == 0 ? others : own) << 2;
   }
 
  private:
-  /// By two lanes that are `apart` and share a row: each draws for half of 32 keys, of which all are wanted.
-  CUTE_DEVICE uint32_t kept_by_two(int row, int key, int half, int apart) const {
-    if (!draws_begin_at(key)) return kept(row, key, 32);
-    uint32_t const word = kept_of_sixteen(row, ((key + origin) >> 4) + half) << half * 16;
-    return word | __shfl_xor_sync(0xffffffffu, word, apart);
+  /// Of the block that a row has with the keys whose positions, divided by sixteen, are `group`: the row's bits are
+  /// where those of a block's first row are.
+  CUTE_DEVICE uint32_t block_of(uint32_t threshold, int row, int group) const {
+    Philox const philox(seed, head, sequence);
+    int const at = position + row;
+    return kept_of_block(philox, at & ~1, philox.of_sixteen(group), threshold) >> (at & 1);
   }
 #endif
 };

@@ -37,25 +37,35 @@ TEST(Philox, MixesEveryWordOfItsCounter) {
   for (int i = 0; i < 4; ++i) EXPECT_EQ(x[i], words[i]);
 }
 
-TEST(KeptOfSixteen, ComparesAByteAboveWhatAllShare) {
+TEST(Dropout, ComparesAllNumbersOfABlockAtOnce) {
   uint32_t const key[] = {7, 9};
   Philox const philox(key, 1, 2);
-  for (uint32_t row = 0; row < 64; ++row) {
-    uint32_t words[4];
-    philox.draw(philox.of_row(row), philox.of_sixteen(row % 5), words);
-    uint32_t const shared = (words[0] ^ words[1] ^ words[2]) >> 8;
+  auto const rotated = [](uint32_t x, int by) { return x << by | x >> (32 - by); };
+  for (uint32_t row = 0; row < 64; row += kBlockRows) {
+    uint32_t words[kBlockRows][4];
+    for (int odd = 0; odd < kBlockRows; ++odd)
+      philox.draw(philox.of_row(row + odd), philox.of_sixteen(row % 5), words[odd]);
+    uint32_t const shared = (words[0][0] ^ rotated(words[0][1], 11) ^ rotated(words[0][2], 22)) >> 8;
     for (uint32_t top : {0u, 1u, 0x19u, 0x7fu, 0x80u, 0x81u, 0xc0u, 0xffu}) {
       for (uint32_t low : {0u, 1u, shared, shared + 1, 0xffffffu}) {
         uint32_t const threshold = top << 24 | (low & 0xffffffu);
-        uint32_t kept[] = {words[0], words[1], words[2], words[3]};
-        KeptOfSixteen{threshold}(kept);
-        for (int byte = 0; byte < 16; ++byte) {
-          uint32_t const number = (words[byte / 4] >> byte % 4 * 8 & 0xff) << 24 | shared;
-          EXPECT_EQ(kept[byte / 4] >> byte % 4 * 8 & 0xff, number >= threshold ? 0x80u : 0u) << threshold;
+        uint32_t const kept = kept_of_block(philox, row, philox.of_sixteen(row % 5), threshold);
+        for (int bit = 0; bit < 32; ++bit) {
+          uint32_t number = shared;
+          for (int i = 0; i < 8; ++i) number |= (words[i / 4][i % 4] >> bit & 1) << (24 + i);
+          EXPECT_EQ(kept >> bit & 1, number >= threshold) << threshold;
         }
       }
     }
   }
+}
+
+TEST(Dropout, HasABitForEachPairOfABlock) {
+  uint32_t seen = 0;
+  for (int key = 0; key < kBlockKeys; ++key) {
+    for (int row = 0; row < kBlockRows; ++row) seen |= 1u << bit_of_pair(key, row);
+  }
+  EXPECT_EQ(seen, ~0u);
 }
 
 TEST(Mask, HasRoomForItsMap) {

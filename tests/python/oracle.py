@@ -33,20 +33,23 @@ def keeps(dropout_p, seed, sequence, heads, positions, keys):
     seed, spread = [int(x) % 2**64 for x in seed.tolist()], 0x9E3779B97F4A7C15
     spread = seed[1] * spread % 2**64
     j, p, h = (np.asarray(x.cpu() if isinstance(x, torch.Tensor) else x, np.int64) for x in (keys, positions, heads))
-    c = [
-        low((j // 16).astype(np.uint64))[None, None], low(p.astype(np.uint64))[None, :, None],
-        low(h.astype(np.uint64) + np.uint64(spread % 2**32))[:, None, None],
-        np.full((1, 1, 1), (sequence + (spread >> 32)) % 2**32, np.uint64),
-    ]  # fmt: skip
-    key = [seed[0] % 2**32, seed[0] >> 32]
-    for _ in range(7):
-        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
-        c = [high(b) ^ c[1] ^ np.uint64(key[0]), low(b), high(a) ^ c[3] ^ np.uint64(key[1]), low(a)]
-        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
-    words = np.stack(np.broadcast_arrays(*c))
-    word_of, byte = np.broadcast_to(j % 8 // 2, words.shape[1:])[None], (j % 2 + j % 16 // 8 * 2).astype(np.uint64)
-    bits = np.take_along_axis(words, word_of, 0)[0] >> np.uint64(8) * byte & np.uint64(0xFF)
-    number = bits << np.uint64(24) | (words[0] ^ words[1] ^ words[2]) >> np.uint64(8)
+    words = []
+    for row in (p - p % 2, p - p % 2 + 1):  # which draw together
+        c = [
+            low((j // 16).astype(np.uint64))[None, None], low(row.astype(np.uint64))[None, :, None],
+            low(h.astype(np.uint64) + np.uint64(spread % 2**32))[:, None, None],
+            np.full((1, 1, 1), (sequence + (spread >> 32)) % 2**32, np.uint64),
+        ]  # fmt: skip
+        key = [seed[0] % 2**32, seed[0] >> 32]
+        for _ in range(7):
+            a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+            c = [high(b) ^ c[1] ^ np.uint64(key[0]), low(b), high(a) ^ c[3] ^ np.uint64(key[1]), low(a)]
+            key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
+        words += np.broadcast_arrays(*c)
+    place = (j % 4 * 8 + j % 8 // 4 * 4 + j % 16 // 8 * 2)[None] + (p % 2)[:, None]
+    number = sum((word >> place.astype(np.uint64) & np.uint64(1)) << np.uint64(24 + i) for i, word in enumerate(words))
+    rotated = lambda x, by: low(x << np.uint64(by)) | x >> np.uint64(32 - by)  # noqa: E731
+    number |= (words[0] ^ rotated(words[1], 11) ^ rotated(words[2], 22)) >> np.uint64(8)
     return torch.from_numpy(number.astype(np.int64) >= math.floor(dropout_p * 2**32 + 0.5))
 
 

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cutlass_ext
 from cutlass_ext.measurement import peak_extra_bytes
-from cutlass_ext.philox import kept
+from cutlass_ext.philox import _philox
 
 NAN, INF = float("nan"), float("inf")
 V, T, NI = ValueError, TypeError, NotImplementedError
@@ -635,14 +635,8 @@ def test_philox_is_philox():
         (0, 0, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
         (0xFFFFFFFF, -1, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
     ):
-        c = [torch.tensor([counter])] * 3
-        below = (answer[0] ^ answer[1] ^ answer[2]) >> 8
-        byte = lambda key, answer=answer: answer[key % 8 // 2] >> 8 * (key % 2 + key // 8 * 2) & 0xFF  # noqa: E731
-        numbers = [byte(key) << 24 | below for key in range(16)]
-        first = 16 * counter
-        for threshold in [*range(1, 1 << 32, 97 << 16), *numbers, *(x + 1 for x in numbers)]:
-            got = kept(torch.tensor([key, 0]), threshold, *c, slice(first, first + 16))
-            assert got.tolist() == [x >= threshold for x in numbers]
+        words = _philox(*([torch.tensor([key & 0xFFFFFFFF])] * 2), *([torch.tensor([counter])] * 4))
+        assert [word.item() for word in words] == list(answer)
 
 
 # ------------------------------------------------------------------------------------------------ dropout's statistics
@@ -683,12 +677,12 @@ def test_weights_are_dropped_independently():
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.3, 0.75])
 def test_weights_of_one_draw_are_dropped_independently(dropout_p):
-    """They share part of their numbers: how many of sixteen are dropped is binomial (chi-square)."""
+    """They share part of their numbers: how many of two rows and sixteen keys are dropped is binomial (chi-square)."""
     mask = cutlass_ext.dropout_mask(8, 8, 512, 512, dropout_p, torch.tensor([5, 6]))
-    dropped = (~mask).unflatten(3, (-1, 16)).sum(-1).flatten()
+    dropped = (~mask).unflatten(3, (-1, 16)).unflatten(2, (-1, 2)).sum((3, 5)).flatten()
     n, p = dropped.numel(), dropout_p
-    expected = torch.tensor([math.comb(16, i) * p**i * (1 - p) ** (16 - i) * n for i in range(17)])
-    seen = torch.bincount(dropped, minlength=17)
+    expected = torch.tensor([math.comb(32, i) * p**i * (1 - p) ** (32 - i) * n for i in range(33)])
+    seen = torch.bincount(dropped, minlength=33)
     often = expected > 10
     expected = torch.cat([expected[often], expected[~often].sum()[None]])
     seen = torch.cat([seen[often], seen[~often].sum()[None]])
@@ -698,12 +692,11 @@ def test_weights_of_one_draw_are_dropped_independently(dropout_p):
 
 
 def test_weights_of_one_draw_rarely_dropped():
-    """Two of sixteen are dropped together up to 2^-18 more often than strangers: twice as often of p = 2^-9."""
+    """Two of a block are dropped together up to 2^-18 more often than strangers: twice as often of p = 2^-9."""
     p = 2**-9
-    dropped = (
-        (~cutlass_ext.dropout_mask(8, 8, 512, 512, p, torch.tensor([5, 6]))).unflatten(3, (-1, 16)).sum(-1).double()
-    )
-    pairs = 120 * dropped.numel()
+    mask = cutlass_ext.dropout_mask(8, 8, 512, 512, p, torch.tensor([5, 6]))
+    dropped = (~mask).unflatten(3, (-1, 16)).unflatten(2, (-1, 2)).sum((3, 5)).double()
+    pairs = math.comb(32, 2) * dropped.numel()
     together = (dropped * (dropped - 1) / 2).sum().item()
     want = pairs * (p**2 + 2**-18)
     assert abs(together - want) < 5 * math.sqrt(want)

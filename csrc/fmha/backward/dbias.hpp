@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kBiasThreads)
     }
     if (has_dropout(params)) {
       change_in_memory(dP, [&](float (&x)[kQuadColumns], int i, int j) {
-        pairs.drop_in_quad(x, first_row + sm80::row_of(i), first_key + sm80::key_of(j), lane);
+        pairs.drop_in_quad(x, threshold_of(params), first_row + sm80::row_of(i), first_key + sm80::key_of(j), lane);
       });
     }
     mask(S, visibility.counted_from(first_key + column), first_row, sm80::row_of, sm80::key_of);

@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
       int const own = first_own + own_of(i), walked = first_walked + walked_of(j);
       int const row = OfKeys ? walked : own, key = OfKeys ? own : walked;
       if (drops) {
-        pairs.drop(x, row, key, scale);
+        pairs.drop(x, threshold_of(params), row, key, scale);
       } else {
         pairs.apply(x, params, sequence.visibility, row, key, [](int e) { return e; });
       }

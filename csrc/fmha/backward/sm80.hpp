@@ -367,13 +367,11 @@ class GradientLoop {
     uint32_t kept = 0;
     for_each_row(head, tile, column, [&](PairMod const& pairs, Visibility const&, int row, int key, int x) {
       if constexpr (OfKeys) {
-        uint32_t const of_keys = pairs.kept_by_column(row, key, lane) >> lane / 4;
+        uint32_t const of_keys = pairs.rows_kept(threshold_of(params_), row, key, lane);
         CUTE_UNROLL
-        for (int i = 0; i < 2 * RowAtoms; ++i) kept |= (of_keys >> row_of(i) & 1) << (4 * i + x);
+        for (int i = 0; i < 2 * RowAtoms; ++i) kept |= (of_keys >> i & 1) << (4 * i + x);
       } else {
-        uint32_t const of_keys = pairs.kept_by_quad(row, key, lane) >> lane % 4 * 2;
-        CUTE_UNROLL
-        for (int j = 0; j < 4; ++j) kept |= (of_keys >> key_of(j) & 1) << (4 * x + j);
+        kept |= (pairs.columns_kept(threshold_of(params_), row, key, lane) & 15) << 4 * x;
       }
     });
     Tensor dP = rows_and_columns(gradients);

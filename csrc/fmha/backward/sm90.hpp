@@ -256,7 +256,6 @@ struct BackwardTraits {
     // 16 rows of a panel for each consumer warp; a warp's part of dS, or of what else it passes on, serves as such.
     alignas(256) Part staging[Parts == 1 && !EmptiesDS ? 4 * Consumers * Staged : 8];
     alignas(256) Part pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
-    alignas(16) uint8_t drawn[Pairs && !OfKeys ? 8 * Consumers * Step : 16];  // a bit for what dropout keeps
     StreamedTile at[Hides ? Stages : 1];                                      // what the stages hold
     alignas(16) RowStatistics statistics[Stages][OfKeys ? Step : 1];
     GradientTile<BackwardTraits> tiles[TilesKnown];
@@ -1121,7 +1120,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   [[maybe_unused]] int changed_next = 0;
   [[maybe_unused]] auto const ask_for = [&](auto changed, int stage, int t, int head) {
     if constexpr (Traits::DropsAlone) {
-      tile_pairs.draw_for(params, shared, tile, t, head);
+      tile_pairs.draw_for(params, tile, t, head);
     } else {
       StreamedTile const& next = shared.at[stage];
       if constexpr (Traits::TwoBodies)

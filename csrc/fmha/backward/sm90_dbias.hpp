@@ -383,8 +383,7 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
         for (int word = 0; word < 4; ++word) {
           CUTE_UNROLL
           for (int i = 0; i < 2; ++i)
-            kept[i] |= columns_of_word(pairs.kept_by_quad(query_rows[i], first_key + 32 * word, lane), lane)
-                       << 8 * word;
+            kept[i] |= pairs.columns_kept(threshold_of(params), query_rows[i], first_key + 32 * word, lane) << 8 * word;
         }
       }
     }

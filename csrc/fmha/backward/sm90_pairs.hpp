@@ -37,7 +37,7 @@ class TilePairs {
   static constexpr int ChunksOfLane = 16 * Eights / 32;  // vectors of eight keys of a row in the warp's scores
 
  public:
-  static constexpr int kStagedBytes = 16 * Step * 2, kDrawnBytes = 16 * Eights;  // of a warp in shared memory
+  static constexpr int kStagedBytes = 16 * Step * 2;  // of a warp in shared memory
 
   /// `held`: the warp's first row or key in hand.
   template <class Tile>
@@ -86,18 +86,17 @@ class TilePairs {
       }
     }
     if (is_mixed(next)) read_mask(params, place, OfKeys ? tile.pairs : pairs(), next);
-    if (Changed && has_dropout(params)) draw_for(params, shared, tile, next.tile, next.head);
+    if (Changed && has_dropout(params)) draw_for(params, tile, next.tile, next.head);
   }
 
   /// Draws for tile `streamed_tile` and query head `head`.
-  template <class Shared, class Tile>
-  CUTE_DEVICE void draw_for(BackwardParams const& params, Shared& shared, Tile const& tile, int streamed_tile,
-                            int head) {
+  template <class Tile>
+  CUTE_DEVICE void draw_for(BackwardParams const& params, Tile const& tile, int streamed_tile, int head) {
     Place<Tile> const place(tile, streamed_tile);
     if constexpr (OfKeys) {
-      draw_across(params, place, place.pairs(params, head));
+      draw_across(threshold_of(params), place, place.pairs(params, head));
     } else {
-      draw(shared, place, place.pairs(params, head));
+      draw(threshold_of(params), place, place.pairs(params, head));
     }
   }
 
@@ -282,85 +281,33 @@ class TilePairs {
     }
   }
 
-  /// Each lane draws for some of the warp's sixteens, and reads the bits of its own scores.
-  template <class Shared, class Place>
-  CUTE_DEVICE void draw(Shared& shared, Place const& place, PairMod const& pairs) {
-    constexpr int kSixteens = Step / 16;
-    int const lane = place.thread.lane;
-    uint8_t* const bytes = shared.drawn + part_of_warp<Traits>() * kDrawnBytes;
-    __syncwarp();  // what is there has been read
+  /// Where the bit of an element of the eight `m` lies in its word of `kept_`: of the side in hand the thread's first
+  /// or second, `i`, of the other `odd`. As the draws leave it.
+  CUTE_DEVICE static constexpr int bit_of(int m, int odd, int i) {
+    return OfKeys ? m % 4 * 8 + m / 4 % 2 * 4 + 2 * i + odd
+                  : m / 2 % 2 * 16 + odd * 8 + m / 4 % 2 * 4 + m % 2 * 2 + i;
+  }
+
+  /// Each lane draws for blocks of the warp's 16 rows and 64 keys at a time, and trades with seven others for the bits
+  /// of its own scores.
+  template <class Place>
+  CUTE_DEVICE void draw(uint32_t threshold, Place const& place, PairMod const& pairs) {
+    static_assert(OfKeys || Step % 64 == 0, "whole words");
+    int const lane = place.thread.lane, row = lane / 8 * 2 + lane / 4 % 2 * 8, key = lane % 4 * kBlockKeys;
     CUTE_UNROLL
-    for (int k = 0; k < 16 * kSixteens / 32; ++k) {
-      int const index = lane + 32 * k, row = place.row + index / kSixteens, key = place.key + index % kSixteens * 16;
-      uint32_t kept;
-      if (pairs.draws_begin_at(key)) {
-        uint32_t x[4];
-        Philox const philox(pairs.seed, pairs.head, pairs.sequence);
-        philox.draw(philox.of_row(pairs.position + row), philox.of_sixteen((key + pairs.origin) >> 4), x);
-        KeptOfSixteen{pairs.threshold}(x);
-        kept = KeptOfSixteen::in_order(x);
-      } else {
-        kept = pairs.kept(row, key, 16);
-      }
-      reinterpret_cast<uint16_t*>(bytes)[index] = static_cast<uint16_t>(kept);
-    }
-    __syncwarp();
-    CUTE_UNROLL
-    for (int word = 0; word < Step / 64; ++word) kept_[word] = 0;
-    CUTE_UNROLL
-    for (int quarter = 0; quarter < Words; ++quarter) {
-      auto const of_four = [&](int i) {  // eights of a row
-        return *reinterpret_cast<uint32_t const*>(bytes + (lane / 4 + row_of(i)) * Eights + quarter * 4) >>
-                   lane % 4 * 2 &
-               0x03030303u;
-      };
-      kept_[quarter / 2] |= (of_four(0) | of_four(1) << 2) << quarter % 2 * 4;
+    for (int word = 0; word < Step / 64; ++word) {
+      uint32_t const block = pairs.kept_of_two(threshold, place.row + row, place.key + word * 64 + key);
+      kept_[word] = trade<0, 4>(trade<1, 2>(trade<2, 0>(block, lane), lane), lane);
     }
   }
 
-  /// Where the bit of an element of the eight `m` lies in its word of `kept_`: of the side in hand the thread's first
-  /// or second, `i`, of the other `odd`.
-  CUTE_DEVICE static constexpr int bit_of(int m, int odd, int i) { return m % 4 * 8 + m / 4 % 2 * 4 + 2 * i + odd; }
-
-  /// The same from the side of keys, where a row is many lanes': each draws for the warp's 16 keys of two rows of its
-  /// own eight. Bits of a key then change places with those lanes that want it, in three steps.
+  /// The same from the side of keys: of the warp's 16 keys and 64 rows.
   template <class Place>
-  CUTE_DEVICE void draw_across(BackwardParams const& params, Place const& place, PairMod const& pairs) {
-    static_assert(!OfKeys || Step == 64, "an eight of rows for each lane of a quad");
-    unsigned const lane = threadIdx.x % 32;
-    int const row = place.row + 2 * lane;  // two of the eight lane / 4
-    uint32_t drawn = 0;                    // of key k, in byte k % 4, bits `bit_of` m = k / 4 * 4
-    if (pairs.draws_begin_at(place.key)) {
-      Philox const philox(pairs.seed, pairs.head, pairs.sequence);
-      Philox::OfSixteen const keys = philox.of_sixteen((place.key + pairs.origin) >> 4);
-      KeptOfSixteen const keep(threshold_of(params));
-      CUTE_UNROLL
-      for (int odd = 0; odd < 2; ++odd) {
-        uint32_t x[4];
-        philox.draw(philox.of_row(pairs.position + row + odd), keys, x);
-        keep(x);
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          CUTE_UNROLL
-          for (int half = 0; half < 2; ++half)
-            drawn |= signs(x[2 * half], x[2 * half + 1], i == 0 ? 0xDC98 : 0xFEBA) & 0x01010101u
-                                                                                         << bit_of(4 * half, odd, i);
-        }
-      }
-    } else {
-      CUTE_NO_UNROLL
-      for (int odd = 0; odd < 2; ++odd) {
-        uint32_t const of_row = pairs.kept(row + odd, place.key, 16);
-        auto const of_four = [&](int key) { return (of_row >> key & 15) * 0x204081u & 0x01010101u; };
-        drawn |= (of_four(0) | of_four(4) << 4 | of_four(8) << 2 | of_four(12) << 6) << odd;
-      }
-    }
-    auto const from = [&](int distance) { return __shfl_xor_sync(0xffffffffu, drawn, distance); };
-    bool const odd_key = lane & 4, odd_pair = lane & 8, upper = lane & 16;  // of the key that is this lane's
-    drawn = __byte_perm(drawn, from(4), odd_key ? 0x3715 : 0x6240);
-    drawn = __byte_perm(drawn, from(8), odd_pair ? 0x3276 : 0x5410);
-    uint32_t const others = from(16), own = upper ? 0xf0f0f0f0u : 0x0f0f0f0fu;
-    kept_[0] = (drawn & own) | (__funnelshift_l(others, others, upper ? 28 : 4) & ~own);
+  CUTE_DEVICE void draw_across(uint32_t threshold, Place const& place, PairMod const& pairs) {
+    static_assert(!OfKeys || Step == 64, "two rows for each lane");
+    int const lane = threadIdx.x % 32;
+    uint32_t const block = pairs.kept_of_two(threshold, place.row + 2 * lane, place.key);
+    kept_[0] = trade<4, 2>(trade<3, 4>(trade<2, 3>(block, lane), lane), lane);
   }
 
   uint32_t seen_[2][Words];   // of a mixed tile, from the thread's first column on

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
     int const row = here.row0 + at.panel * kPanel + at.row_chunk * kVector, key = tile * B_c + at.col * kVector;
     change_fours<Traits, false>(shared.p, at, [&](float (&x)[kVector], int i, int j) {
       if (drops) {
-        pairs.drop(x, row + row_of(i), key + key_of(j));
+        pairs.drop(x, threshold_of(params), row + row_of(i), key + key_of(j));
       } else {
         pairs.apply(x, params, of.visibility, row + row_of(i), key + key_of(j), [](int e) { return e; });
       }

@@ -377,7 +377,7 @@ class MainLoop {
         for (int j = 0; j < size<1>(P); ++j) P(i, j) = p_of(i, P(i, j));
       }
       change_pairs(tile, [&](PairMod const& pairs, float (&x)[kQuadColumns], int row, int key) {
-        pairs.drop_in_quad(x, row, key, place_.lane);
+        pairs.drop_in_quad(x, threshold_of(params_), row, key, place_.lane);
       });
       multiply_pv([](int, float p) { return p; }, here);
     } else {

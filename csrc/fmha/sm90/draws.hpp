@@ -6,67 +6,22 @@
 
 namespace cutlass_ext::sm90 {
 
-/// Which of `Keys` keys of a warp's 16 rows dropout keeps: for the lanes of a quad, which share two rows in
-/// accumulators, a word each of either row. Of each of its bytes a bit is of a sixteen, the lowest of the first: word w
-/// of a draw has the keys of lane w.
-template <int Keys>
+/// Which of 128 keys of a warp's 16 rows dropout keeps: for the lanes of a quad, which share two rows in accumulators, a
+/// word each of either row.
 class DrawnBits {
-  static constexpr int kSixteens = Keys / 16;
+  static constexpr int kSixteens = 8;
 
  public:
-  static constexpr int kWords = 16 * 4;
+  static constexpr int kKeys = kSixteens * kBlockKeys, kWords = 16 * 4;
 
-  /// Draws for the 16 rows from `row` on and the keys from `key` on, and leaves what is kept in `to`: two lanes for a
-  /// row, of its first and last sixteens.
-  CUTE_DEVICE static void draw(PairMod const& pairs, int row, int key, int lane, uint32_t* to) {
-    static_assert(kSixteens <= 8 && kSixteens % 2 == 0, "a bit of each byte for a sixteen");
-    int const half = lane % 2;
-    row += lane / 2;
-    key += half * (Keys / 2);
-    uint32_t bits[4] = {};
-    auto const gather = [&](uint32_t const(&x)[4]) {
-      CUTE_UNROLL
-      for (int w = 0; w < 4; ++w) bits[w] = bits[w] >> 1 | x[w];
-    };
-    uint32_t x[4];
-    if (pairs.draws_begin_at(key)) {
-      // Of the whole grid, and so in registers of the warp's: in those of its threads they and what rounds add to them
-      // leave head_dim 128 too few.
-      uint32_t const seed[] = {__shfl_sync(0xffffffffu, pairs.seed[0], 0), __shfl_sync(0xffffffffu, pairs.seed[1], 0)};
-      KeptOfSixteen const keep(__shfl_sync(0xffffffffu, pairs.threshold, 0));
-      Philox const philox(seed, pairs.head, pairs.sequence);
-      Philox::OfRow const of_row = philox.of_row(pairs.position + row);
-      int const first = (key + pairs.origin) >> 4;
-      CUTE_UNROLL
-      for (int i = 0; i < kSixteens / 2; ++i) {
-        philox.draw(of_row, philox.of_sixteen(first + i), x);
-        keep(x);
-        gather(x);
-      }
-    } else {
-      CUTE_NO_UNROLL
-      for (int i = 0; i < kSixteens / 2; ++i) {
-        uint32_t const kept = pairs.kept(row, key + i * 16, 16);
-        CUTE_UNROLL
-        for (int w = 0; w < 4; ++w) {
-          uint32_t const of_word = kept >> 2 * w;  // keys 0, 1, 8 and 9, from here on
-          x[w] = (of_word << 7 & 0x80) | (of_word << 14 & 0x8000) | (of_word << 15 & 0x800000) |
-                 (of_word << 22 & ~0x7fffffffu);
-        }
-        gather(x);
-      }
+  /// Draws for the 16 rows from `row` on and the keys from `key` on, and leaves what is kept in `to`: each lane for two
+  /// blocks, eight rows apart, whose bits it trades with seven others for those of its own rows.
+  CUTE_DEVICE static void draw(uint32_t threshold, PairMod const& pairs, int row, int key, int lane, uint32_t* to) {
+    CUTE_NO_UNROLL  // both at once take more registers than drawers have
+    for (int r = 0; r < 2; ++r) {
+      uint32_t const block = pairs.kept_of_two(threshold, row + r * 8 + lane / 8 * kBlockRows, key + lane % 8 * kBlockKeys);
+      to[r * 32 + lane] = trade<0, 4>(trade<1, 2>(trade<2, 0>(block, lane), lane), lane);
     }
-    // Each takes two words of the row.
-    uint2 own = make_uint2(bits[0], bits[1]), others = make_uint2(bits[2], bits[3]);
-    if (half == 1) {
-      uint2 const first = own;
-      own = others, others = first;
-    }
-    others.x = __shfl_xor_sync(0xffffffffu, others.x, 1);
-    others.y = __shfl_xor_sync(0xffffffffu, others.y, 1);
-    uint2 const &first = half == 0 ? own : others, &last = half == 0 ? others : own;
-    constexpr int kBits = kSixteens / 2;
-    reinterpret_cast<uint2*>(to)[lane] = make_uint2(first.x >> kBits | last.x, first.y >> kBits | last.y);
   }
 
   /// Of the lane's rows and columns.
@@ -81,10 +36,13 @@ class DrawnBits {
     CUTE_UNROLL
     for (int i = 0; i < kSixteens; ++i) {
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        uint32_t const x = bits_[r] << (kSixteens - 1 - i);
-        words(i * 4 + r) &= signs(x, x, 0x9988);
-        words(i * 4 + 2 + r) &= signs(x, x, 0xbbaa);
+      for (int half = 0; half < 2; ++half) {  // of sixteen keys
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          // As the draws leave them: of two neighbouring keys a bit in each of two bytes.
+          uint32_t const x = bits_[r] << (7 - (i / 2 % 2 * 4 + half * 2 + i / 4));
+          words(i * 4 + half * 2 + r) &= signs(x, x, i % 2 == 0 ? 0x9988 : 0xbbaa);
+        }
       }
     }
   }

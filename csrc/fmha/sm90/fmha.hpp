@@ -345,11 +345,11 @@ struct Dropping {
   typename Traits::SharedStorage& shared;
   RingPosition<1> slot{};
 
-  CUTE_DEVICE void draw(typename Traits::Job const& job, int tile) const {
+  CUTE_DEVICE void draw(Params const& params, typename Traits::Job const& job, int tile) const {
     if constexpr (Traits::Drawers == 0) {
       ConsumerThread const thread;
       __syncwarp();  // what is there, O too, has been read
-      Drawn::draw(job.pairs, job.token0 + thread.warp_row, tile * Traits::B_c, thread.lane,
+      Drawn::draw(threshold_of(params), job.pairs, job.token0 + thread.warp_row, tile * Traits::B_c, thread.lane,
                   shared.drawn_of(thread.warp_row));
       __syncwarp();
     }
@@ -493,7 +493,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       [[maybe_unused]] CopiedBias<Traits> copied;
       auto look_at = [&](int tile, Hiding const& hiding) {
         if constexpr (Traits::Pairs) {
-          if (drops) dropping.draw(job, tile);
+          if (drops) dropping.draw(params, job, tile);
           if (CopiedBias<Traits>::kAhead && copies_bias) {
             copied.take(rings.wait_bias());
             rings.release_bias();
@@ -668,7 +668,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     if constexpr (Traits::Drawers > 0) {
       if (warpgroup > Traits::Consumers) {
         cutlass::arch::warpgroup_reg_dealloc<Traits::DrawerRegisters>();
-        draw_ahead<Traits>(shared, warpgroup - 1 - Traits::Consumers);
+        draw_ahead<Traits>(params, shared, warpgroup - 1 - Traits::Consumers);
         return;
       }
     }

@@ -270,7 +270,7 @@ CUTE_DEVICE void copy_values(Params const& params, CUtensorMap const& map, typen
 /// The warps of drawing warpgroup `warpgroup`, each of which draws what dropout keeps for a warp of the consumers' with
 /// its number, or one of each of several warpgroups: of every tile that it sees.
 template <class Traits>
-CUTE_DEVICE void draw_ahead(typename Traits::SharedStorage& shared, int warpgroup) {
+CUTE_DEVICE void draw_ahead(Params const& params, typename Traits::SharedStorage& shared, int warpgroup) {
   constexpr int Served = Traits::Consumers / Traits::Drawers;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   JobReader<Traits> jobs{shared, shared.job_full};
@@ -290,7 +290,8 @@ CUTE_DEVICE void draw_ahead(typename Traits::SharedStorage& shared, int warpgrou
         if (tiles[i] == tile) {
           int const row = (warpgroup + i * Traits::Drawers) * kAtomRows + warp * 16;
           shared.drawn_empty[row / 16].wait_for(slots[i].phase ^ 1);
-          Traits::Drawn::draw(job->pairs, job->token0 + row, tile * Traits::B_c, lane, shared.drawn_of(row));
+          Traits::Drawn::draw(threshold_of(params), job->pairs, job->token0 + row, tile * Traits::B_c, lane,
+                              shared.drawn_of(row));
           shared.drawn_full[row / 16].arrive();
           slots[i].advance();
           tiles[i] = job->below(tile);

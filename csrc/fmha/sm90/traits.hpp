@@ -47,7 +47,7 @@ struct Traits {
   static constexpr int Consumers = B_r / kAtomRows;  // warpgroups
   // Warpgroups that draw what dropout keeps, ahead of those that consume: one for each of them; at head_dim 128, whose
   // consumers have no more registers to spare, one for all.
-  static constexpr int Drawers = !AlwaysDrops ? 0 : HeadDimV <= 64 ? Consumers : 1;
+  static constexpr int Drawers = !AlwaysDrops ? 0 : 1;
   static constexpr int Warpgroups = 1 + Consumers + Drawers;  // the producer's first, the drawers last
   static constexpr int Threads = Warpgroups * kWarpgroup;
   using Job = sm90::Job<Consumers, Pairs>;
@@ -69,7 +69,8 @@ struct Traits {
   static constexpr int BiasElements = kAtomRows * B_c;  // of a warpgroup
 
   // What dropout keeps of a consumer warp's tile. Where there are no drawers it lies where O is staged.
-  using Drawn = DrawnBits<B_c>;
+  using Drawn = DrawnBits;
+  static_assert(!Pairs || B_c == Drawn::kKeys, "as many keys as are drawn for");
 
   // What a call has, where the kernel takes it.
   CUTE_HOST_DEVICE static bool has_bias(Params const& params) {
