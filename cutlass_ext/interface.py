@@ -246,6 +246,8 @@ def fmha(
         is seqused_k is leftpad_k is start_positions is block_table is None
     ) and not has_rare  # fmt: skip
     if not absent or (left, right, softcap, num_splits, backend, deterministic) != (-1, -1, 0.0, 0, "auto", False):
+        if not max_seqlen_q is max_seqlen_k is None:
+            check_numbers(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
         arguments += (
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, left, right, softmax_scale, softcap,
             alibi_slopes, sink, seqused_k, leftpad_k, start_positions, num_splits, backend, deterministic,

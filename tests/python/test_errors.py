@@ -199,7 +199,8 @@ WRONG_PACKED = [
       for name in ("cu_seqlens_q", "cu_seqlens_k") for x in (tensor(SEQUENCES + 1, dtype=INT64), [0, 5, 5, 12])],
     *[(name, V, {name: strided(SEQUENCES + 1, INT32)}) for name in ("cu_seqlens_q", "cu_seqlens_k")],
     *[(name, V, {name: -1}) for name in ("max_seqlen_q", "max_seqlen_k")],
-    *[(name, T, {name: x}) for name in ("max_seqlen_q", "max_seqlen_k") for x in (7.5, "7")],
+    *[(name, T, {name: x}) for name in ("max_seqlen_q", "max_seqlen_k")
+      for x in (7.5, "7", True, tensor(dtype=INT32), tensor(1, dtype=INT32))],  # the host would wait for a tensor
     *[(name, V, {name: tensor(SEQUENCES + 1, dtype=INT32)}) for name in ("start_pos", "seqused_k", "leftpad_k")],
     ("alibi_slopes", V, {"alibi_slopes": tensor(TOTAL, HEADS)}),
 ]  # fmt: skip
@@ -377,6 +378,8 @@ VARLEN, VARLEN_KV, VARLEN_QKV = (f"flash_attn_varlen_{kind}func" for kind in (""
         (VARLEN_QKV, "cu_seqlens", V, None),
         (VARLEN_QKV, "max_seqlen", V, -3),
         (VARLEN_QKV, "max_seqlen", V, None),
+        *[(VARLEN, "max_seqlen_k", T, x) for x in (True, torch.ones(2, dtype=INT32), torch.ones(()))],
+        *[(VARLEN_QKV, "max_seqlen", T, x) for x in (True, torch.ones(2, dtype=INT32), torch.tensor(True))],
     ],
     ids=str,
 )
