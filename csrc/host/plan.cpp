@@ -392,11 +392,12 @@ void run(Plan const& plan, cudaStream_t stream, Allocate const& allocate) {
     place_parts(*few, allocate, &*of_few);
   }
   int const device = current_device().index;
-  if (size_t const counters = plan.counters + (few ? few->counters : 0)) {
+  size_t const counters = plan.counters + (few ? few->counters : 0);
+  if (counters > 0) {
     params.counters = zero_counters(device, stream, counters, allocate);
     if (few) of_few->counters = params.counters + plan.counters;
   }
-  {
+  try {
     std::optional<Fork> fork;
     if (few) few->kernel->launch(*of_few, few->grid, fork.emplace(device, stream).beside());
     plan.kernel->launch(params, plan.grid, stream);
@@ -404,6 +405,9 @@ void run(Plan const& plan, cudaStream_t stream, Allocate const& allocate) {
       params.is_relief = true;
       plan.kernel->launch(params, {plan.relief}, fork->beside());
     }
+  } catch (...) {  // once what was launched beside has joined the stream
+    if (counters > 0) zero_again(params.counters, counters, stream);
+    throw;
   }
   if (plan.merges_apart) merge_splits(plan.kernel->dtype, params, stream);
   if (exact) run(*exact, stream, allocate);

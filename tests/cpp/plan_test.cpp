@@ -23,13 +23,17 @@
 namespace cutlass_ext {
 
 // The parts of host/ that are compiled by nvcc: they note what is asked of them.
-static size_t counters_asked = 0;
+static size_t counters_asked = 0, counters_zeroed = 0;
 static int merges = 0, appends = 0, parts_made = 0, forks = 0, forked = 0;
 unsigned* zero_counters(int, cudaStream_t, size_t count, Allocate const&) {
   EXPECT_EQ(forked, 0) << "zeroed on the call's stream, which what runs beside it does not wait for";
   static unsigned counters[2];
   counters_asked = count;
   return counters;
+}
+void zero_again(unsigned*, size_t count, cudaStream_t) {
+  counters_zeroed = count;
+  EXPECT_EQ(forked, 0) << "before what runs beside the call's stream has joined it";
 }
 void merge_splits(DType, Params const&, cudaStream_t) {
   ++merges;
@@ -742,14 +746,15 @@ struct Launched {
   Params params;
 };
 Launched launched;
+int launch_that_fails = 0;  // of a call's, from 1 on; 0: none
 
 void launch_of(Call const& call, size_t* bytes) {
   launched = {};
-  counters_asked = 0, merges = 0, appends = 0, parts_made = 0, forks = 0, *bytes = 0;
+  counters_asked = counters_zeroed = 0, merges = 0, appends = 0, parts_made = 0, forks = 0, *bytes = 0;
   Plan plan = plan_of(call);
   Kernel kernel = *plan.kernel;
   kernel.launch = [](Params const& params, Grid const&, cudaStream_t) {
-    ++launched.times;
+    if (++launched.times == launch_that_fails) throw std::runtime_error("out of resources");
     launched.params = params;
   };
   plan.kernel = &kernel;
@@ -813,6 +818,20 @@ TEST(Run, DecodesBesideChunksInParts) {
   launch_of(fmha32(4, 1000, 4096, 16, 4, 64).packed(2500, 0).lengths().pages(32).precision(Precision::High), &bytes);
   EXPECT_EQ(launched.times, 2) << "all rows in parts";
   EXPECT_EQ(launched.params.least_q, 0);
+}
+
+TEST(Run, ZeroesTheCountersOfACallOfWhichALaunchFails) {
+  size_t bytes;
+  Call const call = fmha(65, 512, 8192, 32, 8, 128).packed(64 + 512, 0).lengths().pages(16).causal();
+  launch_of(call, &bytes);
+  EXPECT_EQ(counters_zeroed, 0u);
+  for (launch_that_fails = 1; launch_that_fails <= 3; ++launch_that_fails) {
+    EXPECT_THROW(launch_of(call, &bytes), std::runtime_error);
+    EXPECT_EQ(forked, 0);
+    EXPECT_GT(counters_asked, 2u);
+    EXPECT_EQ(counters_zeroed, counters_asked) << "those of what decodes, too";
+  }
+  launch_that_fails = 0;
 }
 
 TEST(Run, HasAReliefTakeTheWorkThatIsLeft) {
