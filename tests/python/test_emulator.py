@@ -36,14 +36,14 @@ def test_every_call_of_the_sweep_agrees_with_the_cpu():
     assert sum(int(re.search(r"(\d+) calls agree", output)[1]) for output in outputs) > 600
 
 
-def emulated(*arguments):
-    return subprocess.run(
-        [sys.executable, "tests/emulator/run.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True
-    )
+def emulated(*arguments, **environment):
+    command = [sys.executable, "tests/emulator/run.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
 
 
 def test_a_launch_that_fails_has_no_part_in_the_next_call():
-    done = emulated("tests/emulator/failed_launch.py")
+    # An order of the warps in which counters that are not zero show: one in three does.
+    done = emulated("tests/emulator/failed_launch.py", CUTLASS_EXT_EMULATOR_SEED="2")
     assert done.returncode == 0, done.stderr[-4000:]
 
 
