@@ -277,6 +277,19 @@ def test_out_does_not_go_with_gradients(device, spoilt):
         assert cutlass_ext.flash_attn_func(**arguments) is arguments["out"]
 
 
+def test_out_is_not_expanded(device):
+    """Results of several rows would be written to one place."""
+    arguments = valid(device)
+    for expanded in (0, 1, 2):
+        shape = [1 if dim == expanded else n for dim, n in enumerate((B, N, HEADS, D))]
+        arguments["out"] = torch.empty(shape, device=device).expand(B, N, HEADS, D)
+        for function in (cutlass_ext.fmha, cutlass_ext.flash_attn_func):
+            assert_refused(function, "out", ValueError, arguments)
+    one = {name: x[:1] for name, x in valid(device).items()}
+    out = torch.empty(N, HEADS, D, device=device).as_strided((1, N, HEADS, D), (0, HEADS * D, D, 1))
+    assert cutlass_ext.fmha(**one, out=out) is out
+
+
 # ------------------------------------------------------------------------------------------------ flash-attn's names
 def flash_arguments(device, name):
     q, k, v = valid(device).values()
