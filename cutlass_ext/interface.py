@@ -171,9 +171,9 @@ def fmha(
             they can (`fmha_backward`), and elsewhere on CUDA cores; those of `backend="sm80"` are an error.
         out_dtype: `torch.float32`, so that parts which are to be merged are not rounded to 16 bits before; None is the
             dtype of q. The gradient of such an `out` is rounded to q's dtype where the backward pass begins.
-        out: where the result is written, and which is returned then: its shape, dtype of q, any strides but 0. Kernels write
-            there themselves if rows are aligned to 16 bytes and q, k and v do not lie between them; else it is copied,
-            in a launch of its own. Not where a tensor of the call requires grad.
+        out: where the result is written, and which is returned then: its shape, dtype of q, any strides but 0. Kernels
+            write there themselves if rows are aligned to 16 bytes and q, k and v do not lie between them; else it is
+            copied, in a launch of its own. Not where a tensor of the call requires grad.
 
     Returns:
         `out` `[B, N_q, H_q, d_v]` or `[total_q, H_q, d_v]`, contiguous, dtype of q (with an `out_dtype` float32, and

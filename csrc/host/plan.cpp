@@ -124,8 +124,9 @@ Plan lay_out(Params const& params, Kernel const& kernel, Device const& device) {
   return plan;
 }
 
-/// Of kernels that differ in the sizes of their tiles alone, the largest first: the first whose query tiles fill the
-/// GPU, else the last; of Hopper's persistent ones, unless the number of splits is fixed, the fastest.
+/// Of kernels that differ in the sizes of their tiles alone, the largest first, and behind them what is for some calls
+/// alone: the first whose query tiles fill the GPU, else the last; of Hopper's persistent ones, unless the number of
+/// splits is fixed, the fastest.
 Kernel const* of_best_size(Call const& call, std::vector<Kernel const*> const& sizes) {
   Params const& p = call.params;
   Kernel const* best = nullptr;
@@ -179,7 +180,9 @@ Plan plan_prefill(Call const& call) {
     if (cost_of(*k) == cost_of(*best) && accepts(*k)) sizes.push_back(k);
   }
   std::sort(sizes.begin(), sizes.end(), [](Kernel const* a, Kernel const* b) {
-    auto const size = [](Kernel const* k) { return std::tuple(k->block_r * k->block_c, k->block_c, k->shared_bytes); };
+    auto const size = [](Kernel const* k) {
+      return std::tuple(!k->takes_shape, k->block_r * k->block_c, k->block_c, k->shared_bytes);
+    };
     return size(a) > size(b);
   });
   Plan plan = lay_out(p, *of_best_size(call, sizes), call.device);

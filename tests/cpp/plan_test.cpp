@@ -155,6 +155,7 @@ std::string line_of(Call const& call) {
     dim3 const& ctas = plan.grid.ctas;
     line << k.family << " " << name_of(k.kind) << " " << k.block_r << "x" << k.block_c << " d" << k.head_dim;
     if (k.kind == Kind::Short) line << " by " << k.threads / 128;
+    if (k.kind == Kind::Tiles && k.takes_shape) line << " for few";
     if (k.kind == Kind::Persistent || k.kind == Kind::Decode) line << (k.takes & feature::Softcap ? "" : " plain");
     line << ", ";
     if (plan.splits == 0)
@@ -274,6 +275,14 @@ TEST(Plan, OfFloat32) {
       CASE(fmha32(64, 64, 1024, 16, 16, 64), "simt tiles 32x64 d64, 1 split, grid 2048"),
       CASE(fmha32(64, 64, 1024, 16, 16, 64).splits(1), "simt tiles 32x64 d64, 1 split, grid 2048"),
       CASE(fmha32(1, 20, 1024, 4, 4, 64), "simt tiles 64x32 d64, 16 splits, grid 64, merged apart"),
+      // Few tiles of few keys have two warps for each row, as long as the number of splits is the library's.
+      CASE(fmha32(8, 59, 59, 16, 16, 64).causal(), "simt tiles 32x64 d64 for few, 1 split, grid 256"),
+      CASE(fmha32(8, 59, 59, 16, 16, 64).causal().splits(1), "simt tiles 32x64 d64, 1 split, grid 256"),
+      CASE(fmha32(1, 20, 192, 4, 4, 64), "simt tiles 32x64 d64 for few, 1 split, grid 4"),
+      CASE(fmha32(1, 20, 193, 4, 4, 64), "simt tiles 64x32 d64, 3 splits, grid 12, merged apart"),
+      CASE(fmha32(32, 64, 64, 16, 16, 64), "simt tiles 32x64 d64, 1 split, grid 1024"),
+      CASE(fmha32(1, 100, 100, 16, 16, 128), "simt tiles 32x64 d128 for few, 1 split, grid 64"),
+      CASE(fmha32(1, 100, 100, 16, 16, 32), "simt tiles 32x64 d32 for few, 1 split, grid 64"),
       CASE(fmha32(2, 4096, 4096, 16, 16, 128).backend("simt"), "simt tiles 128x96 d128, 1 split, grid 1024"),
       CASE(fmha32(1, 1000, 1000, 16, 16, 128).splits(1), "simt tiles 128x96 d128, 1 split, grid 128"),
       CASE(fmha32(1, 100, 1000, 16, 16, 128), "simt tiles 64x32 d128, 11 splits, grid 352, merged apart"),
