@@ -119,6 +119,8 @@ def fmha_backward(
         dropout_p=dropout_p,
         head_start=head_start,
         sequence_start=sequence_start,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
     )
     left, right = window_sides("window", window)
     start_pos, key_start, key_starts = behind_keys(start_pos, key_start)

@@ -128,8 +128,8 @@ def flash_attn_varlen_func(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -162,8 +162,9 @@ def flash_attn_varlen_func(
             `cu_seqlens_q[b + 1]` of q, possibly none.
         cu_seqlens_k: int32 `[B + 1]`, the same for the rows of k and v. With `block_table` it may give the keys of each
             sequence, as the differences of its neighbours, where `seqused_k` does not: that costs a small launch.
-        max_seqlen_q: query rows of the longest sequence.
-        max_seqlen_k: keys of the longest sequence; with `block_table` a hint, which may be None.
+        max_seqlen_q: query rows of the longest sequence. An int; a tensor of one, as `lengths.max()` gives, is taken as
+            flash-attn takes it, but the host then waits for the device.
+        max_seqlen_k: the same of keys; with `block_table` a hint, which may be None.
         dropout_p, softmax_scale, causal, softcap, deterministic, return_attn_probs: as `flash_attn_func`.
         window_size: `(left, right)` in tokens, -1 unbounded, or None for no window.
         alibi_slopes: float32 `[H_q]` or `[B, H_q]`; `-slope * |i + len_k - len_q - j|` is added to the scores.
@@ -187,6 +188,7 @@ def flash_attn_varlen_func(
     if block_table is not None and cu_seqlens_k is not None:
         seqused_k = _lengths_between(cu_seqlens_k, cu_seqlens_q) if seqused_k is None else seqused_k
         cu_seqlens_k = None
+    max_seqlen_q, max_seqlen_k = longest(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     return_lse = _wants_lse(return_attn_probs, return_softmax_lse)
     results = attend(
         q, k, v, causal=causal, start_pos="end", window=(-1, -1) if window_size is None else window_size,
@@ -196,6 +198,16 @@ def flash_attn_varlen_func(
         deterministic=deterministic, dropout_p=dropout_p, out=out,
     )  # fmt: skip
     return (*results, None) if return_attn_probs else results
+
+
+def longest(**lengths: int | Tensor | None) -> list[int | None]:
+    """Lengths as `fmha` takes them. flash-attn takes tensors of one integer, which transformers, for one, gives it."""
+    for name, n in lengths.items():
+        if isinstance(n, Tensor):
+            if n.numel() != 1 or n.dtype == torch.bool or n.is_floating_point() or n.is_complex():
+                raise TypeError(f"{name}: is {str(n.dtype)[6:]}{list(n.shape)}; expected an int, or a tensor of one")
+            lengths[name] = n.item()
+    return [*lengths.values()]
 
 
 def _lengths_between(cu_seqlens_k: Tensor, cu_seqlens_q: Tensor) -> Tensor:
@@ -255,7 +267,9 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args, **kwargs) -> R
     flash_attn_varlen_func, q="qkv", k="qkv", v="qkv", cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens",
     max_seqlen_q="max_seqlen", max_seqlen_k="max_seqlen",
 )  # fmt: skip
-def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args, **kwargs) -> Result:
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor, *args, **kwargs
+) -> Result:
     """`flash_attn_varlen_func` for `qkv` `[total, 3, H, d]`: q, k and v in one buffer, read in place."""
     q, k, v = _unpacked("qkv", qkv, "[total, 3, heads, head_dim]")
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)

@@ -171,9 +171,9 @@ def fmha(
             they can (`fmha_backward`), and elsewhere on CUDA cores; those of `backend="sm80"` are an error.
         out_dtype: `torch.float32`, so that parts which are to be merged are not rounded to 16 bits before; None is the
             dtype of q. The gradient of such an `out` is rounded to q's dtype where the backward pass begins.
-        out: where the result is written, and which is returned then: its shape, dtype of q, any strides. Kernels write
-            there themselves if rows are aligned to 16 bytes and q, k and v do not lie between them; else it is copied,
-            in a launch of its own. Not where a tensor of the call requires grad.
+        out: where the result is written, and which is returned then: its shape, dtype of q, any strides but 0. Kernels
+            write there themselves if rows are aligned to 16 bytes and q, k and v do not lie between them; else it is
+            copied, in a launch of its own. Not where a tensor of the call requires grad.
 
     Returns:
         `out` `[B, N_q, H_q, d_v]` or `[total_q, H_q, d_v]`, contiguous, dtype of q (with an `out_dtype` float32, and
@@ -246,6 +246,8 @@ def fmha(
         is seqused_k is leftpad_k is start_positions is block_table is None
     ) and not has_rare  # fmt: skip
     if not absent or (left, right, softcap, num_splits, backend, deterministic) != (-1, -1, 0.0, 0, "auto", False):
+        if not max_seqlen_q is max_seqlen_k is None:
+            check_numbers(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
         arguments += (
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, left, right, softmax_scale, softcap,
             alibi_slopes, sink, seqused_k, leftpad_k, start_positions, num_splits, backend, deterministic,

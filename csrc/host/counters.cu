@@ -61,4 +61,8 @@ unsigned* zero_counters(int device, cudaStream_t stream, size_t count, Allocate 
   return counters;
 }
 
+void zero_again(unsigned* counters, size_t count, cudaStream_t stream) {
+  if (cudaMemsetAsync(counters, 0, count * sizeof(unsigned), stream) != cudaSuccess) cudaGetLastError();
+}
+
 }  // namespace cutlass_ext

@@ -18,4 +18,8 @@ namespace cutlass_ext {
 /// then on `allocate` gives memory, which is zeroed in stream order.
 unsigned* zero_counters(int device, cudaStream_t stream, size_t count, Allocate const& allocate);
 
+/// Zeroes what zero_counters gave, in stream order: for a call of which a launch failed, since one that ran may have
+/// waited for the CTAs of the other before it left its counters zero.
+void zero_again(unsigned* counters, size_t count, cudaStream_t stream);
+
 }  // namespace cutlass_ext

@@ -124,8 +124,9 @@ Plan lay_out(Params const& params, Kernel const& kernel, Device const& device) {
   return plan;
 }
 
-/// Of kernels that differ in the sizes of their tiles alone, the largest first: the first whose query tiles fill the
-/// GPU, else the last; of Hopper's persistent ones, unless the number of splits is fixed, the fastest.
+/// Of kernels that differ in the sizes of their tiles alone, the largest first, and behind them what is for some calls
+/// alone: the first whose query tiles fill the GPU, else the last; of Hopper's persistent ones, unless the number of
+/// splits is fixed, the fastest.
 Kernel const* of_best_size(Call const& call, std::vector<Kernel const*> const& sizes) {
   Params const& p = call.params;
   Kernel const* best = nullptr;
@@ -179,7 +180,9 @@ Plan plan_prefill(Call const& call) {
     if (cost_of(*k) == cost_of(*best) && accepts(*k)) sizes.push_back(k);
   }
   std::sort(sizes.begin(), sizes.end(), [](Kernel const* a, Kernel const* b) {
-    auto const size = [](Kernel const* k) { return std::tuple(k->block_r * k->block_c, k->block_c, k->shared_bytes); };
+    auto const size = [](Kernel const* k) {
+      return std::tuple(!k->takes_shape, k->block_r * k->block_c, k->block_c, k->shared_bytes);
+    };
     return size(a) > size(b);
   });
   Plan plan = lay_out(p, *of_best_size(call, sizes), call.device);
@@ -392,11 +395,12 @@ void run(Plan const& plan, cudaStream_t stream, Allocate const& allocate) {
     place_parts(*few, allocate, &*of_few);
   }
   int const device = current_device().index;
-  if (size_t const counters = plan.counters + (few ? few->counters : 0)) {
+  size_t const counters = plan.counters + (few ? few->counters : 0);
+  if (counters > 0) {
     params.counters = zero_counters(device, stream, counters, allocate);
     if (few) of_few->counters = params.counters + plan.counters;
   }
-  {
+  try {
     std::optional<Fork> fork;
     if (few) few->kernel->launch(*of_few, few->grid, fork.emplace(device, stream).beside());
     plan.kernel->launch(params, plan.grid, stream);
@@ -404,6 +408,9 @@ void run(Plan const& plan, cudaStream_t stream, Allocate const& allocate) {
       params.is_relief = true;
       plan.kernel->launch(params, {plan.relief}, fork->beside());
     }
+  } catch (...) {  // once what was launched beside has joined the stream
+    if (counters > 0) zero_again(params.counters, counters, stream);
+    throw;
   }
   if (plan.merges_apart) merge_splits(plan.kernel->dtype, params, stream);
   if (exact) run(*exact, stream, allocate);

@@ -7,5 +7,6 @@ static Entered const kernels_here{
     kernel_of<simt::FMHA<128, 96, 128, float, 256>>(),
     kernel_of<simt::FMHA<64, 64, 128, float, 128>>(),
     kernel_of<simt::FMHA<64, 32, 128, float, 128>>(),
+    kernel_of<simt::FewTiles<32, 64, 128, float, 128>>(),
 };
 }  // namespace cutlass_ext

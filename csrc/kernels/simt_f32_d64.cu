@@ -7,5 +7,6 @@ static Entered const kernels_here{
     kernel_of<simt::FMHA<128, 64, 64, float, 128>>(),
     kernel_of<simt::FMHA<32, 64, 64, float, 64>>(),
     kernel_of<simt::FMHA<64, 32, 64, float, 128>>(),
+    kernel_of<simt::FewTiles<32, 64, 64, float, 128>>(),
 };
 }  // namespace cutlass_ext

@@ -1,4 +1,5 @@
 // The checks of the operators' arguments: the only ones there are, on every device. See arguments.hpp.
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <initializer_list>
@@ -232,6 +233,14 @@ void check_rotary(Arguments const& a) {
     check_same_device(name, *t, a.q);
     if (t->size(0) >= kMaxLength) fail("ValueError", name, ": has ", t->size(0), " rows; expected fewer than 2^29");
   }
+  // Lengths on the device are not read: what lies past the last row is turned by that row.
+  bool const each_at_its_own = a.causal || a.window_left >= 0 || a.window_right >= 0;
+  int64_t const rows_q = each_at_its_own ? a.q.size(1) : std::min<int64_t>(a.q.size(1), 1),
+                turned = std::max(a.new_keys(), rows_q);
+  if (a.cache_len && turned > 0 && *a.cache_len + turned > cos.size(0)) {
+    fail("ValueError", "rotary_cos: has ", cos.size(0), " rows; expected one for each position, here ",
+         *a.cache_len + turned, ", of the keys in the cache and of what is turned");
+  }
 }
 
 /// Whether `x`, which is computed with as float32 times log2(e), is a normal number there.
@@ -414,6 +423,10 @@ void check_out(Arguments const& a) {
   }
   if (t.dtype != a.q.dtype) {
     fail("TypeError", "out: has dtype ", dtype_name(t.dtype), " and q ", dtype_name(a.q.dtype), "; they must be equal");
+  }
+  for (int i = 0; i + 1 < t.dim(); ++i) {
+    if (t.size(i) > 1 && t.stride(i) == 0)
+      fail("ValueError", "out: is expanded, so that results would be written to one place; call .contiguous() on it");
   }
   if (a.out_dtype) fail("ValueError", "out_dtype: does not go with out, which has the dtype of q; give one of them");
   check_same_device("out", t, a.q);

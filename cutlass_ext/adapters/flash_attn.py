@@ -271,8 +271,8 @@ def _flash_attn_varlen_forward(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
     dropout_p: float,
     softmax_scale: float,
     causal: bool,
@@ -287,6 +287,7 @@ def _flash_attn_varlen_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`_flash_attn_forward` of packed sequences."""
     options = _options(dropout_p, causal, window_size_left, window_size_right, softcap, alibi_slopes)
+    max_seqlen_q, max_seqlen_k = names.longest(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     return _passed(
         q, k, v, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
         cu_seqlens_k=None if block_table is not None else cu_seqlens_k, max_seqlen_k=max_seqlen_k,
@@ -332,8 +333,8 @@ def _flash_attn_varlen_backward(
     dv: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
     dropout_p: float,
     softmax_scale: float,
     causal: bool,
@@ -348,6 +349,7 @@ def _flash_attn_varlen_backward(
     options = _options(dropout_p, causal, window_size_left, window_size_right, softcap, alibi_slopes)
     options |= {"softmax_scale": softmax_scale, "deterministic": deterministic}
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    max_seqlen_q, max_seqlen_k = names.longest(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     return _passed_back(dout, q, k, v, out, softmax_lse, (dq, dk, dv), options)
 

@@ -27,6 +27,13 @@ void const* new_entry() {
 Kernel simt(int d, int b_r, int b_c, int threads, int shared) {
   return {"simt", Kind::Tiles, DType::Float32, d, d, b_r, b_c, kTiles, threads, shared, new_entry(), nullptr, nullptr};
 }
+Kernel few_tiles(int d, int shared) {
+  Kernel kernel = simt(d, 32, 64, 128, shared);
+  kernel.takes_shape = [](Params const& p) {
+    return !p.fixed_splits && (p.longest_kv > 0 ? p.longest_kv : p.n_kv) <= 192;
+  };
+  return kernel;
+}
 Kernel sm80(DType dtype, int d, int b_r, int b_c, int shared) {
   return {"sm80", Kind::Tiles, dtype, d, d, b_r, b_c, kTiles, 128, shared, new_entry(), nullptr, nullptr};
 }
@@ -206,14 +213,17 @@ Entered const kFloatGradients[] = {of_float_gradients(64, 128, 64), of_float_gra
 Entered const kFloat{
     simt(32, 128, 64, 128, 65536),
     simt(32, 64, 32, 128, 24576),
+    few_tiles(32, 28672),
     simt(64, 128, 64, 128, 98304),
     simt(64, 32, 64, 64, 49152),
     simt(64, 64, 32, 128, 40960),
+    few_tiles(64, 49152),
     simt(96, 64, 64, 128, 90112),
     simt(96, 64, 32, 128, 57344),
     simt(128, 128, 96, 256, 212992),
     simt(128, 64, 64, 128, 114688),
     simt(128, 64, 32, 128, 73728),
+    few_tiles(128, 90112),
     simt(192, 64, 32, 128, 106496),
     simt(192, 32, 32, 64, 77824),
     simt(224, 32, 32, 64, 90112),

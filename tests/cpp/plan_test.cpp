@@ -23,13 +23,17 @@
 namespace cutlass_ext {
 
 // The parts of host/ that are compiled by nvcc: they note what is asked of them.
-static size_t counters_asked = 0;
+static size_t counters_asked = 0, counters_zeroed = 0;
 static int merges = 0, appends = 0, parts_made = 0, forks = 0, forked = 0;
 unsigned* zero_counters(int, cudaStream_t, size_t count, Allocate const&) {
   EXPECT_EQ(forked, 0) << "zeroed on the call's stream, which what runs beside it does not wait for";
   static unsigned counters[2];
   counters_asked = count;
   return counters;
+}
+void zero_again(unsigned*, size_t count, cudaStream_t) {
+  counters_zeroed = count;
+  EXPECT_EQ(forked, 0) << "before what runs beside the call's stream has joined it";
 }
 void merge_splits(DType, Params const&, cudaStream_t) {
   ++merges;
@@ -151,6 +155,7 @@ std::string line_of(Call const& call) {
     dim3 const& ctas = plan.grid.ctas;
     line << k.family << " " << name_of(k.kind) << " " << k.block_r << "x" << k.block_c << " d" << k.head_dim;
     if (k.kind == Kind::Short) line << " by " << k.threads / 128;
+    if (k.kind == Kind::Tiles && k.takes_shape) line << " for few";
     if (k.kind == Kind::Persistent || k.kind == Kind::Decode) line << (k.takes & feature::Softcap ? "" : " plain");
     line << ", ";
     if (plan.splits == 0)
@@ -270,6 +275,14 @@ TEST(Plan, OfFloat32) {
       CASE(fmha32(64, 64, 1024, 16, 16, 64), "simt tiles 32x64 d64, 1 split, grid 2048"),
       CASE(fmha32(64, 64, 1024, 16, 16, 64).splits(1), "simt tiles 32x64 d64, 1 split, grid 2048"),
       CASE(fmha32(1, 20, 1024, 4, 4, 64), "simt tiles 64x32 d64, 16 splits, grid 64, merged apart"),
+      // Few tiles of few keys have two warps for each row, as long as the number of splits is the library's.
+      CASE(fmha32(8, 59, 59, 16, 16, 64).causal(), "simt tiles 32x64 d64 for few, 1 split, grid 256"),
+      CASE(fmha32(8, 59, 59, 16, 16, 64).causal().splits(1), "simt tiles 32x64 d64, 1 split, grid 256"),
+      CASE(fmha32(1, 20, 192, 4, 4, 64), "simt tiles 32x64 d64 for few, 1 split, grid 4"),
+      CASE(fmha32(1, 20, 193, 4, 4, 64), "simt tiles 64x32 d64, 3 splits, grid 12, merged apart"),
+      CASE(fmha32(32, 64, 64, 16, 16, 64), "simt tiles 32x64 d64, 1 split, grid 1024"),
+      CASE(fmha32(1, 100, 100, 16, 16, 128), "simt tiles 32x64 d128 for few, 1 split, grid 64"),
+      CASE(fmha32(1, 100, 100, 16, 16, 32), "simt tiles 32x64 d32 for few, 1 split, grid 64"),
       CASE(fmha32(2, 4096, 4096, 16, 16, 128).backend("simt"), "simt tiles 128x96 d128, 1 split, grid 1024"),
       CASE(fmha32(1, 1000, 1000, 16, 16, 128).splits(1), "simt tiles 128x96 d128, 1 split, grid 128"),
       CASE(fmha32(1, 100, 1000, 16, 16, 128), "simt tiles 64x32 d128, 11 splits, grid 352, merged apart"),
@@ -742,14 +755,15 @@ struct Launched {
   Params params;
 };
 Launched launched;
+int launch_that_fails = 0;  // of a call's, from 1 on; 0: none
 
 void launch_of(Call const& call, size_t* bytes) {
   launched = {};
-  counters_asked = 0, merges = 0, appends = 0, parts_made = 0, forks = 0, *bytes = 0;
+  counters_asked = counters_zeroed = 0, merges = 0, appends = 0, parts_made = 0, forks = 0, *bytes = 0;
   Plan plan = plan_of(call);
   Kernel kernel = *plan.kernel;
   kernel.launch = [](Params const& params, Grid const&, cudaStream_t) {
-    ++launched.times;
+    if (++launched.times == launch_that_fails) throw std::runtime_error("out of resources");
     launched.params = params;
   };
   plan.kernel = &kernel;
@@ -813,6 +827,20 @@ TEST(Run, DecodesBesideChunksInParts) {
   launch_of(fmha32(4, 1000, 4096, 16, 4, 64).packed(2500, 0).lengths().pages(32).precision(Precision::High), &bytes);
   EXPECT_EQ(launched.times, 2) << "all rows in parts";
   EXPECT_EQ(launched.params.least_q, 0);
+}
+
+TEST(Run, ZeroesTheCountersOfACallOfWhichALaunchFails) {
+  size_t bytes;
+  Call const call = fmha(65, 512, 8192, 32, 8, 128).packed(64 + 512, 0).lengths().pages(16).causal();
+  launch_of(call, &bytes);
+  EXPECT_EQ(counters_zeroed, 0u);
+  for (launch_that_fails = 1; launch_that_fails <= 3; ++launch_that_fails) {
+    EXPECT_THROW(launch_of(call, &bytes), std::runtime_error);
+    EXPECT_EQ(forked, 0);
+    EXPECT_GT(counters_asked, 2u);
+    EXPECT_EQ(counters_zeroed, counters_asked) << "those of what decodes, too";
+  }
+  launch_that_fails = 0;
 }
 
 TEST(Run, HasAReliefTakeTheWorkThatIsLeft) {

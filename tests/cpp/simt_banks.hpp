@@ -37,9 +37,10 @@ inline int extra_passes(std::array<int, 32> const& offset, int width) {
 template <class Traits>
 struct Accesses;
 
-template <int B_r, int B_c, int HeadDim, class Element, int Threads>
-struct Accesses<Traits<B_r, B_c, HeadDim, Element, Threads>> : Traits<B_r, B_c, HeadDim, Element, Threads> {
-  static constexpr int RowWarps = Threads / 32, PieceCols = HeadDim, WarpKeys = B_c, WarpCols = HeadDim;
+template <int B_r, int B_c, int HeadDim, class Element, int Threads, int ColWarps>
+struct Accesses<Traits<B_r, B_c, HeadDim, Element, Threads, ColWarps>>
+    : Traits<B_r, B_c, HeadDim, Element, Threads, ColWarps> {
+  static constexpr int RowWarps = Threads / 32 / ColWarps, PieceCols = HeadDim, WarpCols = 0;  // apart: none
 };
 
 template <Axis Of, int B_r, int B_c, int HeadDim, class Element, int Threads, class Way>
@@ -144,25 +145,28 @@ BankReport bank_report() {
           [&](int t) { return layout_p(first_key(t) + key, first_row(t, h)); });
     }
   }
-  for (int key = 0; key < Traits::B_c; ++key) {  // gemm_pv
+  // Of P V warps that share rows have keys of their own, or all keys and columns of their own.
+  auto first_value = [&](int thread) { return Traits::WarpCols > 0 ? 0 : part_of(thread) * Traits::WarpKeys; };
+  for (int key = 0; key < Traits::ProductKeys; ++key) {  // gemm_pv
     for (int h = 0; h < Traits::Halves; ++h) {
       access(
           "P load", 4,
           [&](int t) {
-            return rows_offset<Traits::B_c>(place_of(t), key / 4, key % 4) +
+            return first_value(t) * kPanel + rows_offset<Traits::B_c>(place_of(t), key / 4, key % 4) +
                    h * Traits::PanelsApart * Traits::B_c * kPanel;
           },
-          [&](int t) { return layout_p(key, first_row(t, h)); });
+          [&](int t) { return layout_p(first_value(t) + key, first_row(t, h)); });
     }
     for (int j = 0; j < Traits::OutCols / kVector; ++j) {
       access(
           "V load", 4,
           [&](int t) {
-            return part_of(t) * (Traits::WarpCols / kPanel) * Traits::B_c * kPanel +
+            return (first_value(t) + part_of(t) * (Traits::WarpCols / kPanel) * Traits::B_c) * kPanel +
                    value_offset(place_of(t), key / 4, key % 4) + j * Traits::B_c * kPanel;
           },
           [&](int t) {
-            return layout_kv(key, part_of(t) * Traits::WarpCols + place_of(t).col * kVector + j * kPanel);
+            return layout_kv(first_value(t) + key,
+                             part_of(t) * Traits::WarpCols + place_of(t).col * kVector + j * kPanel);
           });
     }
   }
@@ -177,6 +181,8 @@ inline std::map<std::string, BankReport> bank_reports() {
     reports[name + "_Br" + std::to_string(T::B_r) + "_Bc" + std::to_string(T::B_c) + "_d" + std::to_string(T::HeadDim) +
             "_threads" + std::to_string(T::Threads)] = bank_report<T>();
   };
+  add(Traits<32, 64, 32, float, 128, 2>{}), add(Traits<32, 64, 64, float, 128, 2>{}),
+      add(Traits<32, 64, 128, float, 128, 2>{});
   add(Traits<128, 64, 32, float, 128>{}), add(Traits<64, 32, 32, float, 128>{});
   add(Traits<128, 64, 64, float, 128>{}), add(Traits<64, 32, 64, float, 128>{}), add(Traits<64, 64, 64, float, 128>{}),
       add(Traits<32, 64, 64, float, 64>{});

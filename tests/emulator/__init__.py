@@ -160,6 +160,10 @@ def patch_torch() -> None:
     for name, function in functions.items():
         setattr(cuda, name, function)
     torch.version.cuda = "13.0"  # what cutlass_ext/switch.py asks
+    # Backward passes run in the thread that asks for them. A thread of autograd's may still hold a tensor when Python
+    # ends, and ends the process ("terminate called without an active exception") where it wants the GIL to let it go:
+    # 13 of 18 processes did that ended behind a small backward pass.
+    torch.autograd.set_multithreading_enabled(False)
 
 
 patch_torch()

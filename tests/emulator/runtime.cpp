@@ -4,6 +4,7 @@
 // CUTLASS_EXT_EMULATOR_SMS, the multiprocessors that the GPU says it has (4); CUTLASS_EXT_EMULATOR_TRACE=1 writes a
 // line for each launch.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -119,9 +120,13 @@ void zero_variables() {
   for (auto const& [host, variable] : registry().variables) std::memset(address_of(variable), 0, variable.bytes);
 }
 
+std::atomic<int> launches_before_failure{-1};  // negative: none fails
+
 cudaError_t launch(void const* entry, dim3 grid, dim3 block, dim3 cluster, size_t shared_bytes, void** arguments) {
   static bool const traces = std::getenv("CUTLASS_EXT_EMULATOR_TRACE") != nullptr;
   std::lock_guard const lock(registry().mutex);
+  if (launches_before_failure >= 0 && launches_before_failure-- == 0)
+    return failed(cudaErrorLaunchOutOfResources, "the launch that was to fail");
   Function* const function = function_of(entry);
   if (!function) return failed(cudaErrorInvalidDeviceFunction, "a launch of no kernel that was registered");
   uint64_t const threads = uint64_t(block.x) * block.y * block.z;
@@ -218,6 +223,9 @@ void emulator_read_ptx(char const* folder) {
     registry().modules.push_back(std::make_unique<Module>(text.str()));
   }
 }
+
+/// Has a launch fail once `launches` more have been made: one of a call's, as for want of resources.
+void emulator_fail_launch(int launches) { launches_before_failure = launches; }
 
 // ------------------------------------------------------------------------------ what nvcc's host code calls
 void** __cudaRegisterFatBinary(void*) { return nullptr; }

@@ -298,3 +298,23 @@ def test_the_papers_algorithms_count_bytes_and_flops():
     assert backward == algorithms.Chip(read, 2 * matrix + rows + N // B_c * matrix, 10 * N * N * d)
     algorithms.standard(standard, Q, K, V)
     assert standard == algorithms.Chip(3 * matrix + 8 * N * N, matrix + 8 * N * N, 4 * N * N * d)
+
+
+@pytest.mark.parametrize("n", [700, 1024, 1100])
+def test_sums_over_many_keys_in_parts(n, monkeypatch):
+    """As on a GPU, forward and backward."""
+    init = torch_padded._Blocks.__init__
+
+    def summing_in_parts(self, *args):
+        init(self, *args)
+        self.sums_in_parts = True
+
+    monkeypatch.setattr(torch_padded._Blocks, "__init__", summing_in_parts)
+    monkeypatch.setattr(torch_padded._Fused, "of", lambda *_: None)
+    q, k, v, dout = tensors(N_q=20, N_kv=n, H_kv=2, d_v=24)
+    dout = dout[..., :24].contiguous()
+    options = {"causal": True, "start_pos": "end", "window": (640, -1)}
+    got = cutlass_ext.fmha(q, k, v, return_lse=True, **options)
+    oracle.expect(q, k, v, **options).check(*got)
+    gradients = cutlass_ext.fmha_backward(dout, q, k, v, *got, **options)
+    oracle.expect_gradients(q, k, v, dout, **options).check(gradients)

@@ -1,4 +1,5 @@
-"""Every kernel on a machine without a GPU: the sweep for compute-sanitizer, run by tests/emulator."""
+"""Every kernel on a machine without a GPU: the sweep for compute-sanitizer, run by tests/emulator. And what a GPU does
+not show: calls of which a launch fails."""
 
 import os
 import re
@@ -33,3 +34,23 @@ def test_every_call_of_the_sweep_agrees_with_the_cpu():
     for process, output in zip(running, outputs, strict=True):
         assert process.returncode == 0, output[-4000:]
     assert sum(int(re.search(r"(\d+) calls agree", output)[1]) for output in outputs) > 600
+
+
+def emulated(*arguments, **environment):
+    command = [sys.executable, "tests/emulator/run.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+
+
+def test_a_launch_that_fails_has_no_part_in_the_next_call():
+    # An order of the warps in which counters that are not zero show: one in three does.
+    done = emulated("tests/emulator/failed_launch.py", CUTLASS_EXT_EMULATOR_SEED="2")
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_processes_end_behind_a_backward_pass(tmp_path):
+    """None of autograd's threads wants the GIL then, whose absence would end the process with an error."""
+    script = tmp_path / "backward.py"
+    script.write_text("import torch\n(torch.ones(8, device='cuda', requires_grad=True) * 2).sum().backward()\n")
+    for _ in range(4):
+        done = emulated(script)
+        assert (done.returncode, done.stderr) == (0, "")

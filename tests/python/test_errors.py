@@ -199,7 +199,8 @@ WRONG_PACKED = [
       for name in ("cu_seqlens_q", "cu_seqlens_k") for x in (tensor(SEQUENCES + 1, dtype=INT64), [0, 5, 5, 12])],
     *[(name, V, {name: strided(SEQUENCES + 1, INT32)}) for name in ("cu_seqlens_q", "cu_seqlens_k")],
     *[(name, V, {name: -1}) for name in ("max_seqlen_q", "max_seqlen_k")],
-    *[(name, T, {name: x}) for name in ("max_seqlen_q", "max_seqlen_k") for x in (7.5, "7")],
+    *[(name, T, {name: x}) for name in ("max_seqlen_q", "max_seqlen_k")
+      for x in (7.5, "7", True, tensor(dtype=INT32), tensor(1, dtype=INT32))],  # the host would wait for a tensor
     *[(name, V, {name: tensor(SEQUENCES + 1, dtype=INT32)}) for name in ("start_pos", "seqused_k", "leftpad_k")],
     ("alibi_slopes", V, {"alibi_slopes": tensor(TOTAL, HEADS)}),
 ]  # fmt: skip
@@ -274,6 +275,19 @@ def test_out_does_not_go_with_gradients(device, spoilt):
     assert_refused(cutlass_ext.flash_attn_func, "out", NotImplementedError, arguments)
     with torch.no_grad():
         assert cutlass_ext.flash_attn_func(**arguments) is arguments["out"]
+
+
+def test_out_is_not_expanded(device):
+    """Results of several rows would be written to one place."""
+    arguments = valid(device)
+    for expanded in (0, 1, 2):
+        shape = [1 if dim == expanded else n for dim, n in enumerate((B, N, HEADS, D))]
+        arguments["out"] = torch.empty(shape, device=device).expand(B, N, HEADS, D)
+        for function in (cutlass_ext.fmha, cutlass_ext.flash_attn_func):
+            assert_refused(function, "out", ValueError, arguments)
+    one = {name: x[:1] for name, x in valid(device).items()}
+    out = torch.empty(N, HEADS, D, device=device).as_strided((1, N, HEADS, D), (0, HEADS * D, D, 1))
+    assert cutlass_ext.fmha(**one, out=out) is out
 
 
 # ------------------------------------------------------------------------------------------------ flash-attn's names
@@ -377,6 +391,8 @@ VARLEN, VARLEN_KV, VARLEN_QKV = (f"flash_attn_varlen_{kind}func" for kind in (""
         (VARLEN_QKV, "cu_seqlens", V, None),
         (VARLEN_QKV, "max_seqlen", V, -3),
         (VARLEN_QKV, "max_seqlen", V, None),
+        *[(VARLEN, "max_seqlen_k", T, x) for x in (True, torch.ones(2, dtype=INT32), torch.ones(()))],
+        *[(VARLEN_QKV, "max_seqlen", T, x) for x in (True, torch.ones(2, dtype=INT32), torch.tensor(True))],
     ],
     ids=str,
 )

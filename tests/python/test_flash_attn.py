@@ -100,6 +100,20 @@ def varlen(q, k, v, **options):
     return (out, *lse) if lse else out
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_longest_lengths_that_are_tensors(target, shape):
+    """As transformers gives them, and flash-attn takes them."""
+    q, k, v = (x[0] for x in target.qkv(1, 30, 4, 32))
+    ends = target.int32([0, 10, 30])
+    packed, most = (q, k, v, ends, ends), target.int32(20).view(shape)
+    want = cutlass_ext.flash_attn_varlen_func(*packed, 20, 20, causal=True)
+    for dtype in (torch.int32, torch.int64):
+        got = cutlass_ext.flash_attn_varlen_func(*packed, most.to(dtype), most.to(dtype), causal=True)
+        assert torch.equal(got, want)
+    qkv = torch.stack((q, k, v), 1)
+    assert torch.equal(cutlass_ext.flash_attn_varlen_qkvpacked_func(qkv, ends, most, causal=True), want)
+
+
 ENGINES = {
     "flash_attn_func": cutlass_ext.flash_attn_func,
     "flash_attn_varlen_func": varlen,

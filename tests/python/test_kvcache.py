@@ -862,6 +862,11 @@ WRONG = [
     ("rotary_cos", T, {**new(), **LENS, "rotary_cos": torch.zeros(32, 16, dtype=torch.float16),
                        "rotary_sin": torch.zeros(32, 16, dtype=torch.float16)}),
     ("rotary_sin", V, {**new(), **LENS, **ROTARY, "rotary_sin": torch.zeros(31, 16)}),
+    # a row for each position, as far as the host sees: of the keys that are there, the new ones, and the rows of q
+    ("rotary_cos", V, {**new(), "cache_seqlens": 16, **{name: x[:16] for name, x in ROTARY.items()}}),
+    ("rotary_cos", V, {**new(0), "cache_seqlens": 32, **ROTARY}),
+    ("rotary_cos", V, {**new(), "cache_seqlens": 30, "q": torch.zeros(2, 3, 4, 64), "causal": True, **ROTARY}),
+    ("out", V, {"out": torch.zeros(2, 1, 1, 64).expand(2, 1, 4, 64)}),
     *[("softmax_scale", V, {"softmax_scale": x}) for x in (0.0, 1e39, 1e-60)],
     *[("softcap", V, {"softcap": x}) for x in (-1.0, 1e39, 1e-39)],
     ("window_size", V, {"window_size": (1, 2, 3)}),

@@ -75,7 +75,8 @@ struct BackwardTraits {
     static constexpr int B_r = Own, B_c = Walked, HeadDim = BackwardTraits::HeadDim, Threads = BackwardTraits::Threads;
     static constexpr int Halves = BackwardTraits::Halves, PanelsApart = BackwardTraits::PanelsApart,
                          Rows = BackwardTraits::Rows, Keys = BackwardTraits::Keys, OutCols = BackwardTraits::OutCols,
-                         GroupCols = BackwardTraits::GroupCols, ChunksATurn = BackwardTraits::ChunksATurn;
+                         GroupCols = BackwardTraits::GroupCols, ChunksATurn = BackwardTraits::ChunksATurn,
+                         ProductKeys = Walked;
     static constexpr bool SumTurnsApart = BackwardTraits::SumTurnsApart;
   };
 

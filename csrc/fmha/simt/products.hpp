@@ -179,7 +179,7 @@ CUTE_DEVICE void gemm_pv(OutTensor& O, RowTensor const& rescale, float const* sP
     Tensor T = make_tensor<float>(Shape<Int<Traits::Rows>, Int<Cols>>{});
     clear(T);
     CUTE_NO_UNROLL
-    for (int turn = 0; turn < Traits::B_c / (QuadsATurn * 4); ++turn) {
+    for (int turn = 0; turn < Traits::ProductKeys / (QuadsATurn * 4); ++turn) {
       CUTE_UNROLL
       for (int c = 0; c < QuadsATurn; ++c) {
         CUTE_UNROLL

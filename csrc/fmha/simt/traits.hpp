@@ -83,15 +83,19 @@ constexpr int group_cols(int rows, int out_cols) {
   return cols;
 }
 
-template <int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_>
+/// `ColWarps`: sets of warps that have the same query rows and share the keys of a tile, each with m, l and O of its
+/// own.
+template <int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_, int ColWarps_ = 1>
 struct Traits {
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDim_, Threads = Threads_;
   using Element = Element_;
-  static constexpr int Warps = Threads / 32;
-  static constexpr int Halves = B_r / Warps / kHalfPanel;      // half panels of query rows of a warp
+  static constexpr int ColWarps = ColWarps_, Warps = Threads / 32 / ColWarps;  // that share out the rows
+  static constexpr int Halves = B_r / Warps / kHalfPanel;                      // half panels of query rows of a warp
   static constexpr int PanelsApart = Warps / 2;                // from one half panel of a warp to its next
   static constexpr int Rows = Halves * kVector;                // rows of a thread
-  static constexpr int Keys = B_c / kLaneCols;                 // columns of a thread in S and P
+  static constexpr int WarpKeys = B_c / ColWarps;              // columns of a warp in S and P
+  static constexpr int ProductKeys = WarpKeys;                 // that a warp's product P V is over
+  static constexpr int Keys = WarpKeys / kLaneCols;            // columns of a thread in S and P
   static constexpr int OutCols = HeadDim / kLaneCols;          // columns of a thread in O
   static constexpr int GroupCols = group_cols(Rows, OutCols);  // columns of a thread in one product P V
   // Unrolled columns of a product Q K^T, in chunks: 16 columns are 16 KB of instructions at 8 x 8. Tiles of 12 keys a
@@ -101,10 +105,10 @@ struct Traits {
   static constexpr int Stages = 2;  // ring slots that K and V tiles take in turn
 
   static_assert(std::is_same_v<Element, float>, "the CUDA-core family computes in fp32");
-  static_assert(Threads % 64 == 0 && B_r % (Warps * kHalfPanel) == 0,
+  static_assert(Threads % (64 * ColWarps) == 0 && B_r % (Warps * kHalfPanel) == 0,
                 "two warps share a panel, and each owns whole half panels of 16 query rows");
   static_assert(B_r % kPanel == 0, "the query rows fill whole panels of 32");
-  static_assert(B_c % kPanel == 0, "B_c must be a multiple of 32: 8 lanes with a 16-byte vector each");
+  static_assert(WarpKeys % kPanel == 0, "a warp's keys must be a multiple of 32: 8 lanes with a 16-byte vector each");
   static_assert(HeadDim % kPanel == 0, "head_dim is padded to whole panels of 32 columns");
   static_assert(B_r % (Threads / kPanelChunks) == 0 && B_c % (Threads / kPanelChunks) == 0,
                 "a pass of the block copies whole rows of a panel");
@@ -122,8 +126,9 @@ struct Traits {
   };
 
   // CTAs that a multiprocessor of 228 KB is to hold: as many as shared memory allows, and no more than the registers
-  // do. 64 accumulators a thread need 168 registers, more of them spill with fewer than all.
-  static constexpr int Registers = Rows * (OutCols + (Keys > GroupCols ? Keys : GroupCols)) <= 64 ? 168 : 256;
+  // do. 64 accumulators a thread need 168 registers, more of them spill with fewer than all, and so do column warps.
+  static constexpr int Registers =
+      ColWarps == 1 && Rows * (OutCols + (Keys > GroupCols ? Keys : GroupCols)) <= 64 ? 168 : 256;
   static constexpr int CtasByShared = 228 * 1024 / (sizeof(SharedStorage) + 1024),
                        CtasByRegisters = 65536 / Registers / Threads;
   static constexpr int MinCtas = CtasByShared < CtasByRegisters ? CtasByShared : CtasByRegisters;
