@@ -312,29 +312,18 @@ struct PairMod {
   /// Which pairs dropout keeps of sixteen keys and two rows, from these on: bits as `bit_of_pair` has them. They may lie
   /// anywhere; where they are a block of `Dropout` it is one draw, else one of each that has some of them.
   CUTE_DEVICE uint32_t kept_of_two(uint32_t threshold, int row, int key) const {
-    int const at_row = position + row, at_key = key + origin, shift = at_key & (kBlockKeys - 1);
-    int const more = (at_row & 1) | (shift != 0 ? 2 : 0);  // whether there are blocks of later rows, and of later keys
     Philox const philox(seed, head, sequence);
-    uint32_t kept = 0;
-    int of = 0;
+    int const at_row = position + row, at_key = key + origin;
+    uint32_t kept = kept_of_block(philox, at_row & ~1, philox.of_sixteen(at_key >> 4), threshold);
+    int const more = (at_row & 1) | (at_key % kBlockKeys != 0 ? 2 : 0);  // blocks of later rows, of later keys
+    if (more == 0) return kept;
+    kept = part_of_block(kept, 0, more, at_key);
     CUTE_NO_UNROLL
-    do {
-      uint32_t block = kept_of_block(philox, (at_row & ~1) + (of & 1) * kBlockRows,
-                                     philox.of_sixteen((at_key >> 4) + of / 2), threshold);
-      constexpr uint32_t kFirstRow = 0x55555555u;
-      if (more & 1) block = of & 1 ? (block & kFirstRow) << 1 : block >> 1 & kFirstRow;
-      if (more & 2) {
-        uint32_t moved = 0;
-        CUTE_NO_UNROLL
-        for (int r = 0; r < kBlockRows; ++r) {
-          uint32_t const of_row = keys_of_block(block >> r);
-          moved |= block_of_keys(of / 2 ? of_row << (kBlockKeys - shift) : of_row >> shift) << r;
-        }
-        block = moved;
-      }
-      kept |= block;
-      of = (of - more) & more;  // the next one of those that there are
-    } while (of != 0);
+    for (int of = more & 1 ? 1 : 2; of <= more; of += more == 2 ? 2 : 1) {
+      uint32_t const block = kept_of_block(philox, (at_row & ~1) + of % 2 * kBlockRows,
+                                           philox.of_sixteen((at_key >> 4) + of / 2), threshold);
+      kept |= part_of_block(block, of, more, at_key);
+    }
     return kept;
   }
 
@@ -448,6 +437,22 @@ struct PairMod {
   }
 
  private:
+  /// Of block `of` of several, of the earlier or later row (bit 0) and keys (bit 1), the pairs that are wanted, where
+  /// they are wanted.
+  CUTE_DEVICE static uint32_t part_of_block(uint32_t block, int of, int more, int at_key) {
+    constexpr uint32_t kFirstRow = 0x55555555u;
+    if (more & 1) block = of & 1 ? (block & kFirstRow) << 1 : block >> 1 & kFirstRow;
+    if (!(more & 2)) return block;
+    int const shift = at_key & (kBlockKeys - 1);
+    uint32_t moved = 0;
+    CUTE_NO_UNROLL
+    for (int r = 0; r < kBlockRows; ++r) {
+      uint32_t const of_row = keys_of_block(block >> r);
+      moved |= block_of_keys(of & 2 ? of_row << (kBlockKeys - shift) : of_row >> shift) << r;
+    }
+    return moved;
+  }
+
   /// Of the block that a row has with the keys whose positions, divided by sixteen, are `group`: the row's bits are
   /// where those of a block's first row are.
   CUTE_DEVICE uint32_t block_of(uint32_t threshold, int row, int group) const {

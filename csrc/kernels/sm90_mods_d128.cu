@@ -6,9 +6,8 @@
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
-// Of Q one tile at a time under dropout, whose draws want the room.
 template <class Element, Features Mods>
-using Of = sm90::FMHA<128, 128, 128, 128, Element, 2, Mods & feature::Dropout ? 1 : 2, Mods>;
+using Of = sm90::FMHA<128, 128, 128, 128, Element, 2, 2, Mods>;
 static Entered const kernels_here{
     kernel_of<Of<cute::half_t, feature::kScoreMods>>(),
     kernel_of<Of<cute::half_t, feature::Mask>>(),

@@ -9,46 +9,53 @@ namespace cutlass_ext::sm90 {
 /// Which of 128 keys of a warp's 16 rows dropout keeps: for the lanes of a quad, which share two rows in accumulators, a
 /// word each of either row.
 class DrawnBits {
-  static constexpr int kSixteens = 8;
-
  public:
-  static constexpr int kKeys = kSixteens * kBlockKeys, kWords = 16 * 4;
+  static constexpr int kSixteens = 8, kKeys = kSixteens * kBlockKeys;
 
-  /// Draws for the 16 rows from `row` on and the keys from `key` on, and leaves what is kept in `to`: each lane for two
-  /// blocks, eight rows apart, whose bits it trades with seven others for those of its own rows.
-  CUTE_DEVICE static void draw(uint32_t threshold, PairMod const& pairs, int row, int key, int lane, uint32_t* to) {
-    CUTE_NO_UNROLL  // both at once take more registers than drawers have
+  /// Draws for the 16 rows from `row` on and the keys from `key` on: each lane for two blocks, eight rows apart, whose
+  /// bits it trades with seven others for those of its own rows.
+  CUTE_DEVICE DrawnBits(uint32_t threshold, PairMod const& pairs, int row, int key, int lane) {
+    CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      uint32_t const block = pairs.kept_of_two(threshold, row + r * 8 + lane / 8 * kBlockRows, key + lane % 8 * kBlockKeys);
-      to[r * 32 + lane] = trade<0, 4>(trade<1, 2>(trade<2, 0>(block, lane), lane), lane);
+      uint32_t const block =
+          pairs.kept_of_two(threshold, row + r * 8 + lane / 8 * kBlockRows, key + lane % 8 * kBlockKeys);
+      bits_[r] = trade<0, 4>(trade<1, 2>(trade<2, 0>(block, lane), lane), lane);
     }
   }
 
-  /// Of the lane's rows and columns.
-  CUTE_DEVICE DrawnBits(uint32_t const* from, int lane) {
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) bits_[r] = from[r * 32 + lane];
-  }
+  CUTE_DEVICE DrawnBits(uint2 bits) : bits_{bits.x, bits.y} {}
+  CUTE_DEVICE uint2 bits() const { return make_uint2(bits_[0], bits_[1]); }
 
-  /// Makes 0 of what is not kept of P, an operand.
-  template <class WordTensor>
-  CUTE_DEVICE void drop(WordTensor& words) const {
-    CUTE_UNROLL
-    for (int i = 0; i < kSixteens; ++i) {
-      CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) {  // of sixteen keys
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          // As the draws leave them: of two neighbouring keys a bit in each of two bytes.
-          uint32_t const x = bits_[r] << (7 - (i / 2 % 2 * 4 + half * 2 + i / 4));
-          words(i * 4 + half * 2 + r) &= signs(x, x, i % 2 == 0 ? 0x9988 : 0xbbaa);
-        }
-      }
-    }
+  /// Of P, an operand, the four words of sixteen keys `i`: all bits of what is kept.
+  CUTE_DEVICE uint4 mask(int i) const {
+    // As the draws leave them: of two neighbouring keys a bit in each of two bytes.
+    auto const of = [&](int r, int half) {
+      uint32_t const x = bits_[r] << (7 - (i / 2 % 2 * 4 + half * 2 + i / 4));
+      return signs(x, x, i % 2 == 0 ? 0x9988 : 0xbbaa);
+    };
+    return make_uint4(of(0, 0), of(1, 0), of(0, 1), of(1, 1));
   }
 
  private:
   uint32_t bits_[2];
 };
+
+/// The same in shared memory, a vector for each lane: bits, or masks where warps of their own draw.
+struct BitsOfWarp {
+  uint2 of_lane[32];
+};
+struct MasksOfWarp {
+  uint4 of_sixteen[DrawnBits::kSixteens][32];
+};
+
+/// Makes 0 of what is not kept of P, an operand.
+template <class WordTensor, class MaskOf>
+CUTE_DEVICE void drop(WordTensor& words, MaskOf const& mask_of) {
+  CUTE_UNROLL
+  for (int i = 0; i < DrawnBits::kSixteens; ++i) {
+    uint4 const mask = mask_of(i);
+    words(i * 4) &= mask.x, words(i * 4 + 1) &= mask.y, words(i * 4 + 2) &= mask.z, words(i * 4 + 3) &= mask.w;
+  }
+}
 
 }  // namespace cutlass_ext::sm90

@@ -341,17 +341,16 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Tr
 /// drawers (producer.hpp).
 template <class Traits>
 struct Dropping {
-  using Drawn = typename Traits::Drawn;
   typename Traits::SharedStorage& shared;
   RingPosition<1> slot{};
 
   CUTE_DEVICE void draw(Params const& params, typename Traits::Job const& job, int tile) const {
     if constexpr (Traits::Drawers == 0) {
       ConsumerThread const thread;
-      __syncwarp();  // what is there, O too, has been read
-      Drawn::draw(threshold_of(params), job.pairs, job.token0 + thread.warp_row, tile * Traits::B_c, thread.lane,
-                  shared.drawn_of(thread.warp_row));
-      __syncwarp();
+      __syncwarp();  // O, which lies there too, has been read
+      shared.drawn_of(thread.warp_row).of_lane[thread.lane] =
+          DrawnBits(threshold_of(params), job.pairs, job.token0 + thread.warp_row, tile * Traits::B_c, thread.lane)
+              .bits();
     }
   }
 
@@ -360,10 +359,16 @@ struct Dropping {
   CUTE_DEVICE void drop(WordTensor& words) {
     ConsumerThread const thread;
     int const warp = thread.warp_row / 16;
-    if constexpr (Traits::Drawers > 0) shared.drawn_full[warp].wait_for(slot.phase);
-    Drawn const drawn(shared.drawn_of(thread.warp_row), thread.lane);
-    if constexpr (Traits::Drawers > 0) shared.drawn_empty[warp].arrive(), slot.advance();
-    drawn.drop(words);
+    auto const& drawn = shared.drawn_of(thread.warp_row);
+    if constexpr (Traits::Drawers > 0) {
+      shared.drawn_full[warp].wait_for(slot.phase);
+      sm90::drop(words, [&](int i) { return drawn.of_sixteen[i][thread.lane]; });
+      shared.drawn_empty[warp].arrive();
+      slot.advance();
+    } else {
+      DrawnBits const bits(drawn.of_lane[thread.lane]);
+      sm90::drop(words, [&](int i) { return bits.mask(i); });
+    }
   }
 };
 

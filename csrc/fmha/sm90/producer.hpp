@@ -267,36 +267,23 @@ CUTE_DEVICE void copy_values(Params const& params, CUtensorMap const& map, typen
   }
 }
 
-/// The warps of drawing warpgroup `warpgroup`, each of which draws what dropout keeps for a warp of the consumers' with
-/// its number, or one of each of several warpgroups: of every tile that it sees.
+/// The warps of drawing warpgroup `warpgroup`, each of which draws what dropout keeps for the consumer warp with its
+/// number there: of every tile that it sees.
 template <class Traits>
 CUTE_DEVICE void draw_ahead(Params const& params, typename Traits::SharedStorage& shared, int warpgroup) {
-  constexpr int Served = Traits::Consumers / Traits::Drawers;
-  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  int const lane = threadIdx.x % 32, warp = warpgroup * 4 + threadIdx.x / 32 % 4;
+  auto& masks = shared.drawn[warp].of_sixteen;
   JobReader<Traits> jobs{shared, shared.job_full};
-  RingPosition<1> slots[Served];
+  RingPosition<1> slot;
   for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
-    int tiles[Served];  // the next one of each
-    CUTE_UNROLL
-    for (int i = 0; i < Served; ++i) tiles[i] = job->of_warpgroup[warpgroup + i * Traits::Drawers].end - 1;
     CUTE_NO_UNROLL
-    for (;;) {
-      int tile = tiles[0];
+    for (int tile = job->of_warpgroup[warpgroup].end - 1; tile >= job->tiles.begin; tile = job->below(tile)) {
+      DrawnBits const bits(threshold_of(params), job->pairs, job->token0 + warp * 16, tile * Traits::B_c, lane);
+      shared.drawn_empty[warp].wait_for(slot.phase ^ 1);
       CUTE_UNROLL
-      for (int i = 1; i < Served; ++i) tile = max(tile, tiles[i]);
-      if (tile < job->tiles.begin) break;
-      CUTE_UNROLL
-      for (int i = 0; i < Served; ++i) {
-        if (tiles[i] == tile) {
-          int const row = (warpgroup + i * Traits::Drawers) * kAtomRows + warp * 16;
-          shared.drawn_empty[row / 16].wait_for(slots[i].phase ^ 1);
-          Traits::Drawn::draw(threshold_of(params), job->pairs, job->token0 + row, tile * Traits::B_c, lane,
-                              shared.drawn_of(row));
-          shared.drawn_full[row / 16].arrive();
-          slots[i].advance();
-          tiles[i] = job->below(tile);
-        }
-      }
+      for (int i = 0; i < DrawnBits::kSixteens; ++i) masks[i][lane] = bits.mask(i);
+      shared.drawn_full[warp].arrive();
+      slot.advance();
     }
     __syncwarp();
     if (lane == 0) jobs.release(job);

@@ -45,17 +45,17 @@ struct Traits {
   using Part = typename Operand<Element>::Part;
   static constexpr int Parts = Operand<Element>::Parts;
   static constexpr int Consumers = B_r / kAtomRows;  // warpgroups
-  // Warpgroups that draw what dropout keeps, ahead of those that consume: one for each of them; at head_dim 128, whose
-  // consumers have no more registers to spare, one for all.
-  static constexpr int Drawers = !AlwaysDrops ? 0 : 1;
+  // Warpgroups that draw what dropout keeps, ahead of those that consume, one for each of them: up to head_dim 64, where
+  // consumers have registers to spare.
+  static constexpr int Drawers = AlwaysDrops && HeadDimV <= 64 ? Consumers : 0;
   static constexpr int Warpgroups = 1 + Consumers + Drawers;  // the producer's first, the drawers last
   static constexpr int Threads = Warpgroups * kWarpgroup;
   using Job = sm90::Job<Consumers, Pairs>;
   using Maps = std::conditional_t<Pairs, TensorMapsOfPairs, TensorMaps>;
   // setmaxnreg, in units of 8 a thread. What the CTA is launched with (65,536 over its threads, rounded down to units
   // of 8) is all there is to hand out: 504 for three warpgroups, 512 for four, 480 for five.
-  static constexpr int ProducerRegisters = Warpgroups == 3 ? 40 : 32, DrawerRegisters = Drawers == 1 ? 64 : 48;
-  static constexpr int ConsumerRegisters = Drawers == 2 ? 176 : Drawers == 1 ? 208 : Consumers == 3 ? 160 : 232;
+  static constexpr int ProducerRegisters = Warpgroups == 3 ? 40 : 32, DrawerRegisters = 48;
+  static constexpr int ConsumerRegisters = Drawers > 0 ? 176 : Consumers == 3 ? 160 : 232;
   static_assert(ProducerRegisters + Consumers * ConsumerRegisters + Drawers * DrawerRegisters <=
                 Warpgroups * (65536 / Threads / 8 * 8));
   // Columns in shared memory: whole panels.
@@ -69,8 +69,8 @@ struct Traits {
   static constexpr int BiasElements = kAtomRows * B_c;  // of a warpgroup
 
   // What dropout keeps of a consumer warp's tile. Where there are no drawers it lies where O is staged.
-  using Drawn = DrawnBits;
-  static_assert(!Pairs || B_c == Drawn::kKeys, "as many keys as are drawn for");
+  using Drawn = std::conditional_t<(Drawers > 0), MasksOfWarp, BitsOfWarp>;
+  static_assert(!Pairs || B_c == DrawnBits::kKeys, "as many keys as are drawn for");
 
   // What a call has, where the kernel takes it.
   CUTE_HOST_DEVICE static bool has_bias(Params const& params) {
@@ -93,7 +93,7 @@ struct Traits {
   // Of the B_c / 4 columns of S that a thread has in a row, those exponentiated while P V still runs: as many as there
   // are registers for (of 32 at head_dim 128, 24 are 4 to 12% faster than 4; at 64 and 256, 8 are 1 to 6% slower).
   static constexpr int EarlyColumns =
-      Parts == 1 && HeadDimV > 64 && HeadDimV <= 128 ? (Drawers > 0 ? B_c / 32 * 2 : B_c / 32 * 6) : 4;
+      Parts == 1 && HeadDimV > 64 && HeadDimV <= 128 ? B_c / 32 * 6 : 4;
   // Of parts 8 powers of two below the maximum: most exponents of usual scores then lie near 0, where fp32 rounds them
   // least. With 10 errors of O are 10% larger, with 5 they are 5% smaller, and what is far below the maximum loses
   // bits.
@@ -135,7 +135,7 @@ struct Traits {
     alignas(1024) Part k[cosize_v<LayoutK>];
     alignas(1024) Part v[cosize_v<LayoutV>];
     alignas(128) Part o[Parts == 1 ? B_r * StagedColumns : 1];  // 16 rows for each consumer warp; fp32 needs none
-    alignas(128) uint32_t drawn[kDrawnAhead][Drawn::kWords];
+    alignas(128) Drawn drawn[kDrawnAhead];
     alignas(128) Part biases[(Mods & feature::Bias) && !BiasInO ? StagesBias * B_r * B_c : 0];
     Job jobs[StagesJobs];
     Barrier job_placed[StagesJobs], job_full[StagesJobs], job_empty[StagesJobs];  // placed: known to who copies
@@ -149,9 +149,9 @@ struct Traits {
     Barrier bias_full[Pairs ? Consumers : 0][StagesBias], bias_empty[Pairs ? Consumers : 0][StagesBias];
 
     /// Of the warp with rows from `warp_row` on.
-    CUTE_DEVICE uint32_t* drawn_of(int warp_row) {
+    CUTE_DEVICE Drawn& drawn_of(int warp_row) {
       if constexpr (Drawers > 0) return drawn[warp_row / 16];
-      return reinterpret_cast<uint32_t*>(o + warp_row * StagedColumns);
+      return *reinterpret_cast<Drawn*>(o + warp_row * StagedColumns);
     }
     CUTE_DEVICE Part* biases_of(int warpgroup, int stage) {
       return BiasInO ? o + warpgroup * BiasElements : biases + (stage * Consumers + warpgroup) * BiasElements;
