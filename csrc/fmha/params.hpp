@@ -72,6 +72,8 @@ struct Work {
   int dealt_ctas = 0;                // of a persistent launch: CTAs that begin with the work item of their own index
   int queue_ctas = 0;                // and those that take the others, of a relief of it (plan.hpp) too
   bool is_relief = false;            // whether this is one
+  bool leads_k = false;              // whether tiles of a persistent launch leave columns empty in front of those of k
+  bool leads_v = false;              // and of v (Params::lead_k, lead_v)
   unsigned* counters = nullptr;      // zero between launches: of a persistent launch two (work items taken, CTAs
                                      // that found none; one of gradients'), of decode kernels [B, row_tiles, H_kv],
                                      // parts finished
@@ -102,6 +104,12 @@ struct Problem {
   void const* v = nullptr;  // [B, N_kv, H_kv, d_v]; packed: [total_k, H_kv, d_v]; pages [page, row, H_kv, d_v]
   Strides q_stride, k_stride, v_stride;
 };
+
+/// Columns of 16 bits from a multiple of 32 bytes to where the rows of a head begin, 0 or 8, if they begin at multiples
+/// of 16 and lie multiples of 32 apart.
+CUTE_HOST_DEVICE int columns_past_32_bytes(void const* data, Strides const& stride, int head) {
+  return (static_cast<int>(reinterpret_cast<uintptr_t>(data) / 2) + head * static_cast<int>(stride.head)) & 8;
+}
 
 /// What happens to scores.
 struct Scores {
@@ -249,6 +257,10 @@ struct InParts {
 struct Params : Lengths, Work, Problem, Scores, Results, Cache, Pairs, InParts {
   /// Results of one split: elements of lse.
   CUTE_HOST_DEVICE int64_t result_rows() const { return int64_t(stored_batch()) * heads_q * stored_rows(); }
+  /// Columns that tiles leave empty in front of those of a key head's keys and its query heads' rows, and of its values
+  /// and O, so that the copy engine reads whole 32 bytes (leads_rows in heuristics.hpp has what that is worth).
+  CUTE_HOST_DEVICE int lead_k(int head_kv) const { return leads_k ? columns_past_32_bytes(k, k_stride, head_kv) : 0; }
+  CUTE_HOST_DEVICE int lead_v(int head_kv) const { return leads_v ? columns_past_32_bytes(v, v_stride, head_kv) : 0; }
 };
 
 /// Whether the host knows that all sequences have the same rows, and the same keys in the same place.

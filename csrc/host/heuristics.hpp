@@ -168,6 +168,17 @@ struct QueryTiles {
   int of_a_head() const { return Scheduler::tiles_of(rows, step); }
 };
 
+/// Whether tiles of keys or values in Hopper's persistent kernels begin 8 columns before the rows of heads that begin
+/// at odd multiples of 16 bytes, as every second head of 40, 72, 104 or 120 columns does. Without that the copy engine
+/// takes about twice as long for them, each 32 bytes of the tile lying in two units of 32 of memory: (2, 4096, 16
+/// heads) took 0.476 ms at head_dim 104 and 0.344 at 112, in the same tile, however much L2 fetched ahead. All rows of
+/// a head have to begin alike, and the tile needs 8 columns to spare.
+inline bool leads_rows(Params const& p, Strides const& stride, int columns, int columns_of_tile) {
+  int const places = p.paged() ? p.pages : p.stored_batch();
+  return p.element_bytes == 2 && columns + 8 <= columns_of_tile && stride.row % 16 == 0 &&
+         (places == 1 || stride.batch % 16 == 0);
+}
+
 /// Whether what comes after a row may be hidden from it, as under a causal mask: tiles of a head then have unequal
 /// work.
 inline bool has_unequal_tiles(Params const& p) { return p.window_right >= 0; }

@@ -99,6 +99,10 @@ Plan lay_out(Params const& params, Kernel const& kernel, Device const& device) {
                  : features_of(p) & feature::LeftPadding ? 1
                                                          : std::gcd(p.page_rows.divisor, kernel.block_c);
   }
+  if (persistent) {
+    p.leads_k = leads_rows(p, p.k_stride, p.head_dim, kernel.head_dim);
+    p.leads_v = leads_rows(p, p.v_stride, p.head_dim_v, kernel.head_dim_v);
+  }
   p.resident_ctas = occupancy_of(kernel, device).ctas_a_multiprocessor * device.multiprocessors;
   if (kernel.kind == Kind::Short) {
     plan.grid.ctas = dim3(p.heads_q, tiles.of_a_head(), p.batch);

@@ -732,6 +732,35 @@ TEST(Plan, WithAKernelThatTheCallerChose) {
   }
 }
 
+/// Of its first two key heads: columns that tiles leave empty in front of k, and of v.
+std::vector<int> leads_of(Call const& call) {
+  Params const p = plan_of(call).params;
+  return {p.lead_k(0), p.lead_k(1), p.lead_v(0), p.lead_v(1)};
+}
+
+TEST(Plan, HasTilesBeginBeforeRowsAtOddMultiplesOf16Bytes) {
+  using Leads = std::vector<int>;
+  for (int d : {40, 56, 72, 88, 104, 120, 136, 168, 200, 248})
+    EXPECT_EQ(leads_of(fmha(2, 4096, 4096, 16, 4, d)), Leads({0, 8, 0, 8})) << d;
+  for (int d : {48, 64, 80, 96, 112, 128, 160, 256})
+    EXPECT_EQ(leads_of(fmha(2, 4096, 4096, 16, 4, d)), Leads({0, 0, 0, 0})) << d;
+  EXPECT_EQ(leads_of(fmha(2, 4096, 4096, 16, 4, 72).head_dim_v(96)), Leads({0, 8, 0, 0}));
+  EXPECT_EQ(leads_of(fmha(8, 4096, 4096, 16, 4, 104).packed(20000, 30000)), Leads({0, 8, 0, 8}));
+  EXPECT_EQ(leads_of(fmha(8, 4096, 4096, 16, 4, 104).packed(20000, 0).pages(16)), Leads({0, 8, 0, 8}));
+  EXPECT_EQ(leads_of(fmha32(2, 4096, 4096, 16, 4, 104)), Leads({0, 0, 0, 0}));
+  // Every second row of a head would begin elsewhere.
+  EXPECT_EQ(leads_of(fmha(2, 4096, 4096, 15, 3, 104)), Leads({0, 0, 0, 0}));
+  // A part of wider rows; a tile that is full has no room.
+  auto const off = [](int d) {
+    Call call = fmha(2, 4096, 4096, 16, 4, d);
+    call.p.k = somewhere<char>() + 16;
+    return leads_of(call);
+  };
+  EXPECT_EQ(off(72), Leads({8, 0, 0, 8}));
+  EXPECT_EQ(off(80), Leads({8, 8, 0, 0}));
+  EXPECT_EQ(off(96), Leads({0, 0, 0, 0}));
+}
+
 // ------------------------------------------------------------------------------------------------ features
 TEST(Features, OneThatNoKernelKnowsIsTakenByNone) {
   Features const last = Features(1) << (feature::kCount - 1), made_up = last << 1;

@@ -15,14 +15,15 @@ using namespace cute;
 constexpr int kPanel = 64;  // 16-bit columns of one copy: 128 bytes, the widest swizzle
 
 /// Copies a box of rows of one head to a tile of `Rows` rows, in panels; `barrier` counts the bytes as they land.
-/// `smem` is where the box begins in the first panel.
+/// `smem` is where the box begins in the first panel. The tile's first `lead` columns lie before the head's own and
+/// arrive as zeros.
 template <int Rows, int Cols, class Element>
 CUTE_DEVICE void copy_box(CUtensorMap const& map, Barrier& barrier, Element* smem, int row, int head, int batch,
-                          TMA::CacheHintSm90 hint) {
+                          TMA::CacheHintSm90 hint, int lead = 0) {
   CUTE_UNROLL
   for (int panel = 0; panel < Cols / kPanel; ++panel) {
     SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&barrier), static_cast<uint64_t>(hint),
-                           smem + panel * Rows * kPanel, panel * kPanel, row, head, batch);
+                           smem + panel * Rows * kPanel, panel * kPanel - lead, row, head, batch);
   }
 }
 
@@ -41,21 +42,21 @@ CUTE_DEVICE void copy_box_to_all(CUtensorMap const& map, Barrier& barrier, Eleme
 /// A box that is the whole tile, by one thread, which tells `barrier` of the bytes.
 template <int Rows, int Cols, class Element>
 CUTE_DEVICE void copy_panels(CUtensorMap const& map, Barrier& barrier, Element* smem, int row, int head, int batch,
-                             TMA::CacheHintSm90 hint) {
+                             TMA::CacheHintSm90 hint, int lead = 0) {
   barrier.arrive_and_expect_tx(Rows * Cols * sizeof(Element));
-  copy_box<Rows, Cols>(map, barrier, smem, row, head, batch, hint);
+  copy_box<Rows, Cols>(map, barrier, smem, row, head, batch, hint, lead);
 }
 
 /// The same of a tile of Q whose rows are `rows` / tokens heads of as many tokens as the map's box holds: packed head
 /// `head`, from token `token` on.
 template <int Rows, int Cols, class Element>
 CUTE_DEVICE void copy_packed_panels(CUtensorMap const& map, Barrier& barrier, Element* smem, int rows, int token,
-                                    int head, int batch, TMA::CacheHintSm90 hint) {
+                                    int head, int batch, TMA::CacheHintSm90 hint, int lead = 0) {
   barrier.arrive_and_expect_tx(rows * Cols * sizeof(Element));
   CUTE_UNROLL
   for (int panel = 0; panel < Cols / kPanel; ++panel) {
     SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&barrier), static_cast<uint64_t>(hint),
-                           smem + panel * Rows * kPanel, panel * kPanel, 0, token, head, batch);
+                           smem + panel * Rows * kPanel, panel * kPanel - lead, 0, token, head, batch);
   }
 }
 

@@ -36,7 +36,8 @@ struct Turns {
 /// Where a warp's part of a job's results goes, and what brings O there.
 struct Results {
   int rows;         // that exist, of the warp's 16
-  int64_t to;       // element of o, or of o_partial: column 0 of the tile's first row
+  int lead;         // columns of O in front of those that there are
+  int64_t to;       // element of o, or of o_partial, where the first of these would go, in the tile's first row
   float factor[2];  // of the thread's rows of O
 };
 
@@ -47,7 +48,8 @@ CUTE_DEVICE Results finish(Params const& params, typename Traits::Job const& job
   bool const split = params.is_split();
   TileRows const tile_rows(params, Traits::B_r);
   auto const [lane, warp_row] = ConsumerThread();
-  Results results{job.rows - warp_row, split ? job.result_row0 * params.head_dim_v : job.out_row0};
+  int const lead = params.lead_v(job.head_kv);
+  Results results{job.rows - warp_row, lead, (split ? job.result_row0 * params.head_dim_v : job.out_row0) - lead};
   float const sink_log2 = split ? -INFINITY : job.score_mod.sink_log2;
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
@@ -97,7 +99,7 @@ CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& 
         int64_t const stride = params.o_stride.row;
         return store_rows<Traits>(
             to + (warp_row + lane / 8) * stride, [=](int pass) { return pass * 4 * stride; }, rows, params.head_dim_v,
-            O, staging, lane);
+            O, staging, lane, results.lead);
       }
       // Of a tile they fit 32 bits (heuristics.hpp), and are worked out where they are used: that leaves registers to
       // the accumulators.
@@ -106,7 +108,7 @@ CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& 
         compute_here(here);
         return tile_rows.offset(here, static_cast<int>(params.o_stride.row), static_cast<int>(params.o_stride.head));
       };
-      return store_rows<Traits>(to, offset_of, rows, params.head_dim_v, O, staging, lane);
+      return store_rows<Traits>(to, offset_of, rows, params.head_dim_v, O, staging, lane, results.lead);
     }
   }
   CUTE_UNROLL
@@ -122,7 +124,7 @@ CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& 
     CUTE_UNROLL
     for (int j = 0; j < size<1>(O); j += 2) {
       int const col = j / 2 * 8 + lane % 4 * 2;
-      if (row < rows && col < params.head_dim_v)
+      if (row < rows && static_cast<unsigned>(col - results.lead) < static_cast<unsigned>(params.head_dim_v))
         *reinterpret_cast<float2*>(to + col) = make_float2(O(i, j), O(i, j + 1));
     }
   }

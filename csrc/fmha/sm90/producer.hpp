@@ -162,7 +162,7 @@ CUTE_DEVICE void copy_queries(Params const& params, typename Traits::Maps const&
       copy.template tile<B_r, Columns>(shared.q_full[q.stage], to, cut, {0, rows}, [&](Barrier& barrier) {
         if (threadIdx.x % 32 == 0)
           copy_packed_panels<B_r, Columns>(maps.q, barrier, to, step, job->q_row0, job->head, job->batch,
-                                           TMA::CacheHintSm90::EVICT_FIRST);
+                                           TMA::CacheHintSm90::EVICT_FIRST, params.lead_k(job->head_kv));
       });
       q.advance();
     }
@@ -187,14 +187,14 @@ class KeyRows {
     return job.pages ? page_of(job, tile * B_c + min(threadIdx.x % 32 * params_.box_rows, B_c - 1)) : 0;
   }
 
-  /// Starts the copies of tile `tile` of K or V, of which `barrier` is told.
+  /// Starts the copies of tile `tile` of K or V, of which `barrier` is told, behind `lead` columns of zeros.
   template <int Cols, class Element, class Job>
-  CUTE_DEVICE void copy(CUtensorMap const& map, Barrier& barrier, Element* to, Job const& job, int tile,
-                        int page) const {
+  CUTE_DEVICE void copy(CUtensorMap const& map, Barrier& barrier, Element* to, Job const& job, int tile, int page,
+                        int lead) const {
     bool const leader = threadIdx.x % 32 == 0;
     auto constexpr hint = TMA::CacheHintSm90::EVICT_LAST;
     if (!job.pages) {
-      if (leader) copy_panels<B_c, Cols>(map, barrier, to, job.k_row0 + tile * B_c, job.head_kv, job.batch, hint);
+      if (leader) copy_panels<B_c, Cols>(map, barrier, to, job.k_row0 + tile * B_c, job.head_kv, job.batch, hint, lead);
       return;
     }
     if (leader) barrier.arrive_and_expect_tx(B_c * Cols * sizeof(Element));
@@ -203,7 +203,7 @@ class KeyRows {
     for (int row = threadIdx.x % 32 * params_.box_rows; row < B_c; row += 32 * params_.box_rows) {
       if (row >= 32 * params_.box_rows) page = page_of(job, tile * B_c + row);
       copy_box<B_c, Cols>(map, barrier, to + row * kPanel, row_in_page(params_, job.k_row0 + tile * B_c + row),
-                          job.head_kv, nearest_page(page, params_.pages), hint);
+                          job.head_kv, nearest_page(page, params_.pages), hint, lead);
     }
   }
 
@@ -228,13 +228,14 @@ CUTE_DEVICE void copy_keys(Params const& params, CUtensorMap const& map, typenam
   JobReader<Traits> jobs{shared, shared.job_placed};
   for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
     Range const tiles = job->tiles;
-    int const ask_at = job->ask_at(tiles);
+    int const ask_at = job->ask_at(tiles), lead = params.lead_k(job->head_kv);
     if (leader && tiles.size() == 0) shared.job_asked.arrive();
     for (int tile = tiles.end - 1; tile >= tiles.begin; tile = job->below(tile)) {
       int const page = rows.page(*job, tile);
       if (leader && tile == ask_at) shared.job_asked.arrive();
       shared.k_empty[k.stage].wait_for(k.phase ^ 1);
-      rows.template copy<Columns>(map, shared.k_full[k.stage], shared.k + k.stage * B_c * Columns, *job, tile, page);
+      rows.template copy<Columns>(map, shared.k_full[k.stage], shared.k + k.stage * B_c * Columns, *job, tile, page,
+                                  lead);
       k.advance();
     }
     __syncwarp();
@@ -251,7 +252,7 @@ CUTE_DEVICE void copy_values(Params const& params, CUtensorMap const& map, typen
   KeyRows<B_c> const rows(params);
   JobReader<Traits> jobs{shared, shared.job_placed};
   for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
-    int const len_kv = job->visibility.len_kv;
+    int const len_kv = job->visibility.len_kv, lead = params.lead_v(job->head_kv);
     bool const goes_on = job->pages || job->k_row0 + len_kv < params.stored_keys();  // behind the sequence's last key
     for (int tile = job->tiles.end - 1; tile >= job->tiles.begin; tile = job->below(tile)) {
       int const page = rows.page(*job, tile), keys = len_kv - tile * B_c;
@@ -259,7 +260,7 @@ CUTE_DEVICE void copy_values(Params const& params, CUtensorMap const& map, typen
       auto* const to = shared.v + v.stage * B_c * Columns;
       tail.template tile<B_c, Columns>(
           shared.v_full[v.stage], to, keys < B_c && goes_on, {0, keys},
-          [&](Barrier& barrier) { rows.template copy<Columns>(map, barrier, to, *job, tile, page); });
+          [&](Barrier& barrier) { rows.template copy<Columns>(map, barrier, to, *job, tile, page, lead); });
       v.advance();
     }
     __syncwarp();

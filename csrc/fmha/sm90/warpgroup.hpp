@@ -108,10 +108,10 @@ struct TileMask {
 
 /// Writes a warp's 16 rows of O, as far as they exist, in 16 bits: in pass i of four a lane's row 4i + lane / 8 to
 /// `to + offset_of(i)`. Through 16 rows of shared memory that are the warp's own, so that global memory is written 16
-/// bytes a lane.
+/// bytes a lane. O's first `lead` columns are left out: `to` is where they would go.
 template <class Traits, class OutTensor, class OffsetOf>
 CUTE_DEVICE void store_rows(typename Traits::Element* to, OffsetOf const& offset_of, int rows, int head_dim_v,
-                            OutTensor const& O, typename Traits::Element* staging, int lane) {
+                            OutTensor const& O, typename Traits::Element* staging, int lane, int lead = 0) {
   using Element = typename Traits::Element;
   auto chunk_at = [&](int panel, int row, int chunk) {
     return staging + (panel % Traits::StagedPanels * 16 + row) * kPanel + swizzled_chunk<Element>(chunk, row);
@@ -138,7 +138,7 @@ CUTE_DEVICE void store_rows(typename Traits::Element* to, OffsetOf const& offset
       CUTE_UNROLL
       for (int pass = 0; pass < 4; ++pass) {
         int const row = pass * 4 + lane / 8;
-        if (row < rows && col < head_dim_v) {
+        if (row < rows && static_cast<unsigned>(col - lead) < static_cast<unsigned>(head_dim_v)) {
           *reinterpret_cast<uint4*>(to + offset_of(pass) + col) =
               *reinterpret_cast<uint4 const*>(chunk_at(panel, row, lane % 8));
         }
