@@ -100,8 +100,8 @@ Plan lay_out(Params const& params, Kernel const& kernel, Device const& device) {
                                                          : std::gcd(p.page_rows.divisor, kernel.block_c);
   }
   if (persistent) {
-    p.leads_k = leads_rows(p, p.k_stride, p.head_dim, kernel.head_dim);
-    p.leads_v = leads_rows(p, p.v_stride, p.head_dim_v, kernel.head_dim_v);
+    p.leads_k = leads_rows(p, p.k_stride, p.head_dim);
+    p.leads_v = leads_rows(p, p.v_stride, p.head_dim_v);
   }
   p.resident_ctas = occupancy_of(kernel, device).ctas_a_multiprocessor * device.multiprocessors;
   if (kernel.kind == Kind::Short) {
@@ -144,6 +144,9 @@ Kernel const* of_best_size(Call const& call, std::vector<Kernel const*> const& s
       if (us < least) least = us, best = kernel;
       continue;
     }
+    // Warps that share keys (simt::FewTiles) are faster in one wave alone: 9.5 us for 12.0 at (8, 59, 16, 64) causal in
+    // 256 CTAs, 25.7 for 18.9 at (8, 96, 16, 64) in 384.
+    if (kernel->kind == Kind::Tiles && kernel->takes_shape && tiles.all > resident_ctas) continue;
     best = kernel;
     bool const tall = 2 * tiles.rows > kernel->block_r;  // else half of the tile or more would be empty
     // With the number of splits fixed a sequence's bits must not depend on the batch that it comes in: then the choice
