@@ -14,6 +14,7 @@
 
 #include "../features.hpp"
 #include "../score.hpp"
+#include "../sm90/draws.hpp"
 #include "../sm90/tensor_maps.hpp"
 #include "../sm90/warpgroup.hpp"
 #include "../softmax.hpp"
@@ -357,7 +358,7 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
     int const first_row = turn.of.row0 + row_in_tile, first_key = its.tile(cluster, its.rank).key0 - sequence.leftpad;
     // Which of the thread's columns its rows see, and dropout keeps.
     TileMask<Traits::B_c / 4> mask;
-    uint32_t kept[2] = {};
+    uint2 kept = {};
     if (turn.mixed || has_dropout(params)) {
       PairMod const pairs(params, sequence, turn.of.batch, turn.of.head);
       int const query_rows[2] = {first_row, first_row + row_of(1)};
@@ -379,12 +380,8 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
         }
       }
       if (has_dropout(params)) {
-        CUTE_NO_UNROLL
-        for (int word = 0; word < 4; ++word) {
-          CUTE_UNROLL
-          for (int i = 0; i < 2; ++i)
-            kept[i] |= pairs.columns_kept(threshold_of(params), query_rows[i], first_key + 32 * word, lane) << 8 * word;
-        }
+        static_assert(Traits::B_c == DrawnBits::kKeys, "as many keys as are drawn for");
+        kept = DrawnBits(threshold_of(params), pairs, first_row - lane / 4, first_key, lane).bits();
       }
     }
     if (!stays) {  // the products are added to it
@@ -437,7 +434,13 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
       }
     };
     if (has_dropout(params)) {
-      add([&](int i, int j) { return kept[i] & 1u << j ? dP(i, j) * params.dropout.scale : 0.f; });
+      DrawnBits const drawn(kept);
+      add([&](int i, int j) {
+        uint4 const mask = drawn.mask(j / 4);  // of two neighbouring keys a word
+        uint32_t const first = i == 0 ? mask.x : mask.y, second = i == 0 ? mask.z : mask.w;
+        uint32_t const of_pair = j / 2 % 2 == 0 ? first : second;
+        return of_pair & (j % 2 == 0 ? 1u : 0x10000u) ? dP(i, j) * params.dropout.scale : 0.f;
+      });
     } else {
       add([&](int i, int j) { return dP(i, j); });
     }
