@@ -96,7 +96,9 @@ struct Philox {
 constexpr int kBlockKeys = 16, kBlockRows = 2;
 
 /// The bit of a pair of a block, by its key and row there.
-CUTE_HOST_DEVICE constexpr int bit_of_pair(int key, int row) { return key % 4 * 8 + key / 4 % 2 * 4 + key / 8 * 2 + row; }
+CUTE_HOST_DEVICE constexpr int bit_of_pair(int key, int row) {
+  return key % 4 * 8 + key / 4 % 2 * 4 + key / 8 * 2 + row;
+}
 
 /// Which pairs of a block are kept, those whose numbers are the threshold or more: of `keys` with the row at the even
 /// position `row` and the next one. A word has one bit of all 32 numbers, and they are compared bit by bit from the
@@ -167,8 +169,8 @@ CUTE_DEVICE uint32_t signs(uint32_t a, uint32_t b, uint32_t selector) {
   return x;
 }
 
-/// Lanes whose numbers differ in bit `LaneBit` trade bits of their words: after it what was that bit of the lane's number
-/// is bit `Place` of a bit's place in the word, and the other way round.
+/// Lanes whose numbers differ in bit `LaneBit` trade bits of their words: after it what was that bit of the lane's
+/// number is bit `Place` of a bit's place in the word, and the other way round.
 template <int LaneBit, int Place>
 CUTE_DEVICE uint32_t trade(uint32_t word, int lane) {
   uint32_t const others = __shfl_xor_sync(0xffffffffu, word, 1 << LaneBit);
@@ -309,8 +311,8 @@ struct PairMod {
     return seen;
   }
 
-  /// Which pairs dropout keeps of sixteen keys and two rows, from these on: bits as `bit_of_pair` has them. They may lie
-  /// anywhere; where they are a block of `Dropout` it is one draw, else one of each that has some of them.
+  /// Which pairs dropout keeps of sixteen keys and two rows, from these on: bits as `bit_of_pair` has them. They may
+  /// lie anywhere; where they are a block of `Dropout` it is one draw, else one of each that has some of them.
   CUTE_DEVICE uint32_t kept_of_two(uint32_t threshold, int row, int key) const {
     Philox const philox(seed, head, sequence);
     int const at_row = position + row, at_key = key + origin;
@@ -405,7 +407,8 @@ struct PairMod {
   CUTE_DEVICE uint32_t columns_kept(uint32_t threshold, int row, int key, int lane) const {
     if ((key + origin) % kBlockKeys != 0) return columns_of_word(kept(threshold, row, key, 32), lane);
     int const half = lane % 2;
-    uint32_t const own = block_of(threshold, row, ((key + origin) >> 4) + half), others = __shfl_xor_sync(0xffffffffu, own, 1);
+    uint32_t const own = block_of(threshold, row, ((key + origin) >> 4) + half),
+                   others = __shfl_xor_sync(0xffffffffu, own, 1);
     auto const of_lane = [&](uint32_t block) {  // keys 2 c, 2 c + 1 and those eight further
       uint32_t const x = block >> bit_of_pair(lane % 4 * 2, 0);
       return (x & 5) | (x >> 7 & 10);
@@ -428,7 +431,8 @@ struct PairMod {
       return gathered(x) | gathered(x >> 16) << 2;
     }
     int const half = lane / 4 % 2;
-    uint32_t const own = block_of(threshold, row, ((key + origin) >> 4) + half), others = __shfl_xor_sync(0xffffffffu, own, 4);
+    uint32_t const own = block_of(threshold, row, ((key + origin) >> 4) + half),
+                   others = __shfl_xor_sync(0xffffffffu, own, 4);
     auto const of_lane = [&](uint32_t block) {
       uint32_t const x = block >> bit_of_pair(lane / 4, 0);
       return (x & 1) | (x >> 1 & 2);

@@ -163,11 +163,11 @@ struct Mask {
 /// et al., SC 2011) with the 64 bits of seed[0] as key and the counter
 ///   (key position / 16, row position, head + low half of x, sequence + high half of x),   x = seed[1] * kSpread,
 /// words modulo 2^32, the low ones first. What rows 2i and 2i + 1 draw for sixteen keys is for their 32 pairs together:
-/// of its eight words, the even row's first, each pair has a bit, at the same place in all (`bit_of_pair` in pairs.hpp).
-/// These are the top byte of its number, the first the lowest; below it lie 24 bits that all 32 share, the upper ones
-/// of w0 ^ rotl(w1, 11) ^ rotl(w2, 22). A pair is kept where its number is `threshold` or more. Bits at three places
-/// make one that is shared, and so neither a pair's own bits nor those of two tell anything of them: two pairs of a
-/// draw are as good as independent, with a correlation of 2^-18 / (p (1 - p)) at most.
+/// of its eight words, the even row's first, each pair has a bit, at the same place in all (`bit_of_pair` in
+/// pairs.hpp). These are the top byte of its number, the first the lowest; below it lie 24 bits that all 32 share, the
+/// upper ones of w0 ^ rotl(w1, 11) ^ rotl(w2, 22). A pair is kept where its number is `threshold` or more. Bits at
+/// three places make one that is shared, and so neither a pair's own bits nor those of two tell anything of them: two
+/// pairs of a draw are as good as independent, with a correlation of 2^-18 / (p (1 - p)) at most.
 struct Dropout {
   /// Odd. Seeds that count calls by their second word would draw the next head's numbers without it.
   static constexpr uint64_t kSpread = 0x9E3779B97F4A7C15;

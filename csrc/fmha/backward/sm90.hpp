@@ -256,7 +256,7 @@ struct BackwardTraits {
     // 16 rows of a panel for each consumer warp; a warp's part of dS, or of what else it passes on, serves as such.
     alignas(256) Part staging[Parts == 1 && !EmptiesDS ? 4 * Consumers * Staged : 8];
     alignas(256) Part pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
-    StreamedTile at[Hides ? Stages : 1];                                      // what the stages hold
+    StreamedTile at[Hides ? Stages : 1];  // what the stages hold
     alignas(16) RowStatistics statistics[Stages][OfKeys ? Step : 1];
     GradientTile<BackwardTraits> tiles[TilesKnown];
     bool is_last[TilesKnown];  // there is no tile

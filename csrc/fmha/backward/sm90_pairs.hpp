@@ -284,8 +284,7 @@ class TilePairs {
   /// Where the bit of an element of the eight `m` lies in its word of `kept_`: of the side in hand the thread's first
   /// or second, `i`, of the other `odd`. As the draws leave it.
   CUTE_DEVICE static constexpr int bit_of(int m, int odd, int i) {
-    return OfKeys ? m % 4 * 8 + m / 4 % 2 * 4 + 2 * i + odd
-                  : m / 2 % 2 * 16 + odd * 8 + m / 4 % 2 * 4 + m % 2 * 2 + i;
+    return OfKeys ? m % 4 * 8 + m / 4 % 2 * 4 + 2 * i + odd : m / 2 % 2 * 16 + odd * 8 + m / 4 % 2 * 4 + m % 2 * 2 + i;
   }
 
   /// Each lane draws for blocks of the warp's 16 rows and 64 keys at a time, and trades with seven others for the bits

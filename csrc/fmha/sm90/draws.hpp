@@ -6,8 +6,8 @@
 
 namespace cutlass_ext::sm90 {
 
-/// Which of 128 keys of a warp's 16 rows dropout keeps: for the lanes of a quad, which share two rows in accumulators, a
-/// word each of either row.
+/// Which of 128 keys of a warp's 16 rows dropout keeps: for the lanes of a quad, which share two rows in accumulators,
+/// a word each of either row.
 class DrawnBits {
  public:
   static constexpr int kSixteens = 8, kKeys = kSixteens * kBlockKeys;

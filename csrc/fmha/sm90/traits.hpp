@@ -45,8 +45,8 @@ struct Traits {
   using Part = typename Operand<Element>::Part;
   static constexpr int Parts = Operand<Element>::Parts;
   static constexpr int Consumers = B_r / kAtomRows;  // warpgroups
-  // Warpgroups that draw what dropout keeps, ahead of those that consume, one for each of them: up to head_dim 64, where
-  // consumers have registers to spare.
+  // Warpgroups that draw what dropout keeps, ahead of those that consume, one for each of them: up to head_dim 64,
+  // where consumers have registers to spare.
   static constexpr int Drawers = AlwaysDrops && HeadDimV <= 64 ? Consumers : 0;
   static constexpr int Warpgroups = 1 + Consumers + Drawers;  // the producer's first, the drawers last
   static constexpr int Threads = Warpgroups * kWarpgroup;
@@ -92,8 +92,7 @@ struct Traits {
 
   // Of the B_c / 4 columns of S that a thread has in a row, those exponentiated while P V still runs: as many as there
   // are registers for (of 32 at head_dim 128, 24 are 4 to 12% faster than 4; at 64 and 256, 8 are 1 to 6% slower).
-  static constexpr int EarlyColumns =
-      Parts == 1 && HeadDimV > 64 && HeadDimV <= 128 ? B_c / 32 * 6 : 4;
+  static constexpr int EarlyColumns = Parts == 1 && HeadDimV > 64 && HeadDimV <= 128 ? B_c / 32 * 6 : 4;
   // Of parts 8 powers of two below the maximum: most exponents of usual scores then lie near 0, where fp32 rounds them
   // least. With 10 errors of O are 10% larger, with 5 they are 5% smaller, and what is far below the maximum loses
   // bits.
