@@ -50,7 +50,7 @@ def kept(
     c2, c3 = heads + (spread & _WORD) & _WORD, sequences + (spread >> 32) & _WORD
     draw = lambda row: _philox(seed[0] & _WORD, seed[0] >> 32 & _WORD, c0, row & _WORD, c2, c3)  # noqa: E731
     even, odd = draw(rows & ~1), draw(rows | 1)
-    # Of a pair's number the top byte has a bit of each word; all pairs of a block are compared at once, a bit at a time.
+    # The top byte of a pair's number has a bit of each word; all of a block are compared at once, a bit at a time.
     shared = even[0] ^ _rotated(even[1], 11) ^ _rotated(even[2], 22)
     words = torch.where(shared >> 8 < (threshold & 0xFFFFFF), 0, _WORD)
     for place, bits in enumerate((*even, *odd), 24):

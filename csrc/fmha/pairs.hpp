@@ -329,7 +329,8 @@ struct PairMod {
     return kept;
   }
 
-  /// Which of the `count` keys from `key` on dropout keeps of a row, 32 at most, wherever they lie.
+  /// Which of the `count` keys from `key` on dropout keeps of a row, 32 at most, wherever they lie; bits of some that
+  /// follow are behind theirs.
   CUTE_DEVICE uint32_t kept(uint32_t threshold, int row, int key, int count) const {
     int const first = key + origin, shift = first & (kBlockKeys - 1);
     uint32_t word = 0;

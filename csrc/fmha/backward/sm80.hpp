@@ -371,7 +371,7 @@ class GradientLoop {
         CUTE_UNROLL
         for (int i = 0; i < 2 * RowAtoms; ++i) kept |= (of_keys >> i & 1) << (4 * i + x);
       } else {
-        kept |= columns_of_word(pairs.kept(threshold_of(params_), row, key, kAtom), lane) << 4 * x;
+        kept |= (columns_of_word(pairs.kept(threshold_of(params_), row, key, kAtom), lane) & 15) << 4 * x;
       }
     });
     Tensor dP = rows_and_columns(gradients);
