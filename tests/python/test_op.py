@@ -79,6 +79,8 @@ def test_every_argument_arrives_under_its_name(function, monkeypatch):
         "head_start": 6,
         "sequence_start": 7,
         "num_splits": 8,
+        "max_seqlen_q": 9,
+        "max_seqlen_k": 10,
         "out_dtype": torch.float32,
     }
     given |= {"rotary_interleaved": False, "start_pos": 3, "window": (5, 6), "window_size": (5, 6), "backend": "simt"}
