@@ -450,6 +450,10 @@ Module::~Module() {
   for (auto const& [name, memory] : variables_) remove_memory(memory.get());
 }
 
+void Module::zero_variables() {
+  for (auto const& [name, bytes] : declared_->global) std::memset(variables_.at(name).get(), 0, bytes);
+}
+
 void Module::launch(Launch const& launch) {
   auto& program = programs_[launch.kernel];
   if (!program) program = read_program(launch.kernel, ptx_, entries_.at(launch.kernel), *declared_, variables_);

@@ -30,6 +30,8 @@ class Module {
   bool has_variable(std::string const& name) const { return variables_.count(name); }
   /// A variable in global memory, which is the host's.
   void* address_of(std::string const& variable) const { return variables_.at(variable).get(); }
+  /// As if it were loaded again.
+  void zero_variables();
   /// Runs a kernel to its end. std::runtime_error says what went wrong, and where.
   void launch(Launch const&);
 

@@ -49,16 +49,11 @@ struct Function {
   int shared_limit = kSharedUnlessRaised;  // of dynamic shared memory
 };
 
-struct Variable {
-  std::string name;
-  size_t bytes;
-};
-
 /// What the objects enter before main, by the addresses that stand for it on the host.
 struct Registry {
   std::recursive_mutex mutex;  // held while a kernel runs, too: launches of several threads take turns
   std::map<void const*, Function> functions;
-  std::map<void const*, Variable> variables;
+  std::map<void const*, std::string> variables;  // their names
   std::vector<std::unique_ptr<Module>> modules;  // every .ptx of the build
 };
 
@@ -75,8 +70,8 @@ Module& module_of(bool (Module::*has)(std::string const&) const, std::string con
   throw std::runtime_error("build/ptx has no " + name + ": run `make build`");
 }
 
-void* address_of(Variable const& variable) {
-  return module_of(&Module::has_variable, variable.name).address_of(variable.name);
+void* address_of(std::string const& variable) {
+  return module_of(&Module::has_variable, variable).address_of(variable);
 }
 
 thread_local cudaError_t last_error = cudaSuccess;
@@ -115,11 +110,6 @@ std::string readable(std::string const& mangled) {
   return text ? text.get() : mangled;
 }
 
-/// What a kernel that failed left in the modules' memory is not for the next one: as if they were loaded again.
-void zero_variables() {
-  for (auto const& [host, variable] : registry().variables) std::memset(address_of(variable), 0, variable.bytes);
-}
-
 std::atomic<int> launches_before_failure{-1};  // negative: none fails
 
 cudaError_t launch(void const* entry, dim3 grid, dim3 block, dim3 cluster, size_t shared_bytes, void** arguments) {
@@ -147,7 +137,8 @@ cudaError_t launch(void const* entry, dim3 grid, dim3 block, dim3 cluster, size_
   cudaError_t const error = attempt([&] { module_of(&Module::has_kernel, function->name).launch(launch); });
   if (error != cudaSuccess) {
     last_text += " [in " + readable(function->name) + "]";
-    zero_variables();
+    // What it left in the modules' memory is not for the next one.
+    for (auto const& module : registry().modules) module->zero_variables();
   }
   if (traces) {
     std::chrono::duration<double> const seconds = std::chrono::steady_clock::now() - start;
@@ -237,8 +228,8 @@ void __cudaRegisterFunction(void**, char const* host, char*, char const* name, i
   registry().functions[host] = {name};
 }
 
-void __cudaRegisterVar(void**, char* host, char*, char const* name, int, size_t bytes, int, int) {
-  registry().variables[host] = {name, bytes};
+void __cudaRegisterVar(void**, char* host, char*, char const* name, int, size_t, int, int) {
+  registry().variables[host] = name;
 }
 
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream) {

@@ -303,7 +303,7 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
         using T = decltype(element);
         store_rows<StoredBias<T>>(
             static_cast<T*>(params.dbias) + at, [&](int pass) { return pass * 4 * params.dbias_row; }, params.n_q - row,
-            params.n_kv - tile.key0, dB, reinterpret_cast<T*>(kept_bias.data), lane);
+            max(params.n_kv - tile.key0, 0), dB, reinterpret_cast<T*>(kept_bias.data), lane);
       };
       if (type == BiasType::Float16) {
         store_as(half_t{});
