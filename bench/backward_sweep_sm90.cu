@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-#include "fmha/backward/sm90.hpp"
+#include "fmha/backward/sm90/kernel.hpp"
 #include "kernels/kernel.hpp"
 #include "kernels/tensor_maps.hpp"
 #include "workload.hpp"

@@ -30,7 +30,7 @@ bool leaves_gaps(Features features) {
   return features & (feature::Packed | feature::KeyLengths | feature::LeftPadding);
 }
 
-/// Whether the kernel's CTAs may share a tile (Traits::Splits in fmha/backward/sm90.hpp).
+/// Whether the kernel's CTAs may share a tile (Traits::Splits in fmha/backward/sm90/traits.hpp).
 bool splits_tiles(Kernel const& kernel) {
   return wants_hopper(kernel) && kernel.dtype != DType::Float32 && !(kernel.takes & feature::kPairs) &&
          kernel.kind != Kind::HeadGradients;

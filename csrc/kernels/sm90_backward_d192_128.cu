@@ -1,5 +1,5 @@
 // Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 192 and that of v up to 128.
-#include "../fmha/backward/sm90.hpp"
+#include "../fmha/backward/sm90/kernel.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
 

@@ -1,6 +1,6 @@
 // Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 256; in one kernel by a warpgroup each
 // for dV, dK and dQ.
-#include "../fmha/backward/sm90.hpp"
+#include "../fmha/backward/sm90/kernel.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
 

@@ -1,7 +1,7 @@
 // Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 64, of calls that have a bias, a mask or
 // dropout, or a mask and dropout, and nothing else that changes scores: up to 1.7 times as fast as by the kernels for
 // all of these (bench/results/backward_h200.md).
-#include "../fmha/backward/sm90.hpp"
+#include "../fmha/backward/sm90/kernel.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
 

@@ -1,6 +1,6 @@
 // Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), with softcap, ALiBi, bias, masks and dropout, head_dim
 // up to 128.
-#include "../fmha/backward/sm90.hpp"
+#include "../fmha/backward/sm90/kernel.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
 

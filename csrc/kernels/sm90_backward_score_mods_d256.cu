@@ -1,5 +1,5 @@
 // Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), with softcap and ALiBi, head_dim up to 256.
-#include "../fmha/backward/sm90.hpp"
+#include "../fmha/backward/sm90/kernel.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
 

@@ -1,5 +1,5 @@
 // dBias of fp16 and bf16 on Hopper's tensor cores (WGMMA).
-#include "../fmha/backward/sm90_dbias.hpp"
+#include "../fmha/backward/sm90/dbias.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
 

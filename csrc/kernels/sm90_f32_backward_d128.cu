@@ -1,6 +1,6 @@
 // The same of head_dim up to 128. Tiles are what shared memory holds: of keys in hand 64, which two warpgroups share,
 // each with one of dK and dV; of query rows 128, beside 32 keys a stage.
-#include "../fmha/backward/sm90.hpp"
+#include "../fmha/backward/sm90/kernel.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
 

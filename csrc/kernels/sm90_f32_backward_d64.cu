@@ -1,5 +1,5 @@
 // Gradients of fp32 on Hopper's tensor cores (WGMMA), each operand in two fp16 parts, head_dim up to 64.
-#include "../fmha/backward/sm90.hpp"
+#include "../fmha/backward/sm90/kernel.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
 

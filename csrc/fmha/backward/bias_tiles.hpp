@@ -1,5 +1,5 @@
 // The tiles of dBias: which rows, heads and sequences share one, in which order they are gone through, where its
-// elements lie. Used by dbias.hpp and sm90_dbias.hpp, and by kernels/dbias.cu for their grids.
+// elements lie. Used by dbias.hpp and sm90/dbias.hpp, and by kernels/dbias.cu for their grids.
 #pragma once
 
 #include "../pairs.hpp"

@@ -1,5 +1,5 @@
 // delta of a query row, rowsum(dO O), by the lanes that share it: of all rows in a launch (statistics.hpp), or of the
-// CTA's next head by warps that have nothing else to do (sm90.hpp). Both add up in the same order.
+// CTA's next head by warps that have nothing else to do (sm90/producer.hpp). Both add up in the same order.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Who makes the statistics of rows of calls whose CTAs have whole heads. Asked by host/backward.cpp and by sm90.hpp.
+// Who makes the statistics of rows of calls whose CTAs have whole heads. Asked by host/backward.cpp and by
+// sm90/producer.hpp.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Gradients from sums that Hopper's kernels leave in the order of their accumulators (sm90.hpp): dQ, which kernels over
+// Gradients from sums that Hopper's kernels leave in the order of their accumulators (sm90/query_sums.hpp): dQ, which kernels over
 // tiles of keys add to; and what the splits of a tile have summed up apart. Launched by kernels/gradient_sums.cu.
 #pragma once
 

@@ -1,5 +1,5 @@
 // What a consumer warpgroup of the Hopper kernels does with tiles: operands and accumulators of its products, masks,
-// rows of O to memory. Used by fmha.hpp, short.hpp and the backward pass (../backward/sm90.hpp).
+// rows of O to memory. Used by fmha.hpp, short.hpp and the backward pass (../backward/sm90/).
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>

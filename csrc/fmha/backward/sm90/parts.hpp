@@ -1,14 +1,14 @@
 // What Hopper's backward kernels do otherwise where operands are float32 in two fp16 parts (../operand_parts.hpp):
 // scores, and gradients of scores, as operands; sums of one tile, which are added up in float32 registers; and
-// gradients to memory. Used by sm90.hpp.
+// gradients to memory. Used by consumer.hpp.
 #pragma once
 
 #include <cute/tensor.hpp>
 
-#include "../mma/wgmma.hpp"
-#include "../sm90/warpgroup.hpp"
-#include "../softmax.hpp"
-#include "params.hpp"
+#include "../../mma/wgmma.hpp"
+#include "../../sm90/warpgroup.hpp"
+#include "../../softmax.hpp"
+#include "../params.hpp"
 
 namespace cutlass_ext::sm90 {
 

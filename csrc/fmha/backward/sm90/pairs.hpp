@@ -1,15 +1,16 @@
 // What pairs have, in the scores of Hopper's backward kernels: their accumulators see pairs from the side of the rows
-// or from that of the keys. What a tile wants of memory, and its draws, are asked for a turn ahead. Used by sm90.hpp.
+// or from that of the keys. What a tile wants of memory, and its draws, are asked for a turn ahead. Used by
+// producer.hpp and consumer.hpp.
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/tensor.hpp>
 
-#include "../copy/cp_async.hpp"
-#include "../mma/wgmma.hpp"
-#include "../pairs.hpp"
-#include "../sm90/warpgroup.hpp"
-#include "params.hpp"
+#include "../../copy/cp_async.hpp"
+#include "../../mma/wgmma.hpp"
+#include "../../pairs.hpp"
+#include "../../sm90/warpgroup.hpp"
+#include "../params.hpp"
 
 namespace cutlass_ext::sm90 {
 

@@ -12,13 +12,13 @@
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "../features.hpp"
-#include "../score.hpp"
-#include "../sm90/draws.hpp"
-#include "../sm90/tensor_maps.hpp"
-#include "../sm90/warpgroup.hpp"
-#include "../softmax.hpp"
-#include "bias_tiles.hpp"
+#include "../../features.hpp"
+#include "../../score.hpp"
+#include "../../sm90/draws.hpp"
+#include "../../sm90/tensor_maps.hpp"
+#include "../../sm90/warpgroup.hpp"
+#include "../../softmax.hpp"
+#include "../bias_tiles.hpp"
 
 namespace cutlass_ext::sm90 {
 

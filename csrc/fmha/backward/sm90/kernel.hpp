@@ -1,0 +1,166 @@
+// The backward pass on Hopper, one loop from two sides. A CTA holds a tile of one side of the scores and goes through
+// the tiles of the other that see it: with a tile of keys in hand it sums up dK and dV over the query rows (of all
+// heads that share the key head), with one of query rows dQ over the keys (FlashAttention-2, arXiv:2307.08691, section
+// 3.1, algorithm 2, with the sums of dQ in a launch of their own). Every sum then has one owner, so that its order, and
+// its bits, are fixed, and P and dS pass from accumulators to operands in registers: seven products. A third kernel, of
+// five, goes by keys and adds what each tile makes of dQ to memory, in any order: dS passes through shared memory, so
+// that the warpgroups share out dS K. A fourth does so for heads of few rows, whose dQ shared memory holds while a CTA
+// goes through all of their keys. One warp copies each of the two streams by TMA. Instantiated by
+// csrc/kernels/sm90_backward_*.cu.
+#pragma once
+
+#include <cute/tensor.hpp>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "consumer.hpp"
+#include "producer.hpp"
+
+namespace cutlass_ext::sm90 {
+
+/// The CTA's shared memory. Where a turn has two bodies its address comes from a lane of the warp: then the assembler
+/// sees in both of them that it is the warp's, and works out descriptors and barriers once a warp (44 instructions of a
+/// turn less).
+template <class Traits>
+CUTE_DEVICE typename Traits::SharedStorage& shared_of(unsigned char* smem) {
+  void* at = smem;
+  if constexpr (Traits::TwoBodies)
+    at = __cvta_shared_to_generic(__shfl_sync(0xffffffffu, cast_smem_ptr_to_uint(smem), 0));
+  return *static_cast<typename Traits::SharedStorage*>(at);
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::Threads, 1)
+    backward_kernel(__grid_constant__ BackwardParams const params, __grid_constant__ GradientMaps const maps) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  auto& shared = shared_of<Traits>(smem);
+  int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+  int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if constexpr (Traits::Parts > 1) {
+    if (params.stands_aside()) return;
+  }
+  if constexpr (!Traits::Persistent) {
+    GradientTile<Traits> const here(params, blockIdx.x);
+    if (here.rows() <= 0) return;  // packed: the launch counts the tiles of the longest sequence for each
+    if (threadIdx.x == 0) shared.tiles[0] = here;
+    if constexpr (Traits::Hides) {
+      if (warp == 0 && params.tile_map) {
+        int const seen = here.count_seen(params);
+        if (threadIdx.x == 0) shared.tiles[0].seen_tiles = seen;
+      }
+    }
+  }
+  if (warp == 0) {
+    for (CUtensorMap const* map : {&maps.held, &maps.held_v, &maps.streamed, &maps.streamed_v})
+      cute::prefetch_tma_descriptor(map);
+    if (threadIdx.x == 0) {
+      constexpr int kReaders = 4 * Traits::Consumers;  // every consumer warp says when it is done with a tile
+      for (auto* barrier : {&shared.held_full, &shared.held_v_full, &shared.tail, &shared.tail_v}) barrier->init(1);
+      for (auto* barrier : {&shared.held_empty, &shared.held_v_empty}) barrier->init(kReaders);
+      for (auto& barrier : shared.ds_full) barrier.init(Traits::AddsApart ? 4 : kReaders);
+      if constexpr (Traits::EmptiesDS) {
+        for (auto& barrier : shared.ds_empty) barrier.init(4);
+      }
+      if constexpr (Traits::AddsApart) {
+        for (auto* barrier : {&shared.p_full, &shared.p_empty}) barrier->init(4);
+      }
+      if constexpr (Traits::HoldsSums) shared.head_taken.init(1), shared.rows_known.init(2 * 32);
+      for (auto& barrier : shared.tile_full) barrier.init(1);
+      for (auto& barrier : shared.tile_empty) barrier.init(kReaders + 1);  // and the other warp that copies
+      CUTE_UNROLL
+      for (int i = 0; i < Traits::Stages; ++i) {
+        shared.full[i].init(1), shared.full_v[i].init(1);
+        shared.empty[i].init(4 * Traits::Streaming * (Traits::OfKeys ? 32 : 1));
+        shared.empty_v[i].init(4 * Traits::Streaming);
+      }
+      cutlass::arch::fence_barrier_init();
+    }
+  }
+  __syncthreads();
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::ProducerRegisters>();
+    if (warp == 0) {
+      StreamCopy<Traits, false> copy(params, maps, shared);
+      if constexpr (Traits::Persistent) {
+        TileTaker<Traits> tiles{params, shared};
+        while (auto const* tile = tiles.next()) copy(*tile);
+      } else {
+        copy(shared.tiles[0]);
+      }
+    }
+    if (warp == 1) {
+      StreamCopy<Traits, true> copy(params, maps, shared);
+      TileReader<Traits> tiles{shared};
+      do {
+        auto const* const tile = tiles.here();
+        if (!tile) break;
+        copy(*tile);
+      } while (tiles.release());
+    }
+    if constexpr (Traits::HoldsSums) {
+      if (warp >= 2) know_rows<Traits>(params, shared);
+    }
+    return;
+  }
+  TileReader<Traits> tiles{shared};
+  Standing<Traits> standing;
+  auto const go_through = [&](auto const& work_on) __attribute__((always_inline)) {
+    do {
+      auto const* const tile = tiles.here();
+      if (!tile) break;
+      work_on(*tile);
+    } while (tiles.release());
+  };
+  if constexpr (Traits::AddsApart) {
+    if (warpgroup == Traits::Consumers) {
+      cutlass::arch::warpgroup_reg_dealloc<Traits::RegistersOfQueries>();
+      go_through([&](auto const& tile) { add_to_queries(params, shared, tile, standing); });
+    } else if (warpgroup == 1) {
+      cutlass::arch::warpgroup_reg_alloc<Traits::RegistersOfValues>();
+      go_through([&](auto const& tile) { accumulate<Traits, Sums::Values>(params, shared, tile, 0, standing); });
+    } else {
+      cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
+      go_through([&](auto const& tile) { accumulate<Traits, Sums::Keys>(params, shared, tile, 0, standing); });
+    }
+    return;
+  }
+  cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
+  go_through([&](auto const& tile) __attribute__((always_inline)) {
+    if constexpr (Traits::Apart) {
+      if (warpgroup == 1) {
+        accumulate<Traits, Sums::Values>(params, shared, tile, 0, standing);
+      } else {
+        accumulate<Traits, Sums::Keys>(params, shared, tile, 0, standing);
+      }
+    } else {
+      constexpr Sums kSums = Traits::AddsToQueries ? Sums::All : Traits::OfKeys ? Sums::KeysAndValues : Sums::Queries;
+      accumulate<Traits, kSums>(params, shared, tile, warpgroup - 1, standing);
+    }
+  });
+}
+
+/// One side's kernel at one tile shape, a CTA for each tile of that side, or, with sums of queries, as many as there is
+/// room for.
+template <Axis Of, int B_r, int B_c, int HeadDim, int HeadDimV, class Element, int Stages, Features Mods = 0,
+          SumsOfQueries OfQueries = SumsOfQueries::None>
+struct Backward {
+  using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, HeadDimV, Element, Stages, Mods, OfQueries>;
+  static constexpr char const* kFamily = "sm90";
+  static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
+  static constexpr auto kernel = &backward_kernel<Traits>;
+  static constexpr Kind kKind = Traits::HoldsSums       ? Kind::HeadGradients
+                                : Traits::AddsToQueries ? Kind::AllGradients
+                                : Traits::OfKeys        ? Kind::KeyGradients
+                                                        : Kind::QueryGradients;
+  static constexpr Features kTakes = Traits::Mods | feature::Sink | feature::Packed | feature::kUnlike;
+  /// Softcap's derivative is found in scores, from which what has been added since is not taken again.
+  static bool takes_shape(Params const& params) {
+    int const heads = params.heads_q / params.heads_kv;
+    if (Traits::HoldsSums && int64_t(tiles_of_head(params.n_q, B_r)) * heads > kMostHeldTiles) return false;
+    if (Traits::DropsAlone && !has_dropout(params)) return false;
+    return !(ScoreMod::caps(params) && has_bias(params));
+  }
+  static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
+};
+
+}  // namespace cutlass_ext::sm90

@@ -1,0 +1,162 @@
+// The warps that copy what the consumers of a backward kernel read, and those that make the statistics of rows of the
+// CTA's next head meanwhile. Used by kernel.hpp.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/tensor.hpp>
+
+#include "../../sm90/tensor_maps.hpp"
+#include "../row_product.hpp"
+#include "traits.hpp"
+
+namespace cutlass_ext::sm90 {
+
+/// One of two warps that make the statistics of rows of the CTA's next head, before the warp that copies them takes it.
+template <class Traits>
+CUTE_DEVICE void know_rows(BackwardParams const& params, typename Traits::SharedStorage& shared) {
+  using Element = typename Traits::Element;
+  unsigned index = 0, size = static_cast<unsigned>(params.scheduler.size());
+  for (uint32_t phase = 0; index < size; phase ^= 1) {
+    shared.head_taken.wait_for(phase);
+    index = shared.next_head;
+    if (index < size && makes_rows_known(params)) {  // else all were known before
+      WorkItem const work = params.scheduler(index);
+      Sequence const sequence = sequence_of(params, work.batch);
+      int const heads = params.heads_per_kv.divisor;
+      CUTE_NO_UNROLL
+      for (int head = work.head * heads; head < (work.head + 1) * heads; ++head)
+        make_rows_known<Traits::Step, Element>(params, sequence, work.batch, head);
+      asm volatile("fence.proxy.async.global;" ::: "memory");  // the copy engine reads them
+    }
+    shared.rows_known.arrive();  // every lane for itself
+  }
+}
+
+/// A warp that copies one tile in hand after the other, and the tiles of one stream: of q and k with the statistics of
+/// rows, or of v and dout.
+template <class Traits, bool OfValues>
+struct StreamCopy {
+  using Part = typename Traits::Part;
+  using Shared = typename Traits::SharedStorage;
+  static constexpr int Held = Traits::Held, Step = Traits::Step;
+  static constexpr int Columns = OfValues ? Traits::ColumnsV : Traits::ColumnsQK;
+  static constexpr bool WithStatistics = Traits::OfKeys && !OfValues;
+
+  BackwardParams const& params;
+  GradientMaps const& maps;
+  Shared& shared;
+  TailCopy tail;
+  RingPosition<Traits::Stages> ring{};
+
+  CUTE_DEVICE StreamCopy(BackwardParams const& params, GradientMaps const& maps, Shared& shared)
+      : params(params), maps(maps), shared(shared), tail{OfValues ? shared.tail_v : shared.tail} {}
+
+  CUTE_DEVICE void operator()(GradientTile<Traits> const& tile) {
+    if (tile.turns(params) == 0) return;
+    constexpr int StatisticsBytes = WithStatistics ? Step * sizeof(RowStatistics) : 0;
+    CUtensorMap const& map_held = OfValues ? maps.held_v : maps.held;
+    CUtensorMap const& map_streamed = OfValues ? maps.streamed_v : maps.streamed;
+    Part* const held = OfValues ? shared.held_v : shared.held;
+    Part* const streamed = OfValues ? shared.streamed_v : shared.streamed;
+    Barrier& held_full = OfValues ? shared.held_v_full : shared.held_full;
+    auto& full = OfValues ? shared.full_v : shared.full;
+    auto& empty = OfValues ? shared.empty_v : shared.empty;
+    bool const leader = threadIdx.x % 32 == 0;
+    int const batch = tile.sequence.batch;
+    int const held_stored = Traits::OfKeys ? params.stored_keys() : params.stored_rows(),
+              streamed_stored = Traits::OfKeys ? params.stored_rows() : params.stored_keys();
+
+    // What lies past a tensor's end arrives as zeros; what lies behind a sequence, and rows that see no key, are to be
+    // zeroed: 0 times NaN is NaN.
+    Visibility const& visibility = tile.sequence.visibility;
+    Range const query_rows = visibility.rows_with_keys(), keys{0, visibility.len_kv};
+    auto const counting = [](Range of_sequence, int first, int rows) {  // of a tile's rows, those that count
+      return Range{max(of_sequence.begin - first, 0), min(of_sequence.end - first, rows)};
+    };
+    auto const is_cut = [](Range rows, int all, int64_t at, int stored) {
+      return rows.begin > 0 || (rows.end < all && at + rows.end < stored);
+    };
+    // And the query rows of a tile that see no key by what pairs have, in bits; null where there are none.
+    auto const empty_rows = [&](bool of_rows, int head, int first, int rows) -> uint32_t const* {
+      if (!Traits::Hides || !of_rows || !params.empty_rows) return nullptr;
+      uint32_t const* const bits =
+          params.empty_rows + (StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) + first) / 32;
+      uint32_t any = 0;
+      for (int word = 0; word < rows / 32; ++word) any |= __ldg(bits + word);
+      return any ? bits : nullptr;
+    };
+    int const row = tile.held_row0 + tile.work.row0;
+    Range const here = counting(Traits::OfKeys ? keys : query_rows, tile.work.row0, Held);
+    auto const* const empty_held = empty_rows(!Traits::OfKeys, tile.head_q, tile.work.row0, Held);
+    if constexpr (Traits::Persistent && !(Traits::HoldsSums && OfValues))
+      (OfValues ? shared.held_v_empty : shared.held_empty).wait_for(tile.held_phase ^ 1);
+    if constexpr (Traits::HoldsSums && OfValues) {
+      for (int first = 0; first < Held; first += Step) {
+        Range const here = counting(keys, min(tile.work.row0 + first, keys.end), Step);
+        auto* const to = streamed + ring.stage * Step * Columns;
+        empty[ring.stage].wait_for(ring.phase ^ 1);
+        tail.template tile<Step, Columns>(
+            full[ring.stage], to, is_cut(here, Step, row + first, held_stored), here, [&](Barrier& barrier) {
+              if (leader)
+                copy_panels<Step, Columns>(map_held, barrier, to, row + first, tile.work.head, batch,
+                                           TMA::CacheHintSm90::EVICT_FIRST);
+            });
+        ring.advance();
+      }
+    } else {
+      tail.template tile<Held, Columns>(
+          held_full, held, empty_held || is_cut(here, Held, row, held_stored), here,
+          [&](Barrier& barrier) {
+            if (!leader) return;
+            barrier.arrive_and_expect_tx(Held * Columns * sizeof(Part));
+            CUTE_UNROLL
+            for (int first = 0; first < Held; first += Traits::HeldBox)
+              copy_box<Held, Columns>(map_held, barrier, held + first * kPanel, row + first, tile.work.head, batch,
+                                      TMA::CacheHintSm90::EVICT_FIRST);
+          },
+          empty_held);
+    }
+    for (int g = 0; g < tile.heads; ++g) {
+      int const head_q = tile.head_q + g, head = Traits::OfKeys ? head_q : tile.head_kv;
+      int64_t const statistics =
+          WithStatistics ? StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) : 0;
+      uint32_t const *const seen = tile.map(params, head_q, TileMap::Seen), *const whole = tile.map(params, head_q,
+                                                                                                    TileMap::Whole);
+      for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {
+        if (seen && !(__ldg(seen + t / 32) >> t % 32 & 1)) continue;
+        int const first = t * Step, at = tile.streamed_row0 + first;
+        Range const here = counting(Traits::OfKeys ? query_rows : keys, first, Step);
+        auto* const to = streamed + ring.stage * Step * Columns;
+        auto const* const empty_streamed = empty_rows(Traits::OfKeys, head, first, Step);
+        empty[ring.stage].wait_for(ring.phase ^ 1);
+        tail.template tile<Step, Columns>(
+            full[ring.stage], to, empty_streamed || is_cut(here, Step, at, streamed_stored), here,
+            [&](Barrier& barrier) {
+              if (!leader) return;
+              if constexpr (Traits::Hides && !OfValues) {
+                auto& says = shared.at[ring.stage];
+                says.tile = t, says.head = head_q, says.mixed = whole && !(__ldg(whole + t / 32) >> t % 32 & 1);
+                if constexpr (Traits::OfKeys) {
+                  if (says.mixed) says.mask = TilePairs<Traits>::mask_of_tile(params, tile.work.batch, head_q, t);
+                  if (has_bias(params) && tile.bias_in_chunks)
+                    says.bias_row = tile.pairs.bias_row(params, head_q - tile.head_q, t * Step);
+                }
+                if constexpr (Traits::AddsToQueries)
+                  says.sums = params.dq_sums + (statistics + first) * Traits::HeadDim;
+              }
+              barrier.arrive_and_expect_tx(Step * Columns * sizeof(Part) + StatisticsBytes);
+              copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
+              if constexpr (WithStatistics) {
+                SM90_BULK_COPY_G2S::copy(params.row_statistics + statistics + first,
+                                         reinterpret_cast<uint64_t*>(&barrier), shared.statistics[ring.stage],
+                                         StatisticsBytes);
+              }
+            },
+            empty_streamed);
+        ring.advance();
+      }
+    }
+  }
+};
+
+}  // namespace cutlass_ext::sm90

@@ -1,0 +1,242 @@
+// What a tile of keys adds to dQ: dS K, to sums in memory or in shared memory. Used by consumer.hpp.
+#pragma once
+
+#include <cute/arch/copy_sm75.hpp>
+#include <cute/tensor.hpp>
+
+#include "../params.hpp"
+#include "traits.hpp"
+
+namespace cutlass_ext::sm90 {
+
+/// Adds four numbers that lie side by side to as many in memory.
+CUTE_DEVICE void add_to_memory(float* to, float a, float b, float c, float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+/// Has the copy engine add `bytes` of shared memory, as floats, to as many in memory; one thread, and a bulk group of
+/// its own. The sums stay in L2 as long as they can: every tile of keys adds to them.
+CUTE_DEVICE void add_to_memory(float* to, void const* from, int bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;" ::"l"(to),
+      "r"(cast_smem_ptr_to_uint(from)), "r"(bytes), "l"(static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_LAST))
+      : "memory");
+  tma_store_arrive();
+}
+
+/// Where the sums of dQ of a streamed tile begin.
+template <class Traits>
+CUTE_DEVICE float* sums_of_tile(BackwardParams const& params, GradientTile<Traits> const& tile, int head, int t) {
+  int64_t const row = StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) + t * Traits::Step;
+  return params.dq_sums + row * Traits::HeadDim;
+}
+
+/// What the keys in hand add to dQ of a tile of rows: dS K, computed by all warpgroups together, of each a part of the
+/// columns, or, `AddsApart`, by one of them. `buffer` is where dS of the tile lies.
+template <class Traits>
+struct QuerySums {
+  using Element = typename Traits::Element;
+  static constexpr int Columns = Traits::QueryColumns;
+  using Mma = typename Traits::template MmaQueries<Columns>;
+  using MmaOfPanel = typename Traits::template MmaQueries<kPanel>;  // describes a panel of K as it lies there
+  static constexpr int kVectors = Columns * 4;                      // of a warp's 16 rows
+
+  typename Traits::SharedStorage& shared;
+  int warpgroup;
+  uint32_t ds_at;  // chunk lane / 16, swizzled, of the lane's row of dS: bits are flipped for the others
+
+  CUTE_DEVICE QuerySums(typename Traits::SharedStorage& shared, int warpgroup) : shared(shared), warpgroup(warpgroup) {
+    auto const [lane, warp_row] = ConsumerThread();
+    int const key = (Traits::Apart ? warp_row % Traits::Held : warp_row) + lane % 16;
+    ds_at = cast_smem_ptr_to_uint(shared.ds) + key * (kPanel * sizeof(Element)) + ((lane / 16) ^ (key & 7)) * 16;
+    compute_here(ds_at);
+  }
+
+  /// Leaves dS^T of the warp's 16 keys to all.
+  template <class Words>
+  CUTE_DEVICE void share(Words const& words, int buffer) const {
+    uint32_t const at = ds_at + buffer * Traits::B_c * (kPanel * sizeof(Element));
+    CUTE_UNROLL
+    for (int m = 0; m < Traits::B_r / 16; ++m) {
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at ^ (m * 32)),
+                   "r"(words(4 * m)), "r"(words(4 * m + 1)), "r"(words(4 * m + 2)), "r"(words(4 * m + 3))
+                   : "memory");
+    }
+    if constexpr (!Traits::Apart) cutlass::arch::fence_view_async_shared();  // WGMMA reads it there
+    __syncwarp();
+    if (elect_one_sync()) shared.ds_full[buffer].arrive();
+  }
+
+  /// dS of the warp's 16 rows of a tile, as operand A, once another warpgroup has left it.
+  CUTE_DEVICE static auto operand() {
+    return make_tensor<Element>(partition_shape_A(Mma{}, Shape<Int<Traits::B_r>, Int<Traits::B_c>>{}));
+  }
+  template <class Operand>
+  CUTE_DEVICE void take(Operand& ds, int buffer) const {
+    int const thread = anew(threadIdx.x);  // an address for each turn: there is no register for one
+    auto const* const from =
+        shared.ds + buffer * Traits::B_c * kPanel + row_for_operand_a<Element>(thread % 32, thread / 32 % 4);
+    Tensor words = recast<uint32_t>(ds);
+    CUTE_UNROLL
+    for (int m = 0; m < Traits::B_c / 16; ++m) {
+      SM75_U16x8_LDSM_T::copy(*reinterpret_cast<uint128_t const*>(from + m * 16 * kPanel), words(4 * m),
+                              words(4 * m + 1), words(4 * m + 2), words(4 * m + 3));
+    }
+    __syncwarp();
+    if (elect_one_sync()) shared.ds_empty[buffer].arrive();
+  }
+
+  /// dS^T of the warpgroup's own keys, as operand A of dK's product.
+  CUTE_DEVICE auto own_ds(int buffer) const {
+    using Rows = LayoutAlongColumns<Element, Traits::B_c, kPanel>;
+    Tensor rows = local_tile(make_tensor(make_smem_ptr(shared.ds + buffer * Traits::B_c * kPanel), Rows{}),
+                             Shape<Int<kAtomRows>, Int<kPanel>>{}, make_coord(warpgroup, _0{}));
+    return typename Traits::MmaKeys{}.get_slice(0).partition_fragment_A(rows);
+  }
+
+  CUTE_DEVICE int part() const { return Traits::TakesTurns ? 0 : warpgroup; }
+  CUTE_DEVICE static auto accumulator() { return partition_fragment_C(Mma{}, Shape<Int<Traits::B_r>, Int<Columns>>{}); }
+  /// K in hand from a column on, as operand B.
+  CUTE_DEVICE auto keys_from(int column) const {
+    constexpr int kKeys = Traits::B_c;
+    return MmaOfPanel{}.get_slice(0).partition_fragment_B(
+        make_tensor(make_smem_ptr(shared.held + column / kPanel * kPanel * kKeys + column % kPanel),
+                    LayoutAlongRows<Element, kKeys, kPanel>{}));
+  }
+  template <class Sums>
+  CUTE_DEVICE void issue(Sums& sums, int buffer) const {
+    Tensor fDS =
+        Mma{}.get_slice(0).partition_fragment_A(make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDS{}));
+    gemm_async<Traits::B_c / 16>(Mma{}, fDS(_, _, _, buffer), keys_from(part() * Columns), sums, true);
+  }
+
+  /// Adds to all columns of a tile of rows, `Columns` at a time, of which two are under way.
+  template <class Operand>
+  CUTE_DEVICE void add_tile(Operand const& ds, float* to) const {
+    constexpr int kSteps = Traits::HeadDim / Columns, kVectorsOfLanes = 32 * 4;
+    Tensor both = make_tensor<float>(append(accumulator().layout(), Layout<_2>{}).shape());
+    for_each(make_int_sequence<kSteps + 1>{}, [&](auto step) {
+      constexpr int kNext = decltype(step)::value, kDone = kNext - 1;
+      if constexpr (kNext < kSteps) {
+        Tensor sums = both(_, _, _, kNext % 2);
+        gemm_async<Traits::B_c / 16>(Mma{}, ds, keys_from(kNext * Columns), sums, true);
+      }
+      if constexpr (kDone >= 0) {
+        Tensor sums = both(_, _, _, kDone % 2);
+        warpgroup_wait<(kNext < kSteps ? 1 : 0)>();
+        warpgroup_fence_operand(sums);
+        constexpr int kColumn = kDone * Columns;
+        add(sums,
+            to + SumsOfTile<Traits::HeadDim>::first(kColumn / kPanel, 0) * 4 + kColumn % kPanel / 8 * kVectorsOfLanes);
+      }
+    });
+  }
+
+  /// `to`: as `first` says. Sums lie in memory in the order in which threads hold them: each adds whole vectors, side
+  /// by side with its neighbours', those of a warp in one piece. SumsOfTile knows the order.
+  template <class Sums>
+  CUTE_DEVICE void add(Sums const& sums, float* to) const {
+    if constexpr (Traits::StagesSums) {
+      auto* const warps = reinterpret_cast<float4*>(shared.staging + part_of_warp<Traits>() * Traits::Staged);
+      tma_store_wait<0>();  // what the warp left there last has been read: by the thread that had it copied
+      __syncwarp();
+      CUTE_UNROLL
+      for (int e = 0; e < size(sums); e += 4)
+        warps[e * 8 + threadIdx.x % 32] = make_float4(sums(e), sums(e + 1), sums(e + 2), sums(e + 3));
+      cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+      if (elect_one_sync()) add_to_memory(to, warps, kVectors * sizeof(float4));
+    } else {
+      CUTE_UNROLL
+      for (int e = 0; e < size(sums); e += 4)
+        add_to_memory(to + e * 32, sums(e), sums(e + 1), sums(e + 2), sums(e + 3));
+    }
+  }
+  /// The vectors of tile `tile` of those that shared memory has, 32 apart, that the thread alone reads and writes.
+  CUTE_DEVICE float4* held(int tile) const {
+    constexpr int kTileVectors = Traits::B_r * Traits::HeadDim / 4;
+    return shared.sums + tile * kTileVectors + SumsOfTile<Traits::HeadDim>::first(0, threadIdx.x / 32 % 4) +
+           threadIdx.x % 32;
+  }
+  template <class Sums>
+  CUTE_DEVICE void hold(Sums const& sums, int tile) const {
+    float4* const to = held(tile);
+    CUTE_UNROLL
+    for (int e = 0; e < size(sums); e += 4) {
+      float4 const x = to[e * 8];
+      to[e * 8] = make_float4(x.x + sums(e), x.y + sums(e + 1), x.z + sums(e + 2), x.w + sums(e + 3));
+    }
+  }
+  /// Where the thread adds, or the warp, counted from the sums of a tile.
+  CUTE_DEVICE int first() const {
+    int const lane = Traits::StagesSums ? 0 : threadIdx.x % 32;
+    return (SumsOfTile<Traits::HeadDim>::first(part(), threadIdx.x / 32 % 4) + lane) * 4;
+  }
+};
+
+/// What the next tile that is due adds to dQ. Where, is worked out when it is wanted: registers of what is being added,
+/// its address among them, wait for memory before they are written again.
+template <class Traits>
+struct DueSums {
+  BackwardParams const& params;
+  typename Traits::SharedStorage& shared;
+  GradientTile<Traits> const& tile;
+  int row_block;
+  QuerySums<Traits> sums;
+  float* to = nullptr;
+  Range tiles;            // of a head
+  int t, head, held = 0;  // the tile, and its number of those in shared memory
+  int tiles_of_rows;
+
+  CUTE_DEVICE DueSums(BackwardParams const& params, typename Traits::SharedStorage& shared,
+                      GradientTile<Traits> const& tile, int row_block)
+      : params(params),
+        shared(shared),
+        tile(tile),
+        row_block(row_block),
+        sums(shared, row_block),
+        tiles(tile.tiles),
+        t(tiles.begin),
+        head(tile.head_q),
+        tiles_of_rows(tiles_of_head(tile.sequence.visibility.n_q, Traits::Step)) {
+    if (!Traits::HoldsSums || !tile.begins_head()) return;
+    for (int held = row_block; held < tile.heads * tiles_of_rows; held += 2) {
+      CUTE_UNROLL
+      for (int i = 0; i < Traits::HeadDim / 8; ++i) sums.held(held)[i * 32] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+  }
+
+  /// Where a mask hides tiles, `to` is set before: what the copying warp says of the tile.
+  CUTE_DEVICE void find() {
+    if constexpr (Traits::Hides) {
+      to += sums.first();
+      return;
+    }
+    if constexpr (Traits::HoldsSums) {
+      held = (head - tile.head_q) * tiles_of_rows + t;
+    } else if (t == tiles.begin) {
+      to = sums_of_tile(params, tile, head, t) + sums.first();
+    } else {
+      to += Traits::Step * Traits::HeadDim;
+    }
+    if (++t == tiles.end) t = tiles.begin, ++head;
+  }
+  /// Of dS in buffer `stage`, which is free then.
+  template <class Accumulator>
+  CUTE_DEVICE void add(Accumulator& of_tile, int stage) {
+    warpgroup_fence_operand(of_tile);
+    if constexpr (!Traits::TakesTurns) find();
+    if constexpr (Traits::HoldsSums) {
+      if (elect_one_sync()) shared.ds_empty[stage].arrive();
+      sums.hold(of_tile, held);
+    } else {
+      sums.add(of_tile, to);
+    }
+  }
+  /// Whether the warpgroup adds what is due before turn `turn`: in shared memory always to the same tiles.
+  CUTE_DEVICE bool is_own(int turn) const {
+    return !Traits::TakesTurns || (Traits::HoldsSums ? held % 2 == row_block : turn % 2 != row_block);
+  }
+};
+
+}  // namespace cutlass_ext::sm90

@@ -1,0 +1,161 @@
+// The sums of a consumer warpgroup to memory, once it has gone through all tiles. Used by consumer.hpp.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+#include "../../sm90/warpgroup.hpp"
+#include "../../softmax.hpp"
+#include "../params.hpp"
+#include "parts.hpp"
+#include "query_sums.hpp"
+#include "traits.hpp"
+
+namespace cutlass_ext::sm90 {
+
+/// What `store_rows` has to know of sums with `Columns` columns.
+template <class Traits, int Columns>
+struct Stored {
+  using Element = typename Traits::Element;
+  static constexpr int HeadDimV = Columns, PanelsV = Traits::template Padded<Columns> / kPanel, StagedPanels = 1;
+};
+
+/// dQ of a head from shared memory, once all of its keys have been gone through: of the tiles that the warpgroup adds
+/// to.
+template <class Traits>
+CUTE_DEVICE void store_held_sums(BackwardParams const& params, QuerySums<Traits> const& sums,
+                                 GradientTile<Traits> const& tile, int row_block) {
+  using Element = typename Traits::Element;
+  int const rows = tile.sequence.visibility.n_q, tiles = tiles_of_head(rows, Traits::Step), lane = threadIdx.x % 32,
+            warp_row = threadIdx.x / 32 % 4 * 16;
+  Tensor cQ = QuerySums<Traits>::accumulator();
+  Tensor dQ = rows_and_columns(cQ);
+  CUTE_NO_UNROLL
+  for (int held = row_block; held < tile.heads * tiles; held += 2) {
+    float4* const from = sums.held(held);
+    CUTE_UNROLL
+    for (int e = 0; e < size(cQ); e += 4) {
+      float4 const x = from[e * 8];
+      cQ(e) = x.x, cQ(e + 1) = x.y, cQ(e + 2) = x.z, cQ(e + 3) = x.w;
+    }
+    CUTE_UNROLL
+    for (int e = 0; e < size(cQ); ++e) cQ(e) *= factor_of_gradients(params);
+    __syncwarp();  // all have read what is written over
+    int const head = held / tiles, row = (held - head * tiles) * Traits::Step + warp_row;
+    auto* const to = row_at<Element>(params.dq, params.dq_stride, tile.sequence.batch,
+                                     tile.sequence.q_row0 + row + lane / 8, tile.head_q + head);
+    store_rows<Stored<Traits, Traits::HeadDim>>(
+        to, [&](int pass) { return pass * 4 * params.dq_stride.row; }, rows - row, params.head_dim, dQ,
+        reinterpret_cast<Element*>(from - lane), lane);
+  }
+}
+
+/// `A`: dK or dQ of a tile in hand whose operands were in parts, `V`: dV, as far as `What` has them. `mine`: of rows in
+/// hand that are query rows, and `row_sum` the thread's share of what their P, in parts, sum to.
+template <class Traits, Sums What, class SumsA, class SumsV>
+CUTE_DEVICE void store_in_parts(BackwardParams const& params, GradientTile<Traits> const& tile, SumsA const& A,
+                                SumsV const& V, GradientScales const& scales, RowStatistics const (&mine)[2],
+                                float const (&row_sum)[2]) {
+  // What the tensor cores cut off is made up for, where sums have a tile's terms.
+  constexpr float kCutOff = kCutOffSum * Traits::Step / kKeysOfCutOff;
+  ConsumerThread const thread;
+  int const lane = thread.lane, warp_row = thread.warp_row % Traits::Held;
+  float factors[2];
+  auto const factor_of = [&](float scale) {
+    int const row = tile.work.row0 + warp_row + lane / 4;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      bool const sums_up = tile.view.keys_of_row(row + row_of(i)).size() >= Traits::Step;
+      factors[i] = (sums_up ? fmaf(scale, kCutOff, scale) : scale) * (1.f / (1 << kShiftP));
+    }
+  };
+  auto const store = [&](void* data, Strides const& stride, auto const& sums, int cols, int head) {
+    float* const to = static_cast<float*>(data) + tile.sequence.batch * stride.batch + head * stride.head +
+                      (int64_t(tile.held_row0) + tile.work.row0 + warp_row) * stride.row;
+    store_floats(to, stride.row, tile.rows() - warp_row, cols, sums, factors, lane);
+  };
+  float const scale = ScoreMod::gradient_scale(params);
+  if constexpr (sums_p(What)) {
+    factor_of(scales.dv);
+    store(params.dv, params.dv_stride, V, params.head_dim_v, tile.head_kv);
+  }
+  if constexpr (sums_ds(What) && Traits::OfKeys) {
+    factor_of(scale * scales.dk);
+    store(params.dk, params.dk_stride, A, params.head_dim, tile.head_kv);
+  }
+  if constexpr (!Traits::OfKeys) {
+    factor_of(scale * scales.dq);
+    // What P lacks to sum to 1: dQ gets it here, dK and dV from the lse that is left for their launch.
+    float const sink_log2 = params.sink_of(tile.head_q) * kLog2e;
+    RowStatistics* const rows = params.row_statistics +
+                                StatisticsRows(params).first(params, tile.sequence, tile.work.batch, tile.head_q) +
+                                tile.work.row0 + warp_row + lane / 4;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      float const sum = sum_for_one(warp_sum<4, 1>(row_sum[i]) * (1.f / (1 << kShiftP)), sink_log2, mine[i].lse_log2);
+      factors[i] *= reciprocal(sum);
+      if (lane % 4 == 0 && lane / 4 + row_of(i) < tile.rows() - warp_row)
+        rows[row_of(i)].lse_log2 = mine[i].lse_log2 + log2f(sum);
+    }
+    store(params.dq, params.dq_stride, A, params.head_dim, tile.head_q);
+  }
+}
+
+/// The accumulators `cA` of dK or dQ and `cV` of dV of a tile in hand, as far as `What` has them, through `staging`:
+/// 16 rows of a panel that are the warp's own.
+template <class Traits, Sums What, class SumsA, class SumsV>
+CUTE_DEVICE void store_results(BackwardParams const& params, GradientTile<Traits> const& tile, SumsA& cA, SumsV& cV,
+                               typename Traits::Element* staging) {
+  using Element = typename Traits::Element;
+  ConsumerThread const thread;
+  int const lane = thread.lane, warp_row = thread.warp_row % Traits::Held;
+  int const head = Traits::OfKeys ? tile.head_kv : tile.head_q;
+  auto const store = [&](void* data, Strides const& stride, auto const& sums, int cols, auto head_dim) {
+    int64_t const row = tile.held_row0 + tile.work.row0 + warp_row + lane / 8;
+    auto* const to =
+        static_cast<Element*>(data) + tile.sequence.batch * stride.batch + head * stride.head + row * stride.row;
+    store_rows<Stored<Traits, decltype(head_dim)::value>>(
+        to, [&](int pass) { return pass * 4 * stride.row; }, tile.rows() - warp_row, cols, sums, staging, lane);
+  };
+  // What a split has is added up, in their order, by the launch that follows (../sums.hpp): accumulators as they are.
+  [[maybe_unused]] auto const leave = [&](auto const& sums, int64_t from, auto head_dim) {
+    constexpr int kColumns = decltype(head_dim)::value;
+    using Order = SumsOfTile<kPanel>;
+    int const row = tile.work.row0 + warp_row / kAtomRows * kAtomRows;
+    auto* const to = reinterpret_cast<float4*>(
+        params.split_sums + from +
+        SplitSums(params, Traits::Of)
+            .first(params, tile.sequence, tile.work.batch, head, row, tile.work.split, kColumns));
+    CUTE_UNROLL
+    for (int e = 0; e < size(sums); e += 4) {
+      constexpr int kOfAPanel = kPanel / 2;  // of a thread
+      to[Order::first(e / kOfAPanel, warp_row % kAtomRows / 16) + e % kOfAPanel * 8 + lane] =
+          make_float4(sums(e), sums(e + 1), sums(e + 2), sums(e + 3));
+    }
+  };
+  Tensor A = rows_and_columns(cA);
+  Tensor V = rows_and_columns(cV);
+  bool const is_split = Traits::Splits && params.splits() > 1;
+  if constexpr (sums_p(What)) {
+    if constexpr (Traits::Pairs) {
+      CUTE_UNROLL
+      for (int e = 0; e < size(V); ++e) V(e) *= params.dropout.scale;
+    }
+    if (is_split) {
+      leave(cV, SplitSums(params, Traits::Of).size(params.splits(), Traits::HeadDim), Int<Traits::HeadDimV>{});
+    } else {
+      store(params.dv, params.dv_stride, V, params.head_dim_v, Int<Traits::HeadDimV>{});
+    }
+  }
+  if constexpr (sums_ds(What)) {
+    CUTE_UNROLL
+    for (int e = 0; e < size(A); ++e) A(e) *= factor_of_gradients(params);
+    Strides const& stride = Traits::OfKeys ? params.dk_stride : params.dq_stride;
+    if (is_split) {
+      leave(cA, 0, Int<Traits::HeadDim>{});
+    } else {
+      store(Traits::OfKeys ? params.dk : params.dq, stride, A, params.head_dim, Int<Traits::HeadDim>{});
+    }
+  }
+}
+
+}  // namespace cutlass_ext::sm90

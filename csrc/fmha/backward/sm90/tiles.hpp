@@ -1,0 +1,188 @@
+// What a CTA works on: a tile of one side of the scores at a time, and how its warps pass from one to the next. Used by
+// all of Hopper's backward kernels.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include "../../score.hpp"
+#include "../../sm90/pipeline.hpp"
+#include "../../sm90/warpgroup.hpp"
+#include "../params.hpp"
+
+namespace cutlass_ext::sm90 {
+
+/// Tiles of rows that there is room for in shared memory, those of all query heads of a key head; and how many a head
+/// has.
+constexpr int kMostHeldTiles = 8;
+CUTE_HOST_DEVICE int tiles_of_head(int rows, int block) { return (rows + block - 1) / block; }
+
+/// What a CTA works on at a time: a tile of one side, and the tiles of the other that it goes through, once for each
+/// head.
+template <class Traits>
+struct GradientTile {
+  WorkItem work;  // row0: first row in hand
+  Sequence sequence;
+  Visibility view;  // from the side in hand: what is held are its rows, what is streamed its keys
+  Range tiles, unmasked;
+  int heads;  // query heads that are gone through
+  int head_q, head_kv;
+  int held_row0, streamed_row0;  // rows of the tensors that hold the side's first
+  PairMod pairs;                 // of the first head
+  bool bias_in_chunks;           // whether eight keys of a row are a vector of 16 bytes
+  float bias_unit;               // of the bias in scores
+  int seen_tiles;                // turns, where a mask hides tiles
+  uint32_t held_phase = 0;       // of the barriers of the tile in hand
+
+  GradientTile() = default;
+  CUTE_DEVICE GradientTile(BackwardParams const& params, int index)
+      : work(params.scheduler(index)), sequence(sequence_of(params, work.batch)) {
+    Visibility const& visibility = sequence.visibility;
+    if constexpr (Traits::OfKeys) {
+      view = visibility.transposed();
+      tiles = visibility.row_tiles_of(work.row0, Traits::B_c, Traits::B_r);
+      unmasked = visibility.unmasked_row_tiles_of(work.row0, Traits::B_c, Traits::B_r);
+      heads = params.heads_per_kv.divisor;
+      head_q = work.head * heads, head_kv = work.head;
+      held_row0 = sequence.k_row0, streamed_row0 = sequence.q_row0;
+    } else {
+      view = visibility;
+      tiles = visibility.tiles_of(work.row0, Traits::B_r, Traits::B_c);
+      unmasked = visibility.unmasked_tiles_of(work.row0, Traits::B_r, Traits::B_c);
+      heads = 1;
+      head_q = work.head, head_kv = params.heads_per_kv.div(work.head);
+      held_row0 = sequence.q_row0, streamed_row0 = sequence.k_row0;
+    }
+    if constexpr (Traits::Splits) {
+      Range const own = split_turns(params, work.split, heads, &tiles);
+      head_q += own.begin, heads = own.size();
+    }
+    if (!Traits::Pairs || !has_pairs(params)) return;
+    pairs = PairMod(params, sequence, work.batch, head_q);
+    bias_in_chunks = pairs.bias_in_chunks(params, heads);
+    bias_unit = ScoreMod::changes(params) ? kLog2e : 1.f / ScoreMod::gradient_scale(params);
+  }
+
+  CUTE_DEVICE int rows() const { return view.n_q - work.row0; }  // in hand that exist
+  /// The thread's first row in hand, counted in the sequence, of which the second lies 8 further.
+  CUTE_DEVICE int first_row(ConsumerThread const& thread) const {
+    return work.row0 + thread.warp_row % Traits::Held + thread.lane / 4;
+  }
+  // Over keys, whether the tile is a head's first, and whether it is its last.
+  CUTE_DEVICE bool begins_head() const { return work.row0 == 0; }
+  CUTE_DEVICE bool ends_head() const { return rows() <= Traits::Held; }
+  CUTE_DEVICE int turns(BackwardParams const& params) const {
+    return Traits::Hides && params.tile_map ? seen_tiles : heads * tiles.size();
+  }
+
+  /// Bits of the tiles that are gone through for a head; null: all are seen.
+  CUTE_DEVICE uint32_t const* map(BackwardParams const& params, int head, TileMap::Plane plane) const {
+    if (!Traits::Hides || !params.tile_map) return nullptr;
+    TileMap const of(params, Traits::OfKeys, Traits::Held, Traits::Step);
+    return params.tile_map + of.first(work.batch, head, work.row0 / Traits::Held, plane);
+  }
+  /// Counts them, a warp for all.
+  CUTE_DEVICE int count_seen(BackwardParams const& params) const {
+    int count = 0;
+    for (int g = 0; g < heads; ++g) {
+      uint32_t const* const seen = map(params, head_q + g, TileMap::Seen);
+      for (int t = tiles.begin + threadIdx.x % 32; t < tiles.end; t += 32) count += __ldg(seen + t / 32) >> t % 32 & 1;
+    }
+    return __reduce_add_sync(0xffffffffu, count);
+  }
+};
+/// The CTA's tiles in turn, as all warps but the one that takes them see them.
+template <class Traits>
+struct TileReader {
+  typename Traits::SharedStorage& shared;
+  RingPosition<Traits::TilesKnown> at{};
+
+  /// The current tile; null: there is none.
+  CUTE_DEVICE GradientTile<Traits> const* here() const {
+    if constexpr (Traits::Persistent) {
+      shared.tile_full[at.stage].wait_for(at.phase);
+      if (shared.is_last[at.stage]) return nullptr;
+    }
+    return &shared.tiles[at.stage];
+  }
+  /// By a whole warp, once it has read the current tile for the last time; whether there may be another.
+  CUTE_DEVICE bool release() {
+    if constexpr (Traits::Persistent) {
+      __syncwarp();
+      if (elect_one_sync()) shared.tile_empty[at.stage].arrive();
+      at.advance();
+    }
+    return Traits::Persistent;
+  }
+};
+
+/// Takes the CTA's tiles, the first by its index, then the next one that nobody has. By a whole warp.
+template <class Traits>
+struct TileTaker {
+  BackwardParams const& params;
+  typename Traits::SharedStorage& shared;
+  RingPosition<Traits::TilesKnown> at{};
+  bool took_first = false, goes_on = false;  // with a head
+  unsigned index = 0, next_head = 0;         // of the tile, and of the first one of the next head
+  uint32_t held_phase = 0, rows_phase = 0;
+
+  /// What no CTA has: a tile, or a head.
+  CUTE_DEVICE unsigned draw(bool leader) const {
+    return gridDim.x + __shfl_sync(0xffffffffu, leader ? atomicAdd(params.counters, 1u) : 0, 0);
+  }
+  /// The index of the next tile.
+  CUTE_DEVICE unsigned take(bool leader) {
+    bool const is_first = !took_first;
+    took_first = true;
+    if constexpr (Traits::HoldsSums) {
+      return goes_on ? index + 1 : take_head(leader, is_first);
+    } else {
+      return is_first ? blockIdx.x : draw(leader);
+    }
+  }
+  /// That of the next head's first tile, once the statistics of its rows are there. The head behind it is drawn, so
+  /// that those of its rows are made meanwhile.
+  CUTE_DEVICE unsigned take_head(bool leader, bool is_first) {
+    unsigned const tiles = tiles_of_head(params.n_kv, Traits::Held);
+    unsigned first = blockIdx.x * tiles;
+    if (!is_first) {
+      shared.rows_known.wait_for(rows_phase);
+      rows_phase ^= 1;
+      first = next_head;
+    }
+    next_head = draw(leader) * tiles;
+    if (leader) {
+      shared.next_head = next_head;
+      shared.head_taken.arrive();
+    }
+    return first;
+  }
+
+  /// Tells the others of a tile that has rows, or that there is none, and returns it.
+  CUTE_DEVICE GradientTile<Traits> const* next() {
+    bool const leader = threadIdx.x % 32 == 0;
+    auto& slot = shared.tiles[at.stage];
+    shared.tile_empty[at.stage].wait_for(at.phase ^ 1);
+    bool exists;
+    do {
+      index = take(leader);
+      exists = index < static_cast<unsigned>(params.scheduler.size());
+      if (exists && leader) {
+        slot = GradientTile<Traits>(params, index);
+        slot.held_phase = held_phase;
+        if (Traits::HoldsSums && slot.rows() <= 0) slot.tiles = {0, 0};  // a head without keys, whose dQ is 0
+      }
+      __syncwarp();
+      if (Traits::HoldsSums && exists) goes_on = !slot.ends_head();
+      // Packed: the launch counts the tiles of the longest sequence for each.
+    } while (exists && slot.rows() <= 0 && !Traits::HoldsSums);
+    if (leader) {
+      shared.is_last[at.stage] = !exists;
+      shared.tile_full[at.stage].arrive();
+    }
+    if (exists && slot.turns(params) > 0) held_phase ^= 1;
+    at.advance();
+    return exists ? &slot : nullptr;
+  }
+};
+
+}  // namespace cutlass_ext::sm90

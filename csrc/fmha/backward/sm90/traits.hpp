@@ -1,0 +1,188 @@
+// What a backward kernel is made of: tiles, layouts, products, registers, shared memory. Used by the other files here.
+#pragma once
+
+#include <cute/tensor.hpp>
+#include <cutlass/arch/barrier.h>
+
+#include "../../features.hpp"
+#include "../../sm90/warpgroup.hpp"
+#include "pairs.hpp"
+#include "parts.hpp"
+#include "tiles.hpp"
+
+namespace cutlass_ext::sm90 {
+
+/// What a consumer warpgroup sums up.
+enum class Sums {
+  KeysAndValues,  ///< dK and dV of 64 keys
+  Values,         ///< dV of 64 keys, of which another warpgroup has dK: two accumulators of wide heads are too many
+  Keys,
+  Queries,  ///< dQ of 64 rows
+  All,      ///< dK and dV of 64 keys, and what these and the other warpgroup's add to dQ
+};
+
+/// Whether that has a product with P, and one with dS: sums of dV, and of dK or dQ.
+constexpr bool sums_p(Sums what) { return what != Sums::Keys && what != Sums::Queries; }
+constexpr bool sums_ds(Sums what) { return what != Sums::Values; }
+
+/// Where a kernel over tiles of keys adds up dQ.
+enum class SumsOfQueries {
+  None,      ///< another launch does
+  InMemory,  ///< CTAs add to it in any order
+  InShared,  ///< a CTA has all tiles of a head, one after the other
+};
+
+/// Where dV and dK of a tile are two warpgroups' (`Apart`), and there are sums of queries, a third makes what is added
+/// to these, and S is computed by that of dV, which passes P on.
+template <Axis Of_, int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, Features Mods_,
+          SumsOfQueries OfQueries>
+struct BackwardTraits {
+  static constexpr Axis Of = Of_;
+  static constexpr bool OfKeys = Of == Axis::Keys;
+  static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDimV_, Stages = Stages_;
+  // Which of feature::kMods are taken. Wider heads have no registers left for what pairs have.
+  static constexpr Features Mods = HeadDim <= 128 && HeadDimV <= 128 ? Mods_ : Mods_ & feature::kScoreMods;
+  static constexpr bool ScoreMods = Mods & feature::kScoreMods, Pairs = Mods & feature::kPairs;
+  // Whether pairs may be hidden, and tiles left out; and whether the kernel is for dropout and nothing else: then all
+  // of its calls have it.
+  static constexpr bool Hides = Mods & (feature::Bias | feature::Mask), DropsAlone = Mods == feature::Dropout;
+  static constexpr bool AddsToQueries = OfQueries != SumsOfQueries::None,
+                        HoldsSums = OfQueries == SumsOfQueries::InShared;
+  // Whether a CTA works on one tile after the other: the next one's first copies land while a tile's gradients are
+  // stored. Else the launch has a CTA for each (backward.cpp asks the same): with score changes 64 and 104 bytes
+  // spilled, with dropout alone 26 at head_dim 128.
+  static constexpr bool Persistent = AddsToQueries && (!Mods || (DropsAlone && HeadDim <= 64));
+  static constexpr int TilesKnown = Persistent ? 2 : 1;
+  using Element = Element_;
+  using Part = typename Operand<Element>::Part;
+  static constexpr int Parts = Operand<Element>::Parts;
+  // Whether several CTAs may share a tile in hand: each goes through some of the heads, and of the tiles (backward.cpp
+  // asks the same).
+  static constexpr bool Splits = !Pairs && Parts == 1 && !HoldsSums;
+  static constexpr int Held = OfKeys ? B_c : B_r, Step = OfKeys ? B_r : B_c;  // rows in hand, and of a streamed tile
+  /// Whether each of two warpgroups sums up one of dK and dV, for the same keys.
+  static constexpr bool Apart = OfKeys && Held == kAtomRows, AddsApart = Apart && AddsToQueries;
+  static constexpr int Streaming = Apart ? 2 : Held / kAtomRows;  // warpgroups that go through the streams
+  static constexpr int Consumers = Streaming + AddsApart;
+  static constexpr int Threads = (Consumers + 1) * kWarpgroup;
+  // 504 are there, as in traits.hpp, 512 of four warpgroups.
+  static constexpr int ProducerRegisters = HoldsSums             ? 56
+                                           : Persistent && Pairs ? 40
+                                                                 : 24,
+                       ConsumerRegisters = AddsApart             ? 208
+                                           : HoldsSums           ? 224
+                                           : Persistent && Pairs ? 232
+                                                                 : 240,
+                       RegistersOfValues = AddsApart ? 200 : 240, RegistersOfQueries = 80;
+
+  template <int Columns>
+  static constexpr int Padded = (Columns + kPanel - 1) / kPanel * kPanel;  // in shared memory: whole panels
+  static constexpr int ColumnsQK = Padded<HeadDim> * Parts, ColumnsV = Padded<HeadDimV> * Parts;  // high parts first
+
+  template <int Columns>
+  using LayoutHeld = LayoutAlongColumns<Part, Held, Columns>;
+  template <int Columns>
+  using LayoutStreamed =
+      decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Part>{}, Shape<Int<Step>, Int<Columns>, Int<Stages>>{}));
+  // The same bytes, transposed, as the second products want them.
+  template <int Columns>
+  using LayoutAcross = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Part>{},
+                                              Shape<Int<Columns>, Int<Step>, Int<Stages>>{}, cute::Step<_2, _1, _3>{}));
+
+  // Whether tiles that a mask leaves whole have a body of the loop of their own, where nothing else changes scores.
+  static constexpr bool TwoBodies = (Mods & feature::Mask) && AddsToQueries;
+
+  // Whether a warpgroup keeps its rows in hand in registers: there are 52 left, and shared memory, which the products
+  // would read them from each turn, is what the kernel waits for.
+  static constexpr bool HoldsInRegisters = AddsToQueries && HeadDim <= 64 && HeadDimV <= 64;
+  template <int Columns>
+  using ShapeOfScores = Shape<Int<kAtomRows>, Int<Step>, Int<Columns>>;
+  template <int Columns>
+  using MmaScores = decltype(make_tiled_mma(
+      std::conditional_t<HoldsInRegisters, decltype(GMMA::rs_op_selector<Part, Part, float, ShapeOfScores<Columns>>()),
+                         decltype(GMMA::ss_op_selector<Part, Part, float, ShapeOfScores<Columns>>())>{}));
+  // An instruction may have no more registers than a thread is launched with: 128 where warpgroups are four.
+  template <int Columns>
+  static constexpr int ColumnsAtOnce = AddsApart && Columns > 128 ? 128 : Columns;
+  template <int Columns>
+  using MmaGradient = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<ColumnsAtOnce<Columns>>, Int<Step>>,
+                           GMMA::Major::K, GMMA::Major::MN>()));
+
+  // What a tile adds to dQ: dS of all keys in hand, as the warpgroups leave it, times K; of each warpgroup a part of
+  // the columns. It is multiplied a turn after it was left, so that no warpgroup waits for another within a turn; with
+  // three buffers the barrier that says that it is there will do.
+  // Apart, it passes from one warpgroup to another, which says when it has it in registers: as many as there are
+  // stages, so that a turn has one number for both. Beside sums in shared memory there is room for two.
+  static constexpr int BuffersDS = AddsApart ? Stages : HoldsSums ? 2 : 3;
+  static constexpr bool EmptiesDS = AddsApart || HoldsSums;  // whether it is said when it has been read
+  // Narrow heads leave registers for all columns: the warpgroups then take turns, which reads dS once.
+  static constexpr bool TakesTurns = AddsToQueries && SumsOfTile<HeadDim>::kParts == 1;
+  static constexpr int QueryColumns = AddsApart ? 32 : HeadDim / SumsOfTile<HeadDim>::kParts;
+  // Whether the copy engine adds it, out of `staging`: the registers are free at once. Wider heads have neither room
+  // there nor time of shared memory.
+  static constexpr bool StagesSums = TakesTurns && !HoldsSums;
+  static constexpr int VectorsOfSums = HoldsSums ? kMostHeldTiles * B_r * HeadDim / 4 : 1;
+  // Beside sums in shared memory values in hand pass through the stages of dout: 64 rows each.
+  static constexpr int HeldBox = HoldsSums ? kAtomRows : Held;
+  static constexpr int Staged = 16 * (StagesSums ? kPanel * sizeof(float) / sizeof(Part) : kPanel);  // of a warp
+  using LayoutDS =
+      decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Part>{}, Shape<Int<B_r>, Int<B_c>, Int<BuffersDS>>{}));
+  using MmaKeys =
+      decltype(make_tiled_mma(GMMA::ss_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<HeadDim>, Int<B_r>>,
+                                                   GMMA::Major::K, GMMA::Major::MN>()));
+  template <int Columns>
+  using ShapeOfQueries = Shape<Int<B_r>, Int<Columns>, Int<B_c>>;
+  template <int Columns>
+  using MmaQueries = decltype(make_tiled_mma(
+      std::conditional_t<
+          AddsApart,
+          decltype(GMMA::rs_op_selector<Part, Part, float, ShapeOfQueries<Columns>, GMMA::Major::K, GMMA::Major::MN>()),
+          decltype(GMMA::ss_op_selector<Part, Part, float, ShapeOfQueries<Columns>, GMMA::Major::MN,
+                                        GMMA::Major::MN>())>{}));
+  static constexpr int VectorsOfP = kAtomRows * B_r / kWarpgroup / 4;  // of a thread
+
+  // Whether a tile of bias, or its part, lies apart from `staging`: where that is too small, or in use.
+  static constexpr bool StagesPairs = Hides && (Step > kPanel || StagesSums);
+  struct SharedStorage {
+    alignas(1024) Part held[Held * ColumnsQK];
+    alignas(1024) Part streamed[Stages * Step * ColumnsQK];
+    alignas(1024) Part streamed_v[Stages * Step * ColumnsV];
+    alignas(1024) Part ds[AddsToQueries ? BuffersDS * B_r * B_c : 8];
+    alignas(HoldsSums ? 16 : 1024) Part held_v[HoldsSums ? 8 : Held * ColumnsV];
+    alignas(16) float4 sums[VectorsOfSums];  // of dQ: tiles of rows of a head, in the order of SumsOfTile
+    // 16 rows of a panel for each consumer warp; a warp's part of dS, or of what else it passes on, serves as such.
+    alignas(256) Part staging[Parts == 1 && !EmptiesDS ? 4 * Consumers * Staged : 8];
+    alignas(256) Part pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
+    StreamedTile at[Hides ? Stages : 1];  // what the stages hold
+    alignas(16) RowStatistics statistics[Stages][OfKeys ? Step : 1];
+    GradientTile<BackwardTraits> tiles[TilesKnown];
+    bool is_last[TilesKnown];  // there is no tile
+    Barrier tile_full[TilesKnown], tile_empty[TilesKnown];
+    Barrier held_full, held_v_full, held_empty, held_v_empty;
+    Barrier full[Stages], empty[Stages], full_v[Stages], empty_v[Stages];
+    Barrier ds_full[BuffersDS];
+    Barrier tail, tail_v;  // the copy of a tile whose rows past the last are to be zeroed before anyone sees it
+    Barrier ds_empty[EmptiesDS ? BuffersDS : 1], p_full, p_empty;
+    Barrier head_taken, rows_known;  // the CTA's next head, of whole ones, and the statistics of its rows
+    unsigned next_head;              // its first tile's index
+    alignas(16) float4 p[AddsApart ? VectorsOfP * kWarpgroup : 1];
+  };
+
+  static_assert(StatisticsRows::kTile % B_r == 0 || !OfKeys, "statistics are copied by whole tiles of rows");
+  static_assert(!AddsToQueries || (OfKeys && B_r == kPanel), "a row of a panel of dS is one key's");
+  static_assert(!AddsToQueries || (B_r == SumsOfTile<HeadDim>::kRows &&
+                                   (TakesTurns || Apart || Consumers == SumsOfTile<HeadDim>::kParts)),
+                "the order of the sums");
+  static_assert(!AddsApart || !Mods, "there are no registers for score changes");
+  static_assert(!AddsApart || Stages == 2, "the phase of P is a turn's stage: both alternate");
+  static_assert(!HoldsSums || (HoldsInRegisters && TakesTurns && Persistent && !Hides),
+                "a warp adds to the same tiles each time");
+  static_assert(!TakesTurns || Consumers == 2, "every other turn is a warpgroup's");
+  static_assert(Held % kAtomRows == 0 && Step % 16 == 0, "WGMMA's rows, and its steps");
+  static_assert(Parts == 1 || !(Mods || AddsToQueries), "float32 is multiplied plainly");
+  static_assert(Parts == 1 || (HeadDim % kPanel == 0 && HeadDimV % kPanel == 0), "low parts begin with a panel");
+  static_assert(Parts == 1 || HeadDimV <= 2 * kPanel, "there are no registers for more sums of dP");
+};
+
+}  // namespace cutlass_ext::sm90
