@@ -1,5 +1,6 @@
-// Gradients from sums that Hopper's kernels leave in the order of their accumulators (sm90/query_sums.hpp): dQ, which kernels over
-// tiles of keys add to; and what the splits of a tile have summed up apart. Launched by kernels/gradient_sums.cu.
+// Gradients from sums that Hopper's kernels leave in the order of their accumulators (sm90/query_sums.hpp): dQ, which
+// kernels over tiles of keys add to; and what the splits of a tile have summed up apart. Launched by
+// kernels/gradient_sums.cu.
 #pragma once
 
 #include <cutlass/numeric_types.h>
