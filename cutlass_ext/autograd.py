@@ -32,6 +32,26 @@ def autocast(arguments: tuple, device: str) -> tuple:
     return *(_cast(x, dtype, device) for x in arguments[:3]), *arguments[3:]
 
 
+def is_cast(x: Tensor) -> bool:
+    """Whether autocast is at work where `x` lies."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def cast_before(function: Callable) -> Callable:
+    """`function` of q, k and v, which under autocast are cast once, before anything is sent or merged; the rest runs
+    without autocast."""
+
+    @functools.wraps(function)
+    def call(q, k, v, **options):
+        if not isinstance(q, Tensor) or not is_cast(q):
+            return function(q, k, v, **options)
+        q, k, v = autocast((q, k, v), q.device.type)
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, k, v, **options)
+
+    return call
+
+
 def _cast(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64 or x.device.type != device:
         return x
@@ -78,8 +98,8 @@ def _function_of(operator, plain, backward: Callable, setup_context: Callable | 
             )
 
     def call(*arguments):
-        if operator in (with_grad, with_grad_torch) and torch.is_autocast_enabled(device := arguments[0].device.type):
-            arguments = autocast(arguments, device)  # before the inputs are kept for the gradients
+        if operator in (with_grad, with_grad_torch) and is_cast(arguments[0]):
+            arguments = autocast(arguments, arguments[0].device.type)  # before the inputs are kept for the gradients
         function = Function if func_is_active() else Eager
         return function.apply(*arguments, *defaults[len(arguments) :])
 
@@ -109,7 +129,7 @@ def _gradients(operator, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple
         dout = dout.to(inputs[0].dtype)
         delta = (dout * out).masked_fill(out == 0, 0.0).sum(-1).transpose(-1, -2)  # rows without keys take any dout
         delta, out, dlse = (delta if dlse is None else delta - dlse).contiguous(), None, None
-    dout = _readable(dout)
+    dout = readable_dout(dout)
     dlse = None if dlse is None else dlse.contiguous()
     bias_grad = inputs[_BIAS] is not None and ctx.needs_input_grad[_BIAS]
     q, k, v, *options = inputs  # the gradients take the same options, in the same order
@@ -120,7 +140,7 @@ def _gradients(operator, ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple
     return tuple(gradients)
 
 
-def _readable(dout: Tensor) -> Tensor:
+def readable_dout(dout: Tensor) -> Tensor:
     """`dout` as the kernels read it: a copy where it is expanded, or its rows are not contiguous or aligned."""
     if dout.is_contiguous():
         return dout

@@ -25,6 +25,7 @@ _TAKEN = {"fa_version", "scheduler_metadata", "pack_gqa", "sm_margin"}
 _TAKEN |= {"q_descale", "k_descale", "v_descale"}  # of fp8; vLLM gives them with 16 bits too
 # Those that would change it, and the values besides None with which they do not.
 _REFUSED = dict.fromkeys(("q_v", "qv", "seqused_q", "cp_tot_seqused_k"))
+_REFUSED |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "rotary_seqlens"))  # of a cache
 _REFUSED |= {"cp_world_size": 1, "cp_rank": 0, "attention_chunk": 0}
 _SINKS = torch.float32, torch.float16, torch.bfloat16
 
@@ -186,7 +187,7 @@ def flash_attn_varlen_func(
     """
     sink = engine_arguments(s_aux, engine)
     if block_table is not None and cu_seqlens_k is not None:
-        seqused_k = _lengths_between(cu_seqlens_k, cu_seqlens_q) if seqused_k is None else seqused_k
+        seqused_k = lengths_between(cu_seqlens_k, cu_seqlens_q) if seqused_k is None else seqused_k
         cu_seqlens_k = None
     max_seqlen_q, max_seqlen_k = longest(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     return_lse = _wants_lse(return_attn_probs, return_softmax_lse)
@@ -210,7 +211,7 @@ def longest(**lengths: int | Tensor | None) -> list[int | None]:
     return [*lengths.values()]
 
 
-def _lengths_between(cu_seqlens_k: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+def lengths_between(cu_seqlens_k: Tensor, cu_seqlens_q: Tensor) -> Tensor:
     """The keys of each sequence, for pages, which lie one after the other nowhere."""
     if not isinstance(cu_seqlens_k, Tensor) or cu_seqlens_k.dtype != torch.int32:
         given = cu_seqlens_k.dtype if isinstance(cu_seqlens_k, Tensor) else type(cu_seqlens_k).__name__

@@ -158,7 +158,7 @@ def fmha(
             merged by `merge_attention`, are what one call of all keys would be, weights dropped included: key `j`
             stands for `j + key_start` in the rules above, and `start_pos` stays what it is in that call (`"end"` aligns
             with the last of these keys). Bias, mask, `seqused_k` and `leftpad_k` are those of these keys, counted from
-            0. Dropout is slower where key_start is no multiple of 8.
+            0. Dropout is slower where key_start is no multiple of 16, or start_pos is odd.
         precision: of float32: `"highest"` computes on CUDA cores; `"high"` on tensor cores, each operand in two fp16
             parts with a power-of-two scale: on Hopper large plain calls two to seven times as fast, with errors of the
             size of those of CUDA cores, measured from 512 keys on (docs/semantics.md). For head dims up to 128 (on

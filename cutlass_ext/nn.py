@@ -1,7 +1,10 @@
 """`MultiheadAttention` in place of PyTorch's: its weights and arguments, `fmha` inside. Called by users."""
 
+import warnings
+
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.parametrize
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import Parameter
@@ -101,11 +104,16 @@ class MultiheadAttention(nn.MultiheadAttention):
         Args:
             module: a `torch.nn.MultiheadAttention`.
 
+        Hooks and parametrizations stay with `module`: one that has any is refused, not taken without them.
+
         Raises:
             TypeError: it is something else.
+            ValueError: it has forward or backward hooks, or parametrized weights.
         """
         if not isinstance(module, nn.MultiheadAttention):
             raise TypeError(f"module: is of type {type(module).__name__}; expected a torch.nn.MultiheadAttention")
+        if (left := _what_stays_behind(module)) is not None:
+            raise ValueError(f"module: has {left}, which would be lost; expected a module without")
         ours = cls(
             module.embed_dim, module.num_heads, module.dropout, module.in_proj_bias is not None,
             module.bias_k is not None, module.add_zero_attn, module.kdim, module.vdim, module.batch_first,
@@ -165,10 +173,10 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         masks = []
         if key_padding_mask is not None:
-            masks.append(_of_scores("key_padding_mask", key_padding_mask, (B, 1, 1, S), (B, S)))
+            masks.append(_of_scores("key_padding_mask", key_padding_mask, query.dtype, (B, 1, 1, S), (B, S)))
         if attn_mask is not None and not is_causal:
             shape = (1, 1, N, S) if attn_mask.dim() == 2 else (B, self.num_heads, N, S)
-            masks.append(_of_scores("attn_mask", attn_mask, shape, (N, S), (B * self.num_heads, N, S)))
+            masks.append(_of_scores("attn_mask", attn_mask, query.dtype, shape, (N, S), (B * self.num_heads, N, S)))
         k, v, more = self._more_keys(k, v)
         if more:
             if is_causal:
@@ -254,15 +262,28 @@ class MultiheadAttention(nn.MultiheadAttention):
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         scores = (q * self.head_dim**-0.5) @ k.mT
         scores = scores if bias is None else scores + bias
-        weights = F.softmax(scores, -1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0)
+        empty = (scores == -torch.inf).all(-1, keepdim=True)  # NaN behind the softmax would be in gradients, too
+        weights = F.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
         weights = F.dropout(weights, dropout_p)
         return (weights @ v).transpose(1, 2), weights
 
 
-def _of_scores(name: str, mask: Tensor, to: tuple[int, ...], *expected: tuple[int, ...]) -> Tensor:
+def _what_stays_behind(module: nn.Module) -> str | None:
+    """What PyTorch attaches to a module and no parameter carries."""
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "parametrized weights"
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return next((f"{name[1:].replace('_', ' ')}" for name in hooks if getattr(module, name)), None)
+
+
+def _of_scores(name: str, mask: Tensor, dtype: torch.dtype, to: tuple[int, ...], *expected: tuple[int, ...]) -> Tensor:
     """A mask of four dimensions, True for visible keys where it is bool."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"{name}: has dtype {str(mask.dtype)[6:]}; expected bool, True for keys to ignore, or floats")
+    if mask.dtype == torch.float64 != dtype:
+        raise TypeError(
+            f"{name}: has dtype float64 and query {str(dtype)[6:]}; expected bool, or floats of 32 or 16 bits"
+        )
     if tuple(mask.shape) not in expected:
         shapes = " or ".join(str(list(shape)) for shape in expected)
         raise ValueError(f"{name}: has shape {list(mask.shape)}; expected {shapes}")
@@ -273,7 +294,8 @@ def _of_scores(name: str, mask: Tensor, to: tuple[int, ...], *expected: tuple[in
 def replace_attention(model: nn.Module) -> nn.Module:
     """Puts a `MultiheadAttention` with the same parameters in place of every `torch.nn.MultiheadAttention` of a model.
 
-    Subclasses of it are left alone. `nn.TransformerEncoder` no longer packs padded batches into nested tensors.
+    Subclasses of it, which parametrized ones are, are left alone, and so, with a warning, are modules with hooks, which
+    would be lost. `nn.TransformerEncoder` no longer packs padded batches into nested tensors.
 
     Args:
         model: any module, which is changed.
@@ -291,9 +313,13 @@ def replace_attention(model: nn.Module) -> nn.Module:
     if type(model) is nn.MultiheadAttention:
         return ours(model)
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.MultiheadAttention:
+        for name, child in list(parent._modules.items()):  # named_children() names one that is there twice once
+            if type(child) is not nn.MultiheadAttention:
+                continue
+            if (left := _what_stays_behind(child)) is None:
                 setattr(parent, name, ours(child))
+            else:
+                warnings.warn(f"replace_attention: {name} stays as it is: it has {left}", RuntimeWarning, stacklevel=2)
         if isinstance(parent, nn.TransformerEncoder):
             parent.use_nested_tensor = False
     return model

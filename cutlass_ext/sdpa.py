@@ -50,6 +50,10 @@ def scaled_dot_product_attention(
     for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if not isinstance(tensor, Tensor) and (tensor is not None or name != "attn_mask"):
             raise TypeError(f"{name}: is of type {type(tensor).__name__}; expected a tensor")
+        if tensor is not None and tensor.is_nested:
+            raise TypeError(
+                f"{name}: is nested; expected a strided tensor, or packed sequences (flash_attn_varlen_func)"
+            )
     if query.dim() == 4 and key.dim() == 4 and value.dim() == 4:
         q, k, v = query, key, value
     else:

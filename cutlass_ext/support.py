@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from . import autograd
 from .backward import fmha_backward
 from .interface import fmha
 
@@ -35,6 +36,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, **options) -> str | None:
     for name in given(**options):
         if name not in _PARAMETERS:
             return f"fmha has no {name} yet"
+    if options.get("dropout_p") == 1:
+        return "dropout_p is 1"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in _DTYPES and not (x.dtype == torch.float64 and x.device.type == "cpu"):
             return f"{name} has dtype {str(x.dtype)[6:]}"
@@ -58,11 +61,14 @@ def warn_once(who: str, reason: str) -> None:
 def readable(x: Tensor) -> Tensor:
     """`x` as `fmha` reads it: a head dim that is no multiple of 8 (4 in more than 16 bits) is padded with zeros, and a
     last dimension that is not contiguous copied."""
-    if not isinstance(x, Tensor) or x.layout != torch.strided:
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
         return x  # which the operator refuses by its name
+    if x.dim() == 0:
+        return x  # refused, too
     d = x.shape[-1]
-    if d % 8 and d % (step := 8 if x.element_size() == 2 else 4):
-        x = pad(x, (0, -d % step))  # which keeps the order of strides
+    if d % 8:
+        step = 8 if x.element_size() == 2 or autograd.is_cast(x) else 4
+        x = pad(x, (0, -d % step)) if d % step else x  # which keeps the order of strides
     return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 
 
@@ -70,7 +76,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, out: Tensor | None = None, **options
 ):
     """`fmha` of any head dims up to 256, and of any strides."""
-    alike = isinstance(q, Tensor) and isinstance(k, Tensor) and q.shape[-1:] == k.shape[-1:]
+    strided = all(isinstance(x, Tensor) and not x.is_nested for x in (q, k))
+    alike = strided and q.shape[-1:] == k.shape[-1:]
     tensors = (readable(q), readable(k), readable(v)) if alike else (q, k, v)  # padding would hide what is not
     if softmax_scale is None and tensors[0] is not q:
         softmax_scale = q.shape[-1] ** -0.5

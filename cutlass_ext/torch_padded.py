@@ -192,7 +192,7 @@ def _added(bias: Tensor | None, mask: Tensor | None, j: slice) -> Tensor:
     if mask is None:
         added = bias[..., j].float()
     else:
-        zero = torch.zeros((), device=mask.device) if bias is None else bias[..., j].float()
+        zero = torch.zeros((), dtype=torch.float32, device=mask.device) if bias is None else bias[..., j].float()
         added = zero.where(mask[..., j], -torch.inf)
     return added if added.stride(-1) == 1 else added.contiguous()
 

@@ -48,6 +48,13 @@ _OF_SEQUENCES = {"q", "k", "v", "dout", "out", "lse", "delta", "dlse", "seqused_
                  "key_starts"}  # fmt: skip
 
 
+def _read_by_kernels(name: str, x: Tensor) -> Tensor:
+    """`x`, whose sequences have been merged: of one sequence a view, of any strides, 0 among them."""
+    if name in ("q", "k", "v", "out"):
+        return x
+    return autograd.readable_dout(x) if name == "dout" else x.contiguous()
+
+
 def _register_vmap(operator) -> None:
     names = [argument.name for argument in operator._schema.arguments]
 
@@ -57,6 +64,8 @@ def _register_vmap(operator) -> None:
         shared |= {names[i] for i in given if names[i] == "alibi_slopes" and arguments[i].dim() == 1}
         foldable = all(names[i] in _OF_SEQUENCES or (names[i] in shared and in_dims[i] is None) for i in given)
         arguments = [x if d is None else x.movedim(d, 0) for x, d in zip(arguments, in_dims, strict=True)]
+        if V == 0:
+            raise ValueError("vmap: over a dimension of size 0; expected 1 or more")
         if not foldable:  # packed sequences, pages, a sink of each: one after the other
             calls = [
                 operator(*(x if d is None else x[i] for x, d in zip(arguments, in_dims, strict=True))) for i in range(V)
@@ -65,7 +74,7 @@ def _register_vmap(operator) -> None:
         for i in given:
             if names[i] not in shared:
                 x = arguments[i] if in_dims[i] is not None else arguments[i].expand(V, *arguments[i].shape)
-                arguments[i] = x.flatten(0, 1)
+                arguments[i] = _read_by_kernels(names[i], x.flatten(0, 1))
         results, B = operator(*arguments), arguments[0].shape[0] // V
         dims = tuple(0 if x.dim() > 1 else None for x in results)  # what nobody asked for is empty
         return tuple(x if d is None else x.unflatten(0, (V, B)) for x, d in zip(results, dims, strict=True)), dims

@@ -284,13 +284,17 @@ def _flash_attn_varlen_forward(
     block_table: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_flash_attn_forward` of packed sequences."""
+    """`_flash_attn_forward` of packed sequences. `zero_tensors`: what no row sees is 0 in any case."""
     options = _options(dropout_p, causal, window_size_left, window_size_right, softcap, alibi_slopes)
     max_seqlen_q, max_seqlen_k = names.longest(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    if block_table is not None:
+        seqused_k = names.lengths_between(cu_seqlens_k, cu_seqlens_q) if seqused_k is None else seqused_k
+        cu_seqlens_k = None
     return _passed(
         q, k, v, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
-        cu_seqlens_k=None if block_table is not None else cu_seqlens_k, max_seqlen_k=max_seqlen_k,
+        cu_seqlens_k=cu_seqlens_k, max_seqlen_k=max_seqlen_k,
         block_table=block_table, leftpad_k=leftpad_k, seqused_k=seqused_k, **options,
     )  # fmt: skip
 
@@ -344,8 +348,9 @@ def _flash_attn_varlen_backward(
     alibi_slopes: Tensor | None,
     deterministic: bool,
     rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
 ) -> Tensor:
-    """`_flash_attn_backward` of packed sequences; the sums are `[H_q, total_q]`."""
+    """`_flash_attn_backward` of packed sequences; the sums are `[H_q, total_q]`. `zero_tensors`: as forwards."""
     options = _options(dropout_p, causal, window_size_left, window_size_right, softcap, alibi_slopes)
     options |= {"softmax_scale": softmax_scale, "deterministic": deterministic}
     options |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}

@@ -73,11 +73,14 @@ apply_rotary_emb_func = apply_rotary_emb
 def unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
     """q, k and v of qkv `[B, N, 3, H, d]`, or `[B, N, H_q + 2 H_kv, d]` with `num_heads_q`."""
     if qkv.dim() == 5:
-        return qkv.unbind(2)
+        return tuple(qkv[:, :, i] for i in range(3))  # one by one: those of unbind and split forbid writing in place
     if num_heads_q is None:
         raise ValueError(f"num_heads_q: is None; expected the query heads of qkv, of shape {list(qkv.shape)}")
     num_heads_k = (qkv.shape[2] - num_heads_q) // 2
-    return qkv.split([num_heads_q, num_heads_k, num_heads_k], 2)
+    begins = 0, num_heads_q, num_heads_q + num_heads_k
+    return tuple(
+        qkv.narrow(2, begin, n) for begin, n in zip(begins, (num_heads_q, num_heads_k, num_heads_k), strict=True)
+    )
 
 
 def apply_rotary_emb_qkv_(

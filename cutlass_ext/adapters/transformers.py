@@ -6,6 +6,7 @@ begin and end, on the device, and the window, which the host has to know, in the
 written out.
 """
 
+import functools
 import inspect
 import sys
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..kvcache import flash_attn_with_kvcache
@@ -41,6 +42,10 @@ def register() -> None:
     all values. Under torch.compile give an `attention_mask`, or `cu_seq_lens_q` and so on: without either, positions
     may mean packed sequences, and the mask is written out. A mask with holes is an error there.
 
+    Models that compute attention by themselves and ask no `AttentionInterface` (Bloom, CodeGen, GPT-J, Falcon, ...)
+    refuse `attn_implementation="cutlass_ext"` with a ValueError from then on: what they got for a mask they would not
+    understand.
+
     Raises:
         RuntimeError: transformers is older than 5.0.
     """
@@ -48,7 +53,37 @@ def register() -> None:
         raise RuntimeError(f"transformers: is version {transformers.__version__}; expected 5.0 or newer")
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    _let_models_without_interface_refuse()
     _let_continuous_batching_have_it()
+
+
+def _let_models_without_interface_refuse() -> None:
+    """transformers checks what it knows by name alone."""
+    check = PreTrainedModel.get_correct_attn_implementation
+    if hasattr(check, "__wrapped__"):
+        return
+
+    @functools.wraps(check)
+    def get_correct_attn_implementation(self, requested_attention, *args, **kwargs) -> str:
+        if requested_attention == NAME and not _asks_interface(type(self)):
+            raise ValueError(
+                f'attn_implementation: is "{NAME}", and {type(self).__name__} computes attention by itself, not by '
+                'transformers\' AttentionInterface; expected "eager", or another that the class knows'
+            )
+        return check(self, requested_attention, *args, **kwargs)
+
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+def _asks_interface(model: type) -> bool:
+    """Whether the layers of a model, or the models that it is made of, get their attention from the interface."""
+    own = vars(sys.modules[model.__module__])
+    if "ALL_ATTENTION_FUNCTIONS" in own:
+        return True
+    if any(name.endswith("_ATTENTION_CLASSES") for name in own):  # a layer class for each implementation it knows
+        return False
+    flags = "_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn"
+    return any(getattr(model, flag, False) for flag in flags)
 
 
 def _let_continuous_batching_have_it() -> None:

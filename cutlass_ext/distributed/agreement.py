@@ -50,7 +50,7 @@ class Agreement(Generic[Result]):
             self.error = RuntimeError(f"{type(unforeseen).__name__}: {unforeseen}")
         self.texts = {name: str(value) for name, value in values.items()}
         self.mine = [int(self.error is not None), zlib.crc32(repr(self.texts).encode())]
-        self.numbers = _of_all_ranks(group, torch.tensor(self.mine))
+        self.numbers = _of_all_ranks(group, torch.tensor(self.mine, device="cpu"))
 
     @property
     def result(self) -> Result:
@@ -62,7 +62,7 @@ class Agreement(Generic[Result]):
         if self.numbers() == [[0, self.mine[1]]] * size:
             return self._result
         words = pickle.dumps((self.error, self.texts))
-        sizes = [n for (n,) in _of_all_ranks(self.group, torch.tensor([len(words)]))()]
+        sizes = [n for (n,) in _of_all_ranks(self.group, torch.tensor([len(words)], device="cpu"))()]
         padded = torch.frombuffer(bytearray(words.ljust(max(sizes))), dtype=torch.uint8)
         of_all = zip(_of_all_ranks(self.group, padded)(), sizes, strict=True)
         found = [pickle.loads(bytes(x[:n])) for x, n in of_all]

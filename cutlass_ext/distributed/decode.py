@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
+from ..autograd import cast_before
 from ..interface import Backend, explain, fmha
 from ..merge import merge_attention
 from ..torch_backend import dtype_of_scores
 from .agreement import agreed, all_gather, group_of
 
 
+@cast_before
 def decode(
     q: Tensor,
     k: Tensor,

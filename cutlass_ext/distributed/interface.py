@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..autograd import cast_before
 from ..interface import Backend, draw_seed, explain, window_sides
 from . import all_gather, all_to_all, ring
 from .agreement import Agreement, group_of
@@ -20,6 +21,7 @@ Method = Literal["ring", "all_to_all", "all_gather", "auto"]
 GATHERED_BYTES = 1 << 30  # of K and V of all ranks, up to which "auto" gathers them
 
 
+@cast_before
 def fmha(
     q: Tensor,
     k: Tensor,

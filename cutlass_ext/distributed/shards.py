@@ -44,6 +44,7 @@ def shard(
     (arXiv:2310.01889), for contiguous shards.
     """
     group, dim = group_of(group), _dim(dim, cu_seqlens)
+    _check_dim(x, dim)
     spread = spread_of(x.shape[dim], cu_seqlens, group.size(), layout, "x")
     _check_rows("x", x.shape[dim], sum(spread.lengths))
     return x.index_select(dim, spread.rows_of(group.rank(), x.device))
@@ -71,6 +72,7 @@ def gather(
     group, dim = group_of(group), _dim(dim, cu_seqlens)
 
     def prepare() -> tuple[Spread, dict[str, object]]:
+        _check_dim(x, dim)
         spread = spread_of(x.shape[dim] * group.size(), cu_seqlens, group.size(), layout, "x")
         _check_rows("x", x.shape[dim], spread.rows[group.rank()])
         others = [n for i, n in enumerate(x.shape) if i != dim % x.dim()]
@@ -81,6 +83,13 @@ def gather(
 
 def _dim(dim: int | None, cu_seqlens: object) -> int:
     return dim if dim is not None else 1 if cu_seqlens is None else 0
+
+
+def _check_dim(x: Tensor, dim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: is of type {type(x).__name__}; expected a tensor")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim: is {dim}, and x has shape {list(x.shape)}; expected the dimension that has its rows")
 
 
 def _check_rows(name: str, rows: int, expected: int) -> None:

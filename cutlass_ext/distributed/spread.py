@@ -166,7 +166,7 @@ def _packed_options(
     spread: Spread, rows: int, keys: int | None, device: torch.device, by_position: bool = False
 ) -> dict:
     of_rows, of_keys = spread.edges(rows), [(0, n) for n in spread.lengths] if keys is None else spread.edges(keys)
-    row_starts, key_starts = (torch.tensor([begin for begin, _ in of], dtype=torch.int32) for of in (of_rows, of_keys))
+    row_starts, key_starts = (_on_host([begin for begin, _ in of]) for of in (of_rows, of_keys))
     starts = {"start_pos": row_starts, "key_start": key_starts}
     starts = starts if by_position else {"start_pos": row_starts - key_starts}
     options = {name: _to_device(x, device) for name, x in starts.items()}
@@ -177,21 +177,25 @@ def _packed_options(
     return options
 
 
+def _on_host(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device="cpu")  # whatever torch.set_default_device says
+
+
 @functools.lru_cache(maxsize=1024)
 @torch.inference_mode(False)
 def cu_seqlens_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 `[B + 1]`."""
-    return _to_device(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)
+    return _to_device(_on_host([0, *itertools.accumulate(lengths)]), device)
 
 
 def _rows(spread: Spread, chunks: Sequence[int]) -> Tensor:
     begins = list(itertools.accumulate(spread.lengths, initial=0))
     pieces = [
-        torch.arange(begins[b] + begin, begins[b] + end)
+        torch.arange(begins[b] + begin, begins[b] + end, device="cpu")
         for chunk in chunks
         for b, (begin, end) in enumerate(spread.edges(chunk))
     ]
-    return torch.cat(pieces) if pieces else torch.arange(0)
+    return torch.cat(pieces) if pieces else torch.arange(0, device="cpu")
 
 
 def _chunks_of(spread: Spread, rank: int) -> list[int]:
@@ -210,7 +214,7 @@ def _rows_of(spread: Spread, rank: int, device: torch.device) -> Tensor:
 @torch.inference_mode(False)
 def _orders(spread: Spread, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     rows = torch.cat([_rows(spread, _chunks_of(spread, rank)) for rank in range(spread.ranks)])
-    if torch.equal(rows, torch.arange(len(rows))):
+    if torch.equal(rows, torch.arange(len(rows), device="cpu")):
         return None, None
     return _to_device(rows, device), _to_device(torch.argsort(rows), device)
 

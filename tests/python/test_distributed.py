@@ -296,6 +296,62 @@ def test_one_rank(pool, method):
     pool.run(compare, 1, "zigzag", method, FEATURES["all"], False)
 
 
+def under_autocast(group, method):
+    """As `fmha` does it: q, k and v are cast, whatever goes round, and gradients are the leaves' own."""
+    x, of = torch.randn(3, 1, 40, 4, 16), {"group": group}
+    leaves = [ce.distributed.shard(part, **of).requires_grad_() for part in x]
+    cast = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = ce.distributed.fmha(*leaves, causal=True, method=method, **of)
+    want = ce.distributed.fmha(*cast, causal=True, method=method, **of)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+    gradients = torch.autograd.grad(got.float().sum(), leaves)
+    for gradient, other in zip(gradients, torch.autograd.grad(want.float().sum(), cast), strict=True):
+        assert gradient.dtype == torch.float32 and torch.equal(gradient, other.float())
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all", "all_gather"])
+def test_autocast(pool, method):
+    pool.run(under_autocast, 2, method)
+
+
+def decode_under_autocast(group):
+    q, k, v = torch.randn(1, 1, 4, 16), torch.randn(1, 9, 4, 16), torch.randn(1, 9, 4, 16)
+    dist.broadcast(q, group=group, group_src=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = ce.distributed.decode(q, k, v, group=group)
+    assert torch.equal(got, ce.distributed.decode(q.bfloat16(), k.bfloat16(), v.bfloat16(), group=group))
+
+
+def test_decode_under_autocast(pool):
+    pool.run(decode_under_autocast, 2)
+
+
+def on_another_default_device(group):
+    x = torch.randn(1, 24, 4, 16)  # lengths that no other test has: what is made for them is kept
+    torch.set_default_device("meta")
+    try:
+        part = ce.distributed.shard(x, group=group)
+        assert ce.distributed.fmha(part, part, part, causal=True, group=group).device.type == "cpu"
+    finally:
+        torch.set_default_device("cpu")
+
+
+def test_another_default_device(pool):
+    pool.run(on_another_default_device, 2)
+
+
+def wrong_shards(group):
+    for x, name, error in ((torch.arange(8), "dim", ValueError), ([1, 2], "x", TypeError)):
+        for function in (ce.distributed.shard, ce.distributed.gather):
+            with pytest.raises(error, match=f"{name}: "):
+                function(x, group=group)
+
+
+def test_wrong_shards(pool):
+    pool.run(wrong_shards, 2)
+
+
 def inference_first(group, cu_seqlens, method):
     cut = {"group": group, "cu_seqlens": cu_seqlens}
     x = torch.randn(*([40] if cu_seqlens else [1, 40]), 4, 16)

@@ -322,6 +322,48 @@ def test_rotary_embedding(target, installed, grouped):
     assert_close(got[1][:, :, 0], want[1])
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_rotary_in_place_of_what_requires_grad(installed, grouped):
+    from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
+
+    rotary, x = RotaryEmbedding(16), torch.randn(2, 5, 12, 16, requires_grad=True)
+    heads = {"num_heads_q": 6} if grouped else {}
+    qkv = (x * 1).view(2, 5, 12, 16) if grouped else (x * 1).view(2, 5, 3, 4, 16)
+    weights = torch.randn(qkv.shape)
+    (got,) = torch.autograd.grad((rotary(qkv, **heads) * weights).sum(), x)
+    angles = torch.outer(torch.arange(5.0), rotary.inv_freq)
+    rotated = x.detach().requires_grad_()
+    turned = apply_rotary_emb(rotated[:, :, : 9 if grouped else 8], angles.cos(), angles.sin())
+    want = torch.cat([turned, rotated[:, :, turned.shape[2] :]], 2)
+    (want,) = torch.autograd.grad((want * weights.view(want.shape)).sum(), rotated)
+    assert_close(got, want)
+
+
+def test_packed_pass_over_pages_takes_lengths_of_keys(installed):
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward, flash_attn_varlen_func
+
+    q, k, v = torch.randn(3, 2, 8), torch.randn(4, 16, 2, 8), torch.randn(4, 16, 2, 8)
+    table, ends_q, ends_k = (torch.tensor(x, dtype=torch.int32) for x in ([[0, 1]], [0, 3], [0, 5]))
+    want = flash_attn_varlen_func(q, k, v, ends_q, ends_k, 3, 5, block_table=table)
+    got = _flash_attn_varlen_forward(q, k, v, ends_q, ends_k, 3, 5, 0.0, 8**-0.5, False, block_table=table)[0]
+    assert torch.equal(got, want)
+    used = torch.tensor([7], dtype=torch.int32)
+    got = _flash_attn_varlen_forward(
+        q, k, v, ends_q, ends_k, 3, 5, 0.0, 8**-0.5, False, block_table=table, seqused_k=used
+    )[0]
+    longest = flash_attn_varlen_func(q, k, v, ends_q, None, 3, 7, block_table=table, seqused_k=used)
+    assert torch.equal(got, longest) and not torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens"])
+def test_what_a_cache_of_flash_attention_3_takes_besides_is_refused(installed, name):
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    cache = torch.zeros(1, 16, 2, 8)
+    with pytest.raises(NotImplementedError, match=f"^{name}:"):
+        flash_attn_with_kvcache(cache[:, :1], cache, cache, **{name: torch.tensor([0, 1], dtype=torch.int32)})
+
+
 def test_rotary_says_what_it_wants(installed):
     from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb_qkv_
 

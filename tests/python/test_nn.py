@@ -1,6 +1,7 @@
 """`cutlass_ext.nn.MultiheadAttention` against PyTorch's: weights, arguments, results and gradients."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -255,3 +256,57 @@ def test_what_falls_back_is_said_once(recwarn):
         wide(x, x, x, need_weights=False)
     said = [str(w.message) for w in recwarn if "PyTorch's own" in str(w.message)]
     assert len(said) == 1 and "head_dim 260" in said[0]
+
+
+def test_gradients_of_rows_without_keys_are_finite_beside_weights():
+    ours = ce_nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(2, 4, 16, requires_grad=True)
+    padding = torch.zeros(2, 4, dtype=torch.bool)
+    padding[1] = True
+    out, weights = ours(x, x, x, key_padding_mask=padding)
+    out.sum().backward()
+    assert not weights[1].any()
+    assert not x.grad[1].any() and x.grad[0].any()
+    assert all(parameter.grad.isfinite().all() for parameter in ours.parameters())
+
+
+def test_dropout_of_all_weights():
+    ours = ce_nn.MultiheadAttention(16, 2, dropout=1.0)
+    x = torch.randn(3, 16)
+    theirs = nn.MultiheadAttention(16, 2, dropout=1.0)
+    theirs.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(ours(x, x, x, need_weights=False)[0], theirs(x, x, x, need_weights=False)[0])
+
+
+def hooked(module):
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+def parametrized(module):
+    return nn.utils.parametrizations.spectral_norm(module, "in_proj_weight")
+
+
+@pytest.mark.parametrize("attach", [hooked, parametrized])
+def test_what_would_be_lost_is_not_taken(attach):
+    module = attach(nn.MultiheadAttention(16, 2))
+    with pytest.raises(ValueError, match=r"^module: has"):
+        ce_nn.MultiheadAttention.from_torch(module)
+    model = nn.ModuleDict({"a": module, "b": nn.MultiheadAttention(16, 2)})
+    is_subclass = type(module) is not nn.MultiheadAttention
+    with nullcontext() if is_subclass else pytest.warns(RuntimeWarning, match="a stays as it is"):
+        ce_nn.replace_attention(model)
+    assert model["a"] is module and isinstance(model["b"], ce_nn.MultiheadAttention)
+
+
+def test_a_module_under_two_names_is_replaced_under_both():
+    model = nn.Module()
+    model.a = model.b = nn.MultiheadAttention(16, 2)
+    ce_nn.replace_attention(model)
+    assert model.a is model.b and isinstance(model.a, ce_nn.MultiheadAttention)
+
+
+def test_a_mask_of_float64_is_named():
+    ours, x = ce_nn.MultiheadAttention(16, 2), torch.randn(3, 16)
+    with pytest.raises(TypeError, match=r"^attn_mask: has dtype float64"):
+        ours(x, x, x, attn_mask=torch.zeros(3, 3, dtype=torch.float64), need_weights=False)

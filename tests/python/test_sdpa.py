@@ -33,6 +33,35 @@ def test_enable_gqa(target):
     )
 
 
+@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "flash_attn_func"])
+def test_head_dims_that_autocast_makes_odd(target_fp32, name):
+    """12 columns of float32 are read where they lie, of 16 bits not."""
+    q, k, v = (target_fp32.randn(1, 5, 2, 12) for _ in "qkv")
+    call = getattr(cutlass_ext, name)
+    tensors = [x.transpose(1, 2) for x in (q, k, v)] if "scaled" in name else [q, k, v]
+    with torch.autocast(target_fp32.device, torch.bfloat16):
+        got = call(*tensors)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, call(*(x.bfloat16() for x in tensors)))
+
+
+def test_masks_under_another_default_dtype():
+    q = torch.randn(1, 2, 5, 8)
+    mask = torch.rand(5, 5) < 0.7
+    want = cutlass_ext.scaled_dot_product_attention(q, q, q, mask)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(cutlass_ext.scaled_dot_product_attention(q, q, q, mask), want)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "flash_attn_func"])
+def test_strided_nested_tensors_are_named(name):
+    x = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(4, 2, 8)])
+    with pytest.raises(TypeError, match=r"^(query|q): is (a )?nested"):
+        getattr(cutlass_ext, name)(x, x, x)
+
+
 def test_arguments_by_position(target):
     q, k, v = (bhsd(target, 1, 2, 40, 16) for _ in "qkv")
     out = cutlass_ext.scaled_dot_product_attention(q, k, v, None, 0.0, True)

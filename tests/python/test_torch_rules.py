@@ -1,5 +1,6 @@
 """What PyTorch does with operators: opcheck, autocast, vmap, flops, torch.compile, export, AOTInductor, DTensor."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -218,6 +219,28 @@ def test_vmap(on, in_dims, backend):
         parts = [x if d is None else x.select(d, i) for x, d in zip(tensors, in_dims, strict=True)]
         for a, b in zip(got, call(*parts), strict=True):
             torch.testing.assert_close(a[i], b, atol=1e-6, rtol=1e-6)
+
+
+def test_vmap_of_a_batch_of_one(on):
+    """What is merged then is a view, of strides 0 where it is the same for all, which no kernel reads."""
+    q, k, v = on.qkv(1, 5, 4, 8)
+    many, length = on.randn(3, 1, 5, 4, 8), on.int32([3])
+    for options in ({"seqused_k": length}, {"start_pos": length, "causal": True}):
+        call = functools.partial(cutlass_ext.fmha, k=k, v=v, backend=on.backend, **options)
+        assert_equal(torch.vmap(call)(many), torch.stack([call(x) for x in many]))
+    jacobian = torch.func.jacrev(lambda x: cutlass_ext.fmha(x, k, v, backend=on.backend))(q)
+    rows = [torch.zeros_like(q) for _ in range(3)]
+    for n, row in enumerate(rows):
+        row[0, n, n, n] = 1
+        leaf = q.clone().requires_grad_()
+        (want,) = torch.autograd.grad(cutlass_ext.fmha(leaf, k, v, backend=on.backend), leaf, row)
+        torch.testing.assert_close(jacobian[0, n, n, n], want)
+    out, lse = cutlass_ext.fmha(q, k, v, return_lse=True, backend=on.backend)
+    one = functools.partial(cutlass_ext.fmha_backward, backend=on.backend)
+    got = torch.vmap(lambda dout, lse: one(dout, q, k, v, out, lse)[0], (0, None))(many, lse)
+    assert_equal(got, torch.stack([one(dout, q, k, v, out, lse)[0] for dout in many]))
+    got = torch.vmap(lambda x: one(many[0], x, k, v, out, lse)[0])(many)
+    assert_equal(got, torch.stack([one(many[0], x, k, v, out, lse)[0] for x in many]))
 
 
 def test_vmap_takes_one_call(on):

@@ -366,3 +366,18 @@ def test_fallback_is_said_once(recwarn):
     for _ in range(2):
         support.warn_once("who", "why")
     assert len(recwarn) == 1 and "why" in str(recwarn[0].message)
+
+
+@pytest.mark.parametrize("name", ["Bloom", "CodeGen", "GPTJ", "GPTNeo"])
+def test_models_that_ask_no_interface_refuse(name):
+    """They would take what `mask` gives for a mask of their own kind, or for none."""
+    adapter.register()
+    config = getattr(transformers, f"{name}Config")()
+    with pytest.raises(ValueError, match=f"attn_implementation: .*{name}"):
+        getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="cutlass_ext")
+
+
+@pytest.mark.parametrize("name", ["Bart", "T5", "Whisper", "Llava", "EncoderDecoder", "Qwen2VL", "ViT", "GPT2"])
+def test_models_that_ask_the_interface_do_not(name):
+    model = getattr(transformers, f"{name}Model")
+    assert adapter._asks_interface(model)
