@@ -199,10 +199,12 @@ struct DueSums {
         t(tiles.begin),
         head(tile.head_q),
         tiles_of_rows(tiles_of_head(tile.sequence.visibility.n_q, Traits::Step)) {
-    if (!Traits::HoldsSums || !tile.begins_head()) return;
-    for (int held = row_block; held < tile.heads * tiles_of_rows; held += 2) {
-      CUTE_UNROLL
-      for (int i = 0; i < Traits::HeadDim / 8; ++i) sums.held(held)[i * 32] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if constexpr (Traits::HoldsSums) {
+      if (!tile.begins_head()) return;
+      for (int held = row_block; held < tile.heads * tiles_of_rows; held += 2) {
+        CUTE_UNROLL
+        for (int i = 0; i < Traits::HeadDim / 8; ++i) sums.held(held)[i * 32] = make_float4(0.f, 0.f, 0.f, 0.f);
+      }
     }
   }
 
