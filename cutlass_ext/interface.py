@@ -369,7 +369,7 @@ def behind_keys(start_pos: StartPos, key_start: int | Tensor) -> tuple[StartPos,
         raise ValueError(f"key_start: is {key_start}; expected a position between -2^29 and 2^29")
     tensors = [x for x in (start_pos, key_start) if isinstance(x, Tensor)]
     fits = all(x.dtype == torch.int32 and (x.shape, x.device) == (tensors[0].shape, tensors[0].device) for x in tensors)
-    if fits and start_pos is not None and not isinstance(start_pos, str):
+    if fits and start_pos is not None and not isinstance(start_pos, (str, bool)):
         start_pos = start_pos - key_start
     return (start_pos, 0, key_start) if isinstance(key_start, Tensor) else (start_pos, key_start, None)
 

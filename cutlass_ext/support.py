@@ -19,12 +19,14 @@ _warned: set[str] = set()
 
 
 def given(**options) -> dict:
-    """The options that ask for something: neither None, nor False, nor 0, which are what `fmha` has by default."""
-    return {
-        name: value
-        for name, value in options.items()
-        if value is not None and value is not False and not (type(value) in (int, float) and value == 0)
-    }
+    """The options that ask for something: neither None, nor False, nor 0, which are what `fmha` has by default, but
+    for the longest of packed sequences."""
+
+    def asks(name: str, value) -> bool:
+        is_zero = type(value) in (int, float) and value == 0 and not name.startswith("max_seqlen")
+        return value is not None and value is not False and not is_zero
+
+    return {name: value for name, value in options.items() if asks(name, value)}
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, **options) -> str | None:

@@ -73,6 +73,7 @@ WRONG = [
     *[("window", T, {"window": x}) for x in (None, 5, (1.5, 0), (0, 1.5), ("a", "b"), "ab", (None, None), (3, None))],
     *[("start_pos", V, {"start_pos": x}) for x in ("start", "", 1 << 40, -(1 << 31))],
     *[("start_pos", T, {"start_pos": x}) for x in (None, 1.5, [0, 1], True)],
+    ("start_pos", T, {"start_pos": True, "key_start": 3}),
     # vectors: shape, dtype, layout
     *[(name, V, {name: tensor(*shape, dtype=INT32)}) for name in ("start_pos", "seqused_k", "leftpad_k")
       for shape in ((), (B + 1,), (B, 1), (0,))],

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from oracle import expect, peer_tolerance
 
 import cutlass_ext
+from cutlass_ext import support
 
 
 def bhsd(target, batch, heads, n, d):
@@ -42,6 +43,12 @@ def test_head_dims_that_autocast_makes_odd(target_fp32, name):
     with torch.autocast(target_fp32.device, torch.bfloat16):
         got = call(*tensors)
     assert got.dtype == torch.bfloat16 and torch.equal(got, call(*(x.bfloat16() for x in tensors)))
+
+
+def test_options_that_ask_for_nothing_are_left_out():
+    """But for the longest of packed sequences, which may all be empty."""
+    options = {"bias": None, "causal": False, "softcap": 0.0, "max_seqlen_q": 0, "dropout_p": 0.5}
+    assert support.given(**options) == {"max_seqlen_q": 0, "dropout_p": 0.5}
 
 
 def test_masks_under_another_default_dtype():
