@@ -14,7 +14,7 @@ FORMATTED = $(shell find csrc bench tests/cpp tests/emulator -name '*.[ch]pp' -o
 # Every build keeps its PTX, which the emulator reads, pip's too: with other options all would be compiled anew.
 export CUTLASS_EXT_KEEP_PTX := 1
 
-.PHONY: demo test record emulator test-sm80 soak bench figures sweep sweep-sm90 verify-gpu build wheel hub cpp configure lint format clean
+.PHONY: demo test record emulator test-sm80 soak soak-emulator bench figures sweep sweep-sm90 verify-gpu build wheel hub cpp configure lint format clean
 
 demo: build                                  ## attention on the best device, next to PyTorch; table, plot; a server of requests; training
 	$(PY) -m cutlass_ext.bench --plot build/demo --json build/demo/bench.json
@@ -30,6 +30,9 @@ test: record lint build cpp emulator         ## every test that this machine can
 
 record:                                      # the first line of the log: whether the GPU's record is of these sources
 	@$(PYTHON) tests/source_tree.py
+
+soak-emulator: emulator                      ## the same on the emulated GPU, whose every address is looked at
+	$(PY) tests/emulator/run.py tests/soak.py --seconds $(SECONDS) --device cuda
 
 test-sm80: $(VENV)/ready                     ## on a Hopper GPU: the kernels of 8.0, from their PTX, which it compiles itself
 	CUTLASS_EXT_ARCHS=80 $(PY) setup.py -q build_ext --inplace

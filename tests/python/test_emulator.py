@@ -36,6 +36,15 @@ def test_every_call_of_the_sweep_agrees_with_the_cpu():
     assert sum(int(re.search(r"(\d+) calls agree", output)[1]) for output in outputs) > 600
 
 
+@pytest.mark.timeout(600)
+def test_random_calls():
+    """A minute of the soak, from one seed on, on two multiprocessors: persistent CTAs have many tiles then."""
+    options = "--device", "cuda", "--seconds", 60, "--first", 742764797, "--processes", os.cpu_count()
+    done = emulated("tests/soak.py", *options, OMP_NUM_THREADS="1", CUTLASS_EXT_EMULATOR_SMS="2")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert int(re.search(r"soak: (\d+) calls", done.stdout)[1]) > 20
+
+
 def emulated(*arguments, **environment):
     command = [sys.executable, "tests/emulator/run.py", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
