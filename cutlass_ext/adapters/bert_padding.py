@@ -10,6 +10,11 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
     return x.index_select(0, indices)
 
 
+def index_first_axis_residual(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """`index_first_axis`, and `x` without a gradient, for a residual connection."""
+    return index_first_axis(x, indices), x.detach()
+
+
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """`[first_axis_dim, ...]`, 0 but for `values` `[n, ...]` in the rows `indices`; differentiable."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)

@@ -70,6 +70,30 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, dims: int) -> None:
 apply_rotary_emb_func = apply_rotary_emb
 
 
+def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
+    """Pairs `(a, b)` of columns as `(-b, a)`; which columns are a pair `apply_rotary_emb` says."""
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    return torch.stack((-b, a), -1).flatten(-2) if interleaved else torch.cat((-b, a), -1)
+
+
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """`apply_rotary_emb` by angles of each row, in the dtype of `x`.
+
+    Args:
+        x: `[B, N, H, d]`.
+        cos, sin: `[N, rotary_dim / 2]` or `[B, N, rotary_dim / 2]`.
+        interleaved: as in `apply_rotary_emb`.
+
+    Returns:
+        Shape of `x`.
+    """
+    columns = 2 * cos.shape[-1]
+    double = (lambda t: t.repeat_interleave(2, -1)) if interleaved else (lambda t: torch.cat((t, t), -1))
+    c, s = (double(t).unsqueeze(-2) for t in (cos, sin))
+    turning = x[..., :columns]
+    return torch.cat([turning * c + rotate_half(turning, interleaved) * s, x[..., columns:]], -1)
+
+
 def unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
     """q, k and v of qkv `[B, N, 3, H, d]`, or `[B, N, H_q + 2 H_kv, d]` with `num_heads_q`."""
     if qkv.dim() == 5:

@@ -339,6 +339,26 @@ def test_rotary_in_place_of_what_requires_grad(installed, grouped):
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_by_angles_of_rows(installed, interleaved, each):
+    from flash_attn.layers.rotary import apply_rotary_emb, apply_rotary_emb_torch
+
+    x, angles = torch.randn(2, 5, 3, 16), torch.randn(5, 4)
+    cos, sin = angles.cos(), angles.sin()
+    of_rows = [t.expand(2, -1, -1) if each else t for t in (cos, sin)]
+    assert_close(apply_rotary_emb_torch(x, *of_rows, interleaved), apply_rotary_emb(x, cos, sin, interleaved))
+
+
+def test_rows_and_a_residual(installed):
+    from flash_attn.bert_padding import index_first_axis_residual
+
+    x = torch.randn(4, 3, requires_grad=True)
+    rows, residual = index_first_axis_residual(x, torch.tensor([2, 0]))
+    assert torch.equal(rows, x[[2, 0]]) and rows.requires_grad
+    assert torch.equal(residual, x) and not residual.requires_grad
+
+
 def test_packed_pass_over_pages_takes_lengths_of_keys(installed):
     from flash_attn.flash_attn_interface import _flash_attn_varlen_forward, flash_attn_varlen_func
 
