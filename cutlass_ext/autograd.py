@@ -32,7 +32,7 @@ def autocast(arguments: tuple, device: str) -> tuple:
     return *(_cast(x, dtype, device) for x in arguments[:3]), *arguments[3:]
 
 
-def is_cast(x: Tensor) -> bool:
+def autocast_is_on(x: Tensor) -> bool:
     """Whether autocast is at work where `x` lies."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
@@ -43,7 +43,7 @@ def cast_before(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(q, k, v, **options):
-        if not isinstance(q, Tensor) or not is_cast(q):
+        if not isinstance(q, Tensor) or not autocast_is_on(q):
             return function(q, k, v, **options)
         q, k, v = autocast((q, k, v), q.device.type)
         with torch.autocast(q.device.type, enabled=False):
@@ -98,7 +98,7 @@ def _function_of(operator, plain, backward: Callable, setup_context: Callable | 
             )
 
     def call(*arguments):
-        if operator in (with_grad, with_grad_torch) and is_cast(arguments[0]):
+        if operator in (with_grad, with_grad_torch) and autocast_is_on(arguments[0]):
             arguments = autocast(arguments, arguments[0].device.type)  # before the inputs are kept for the gradients
         function = Function if func_is_active() else Eager
         return function.apply(*arguments, *defaults[len(arguments) :])

@@ -193,14 +193,20 @@ def _on_any_device(o: SimpleNamespace) -> Results:
 
 def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """`x` `[B, N, H, d]` with its first `2 * cos.shape[1]` columns rotated by `positions` `[B, N]`."""
-    columns = 2 * cos.shape[1]
     positions = positions.long().clamp(0, cos.shape[0] - 1)
-    c, s = (table[positions].float().unsqueeze(2) for table in (cos, sin))
+    return turned(x, cos[positions], sin[positions], interleaved)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """`x` `[B, N, H, d]` with its first `rotary_dim` columns rotated by the angles of each row, whose cos and sin are
+    `[N, rotary_dim / 2]` or `[B, N, rotary_dim / 2]`; computed in float32."""
+    columns = 2 * cos.shape[-1]
+    c, s = (of_rows.float().unsqueeze(-2) for of_rows in (cos, sin))
     turning = x[..., :columns].float()
     a, b = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
     pair = a * c - b * s, b * c + a * s
-    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.cat([turned.to(x.dtype), x[..., columns:]], -1)
+    joined = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat([joined.to(x.dtype), x[..., columns:]], -1)
 
 
 def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: Tensor, table: Tensor) -> None:

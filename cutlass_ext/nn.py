@@ -101,10 +101,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     def from_torch(cls, module: nn.MultiheadAttention) -> "MultiheadAttention":
         """One that has the parameters of `module`, the same objects, so that an optimizer's go on being used.
 
+        Hooks and parametrizations would stay with `module`: one that has any is refused.
+
         Args:
             module: a `torch.nn.MultiheadAttention`.
-
-        Hooks and parametrizations stay with `module`: one that has any is refused, not taken without them.
 
         Raises:
             TypeError: it is something else.

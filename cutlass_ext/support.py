@@ -63,13 +63,11 @@ def warn_once(who: str, reason: str) -> None:
 def readable(x: Tensor) -> Tensor:
     """`x` as `fmha` reads it: a head dim that is no multiple of 8 (4 in more than 16 bits) is padded with zeros, and a
     last dimension that is not contiguous copied."""
-    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested or x.dim() == 0:
         return x  # which the operator refuses by its name
-    if x.dim() == 0:
-        return x  # refused, too
     d = x.shape[-1]
     if d % 8:
-        step = 8 if x.element_size() == 2 or autograd.is_cast(x) else 4
+        step = 8 if x.element_size() == 2 or autograd.autocast_is_on(x) else 4
         x = pad(x, (0, -d % step)) if d % step else x  # which keeps the order of strides
     return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..kvcache import rotated
+from ..kvcache import rotated, turned
 
 
 def apply_rotary_emb(
@@ -77,7 +77,7 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """`apply_rotary_emb` by angles of each row, in the dtype of `x`.
+    """`apply_rotary_emb` by the angles of each row.
 
     Args:
         x: `[B, N, H, d]`.
@@ -85,13 +85,9 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
         interleaved: as in `apply_rotary_emb`.
 
     Returns:
-        Shape of `x`.
+        Shape and dtype of `x`, computed in float32.
     """
-    columns = 2 * cos.shape[-1]
-    double = (lambda t: t.repeat_interleave(2, -1)) if interleaved else (lambda t: torch.cat((t, t), -1))
-    c, s = (double(t).unsqueeze(-2) for t in (cos, sin))
-    turning = x[..., :columns]
-    return torch.cat([turning * c + rotate_half(turning, interleaved) * s, x[..., columns:]], -1)
+    return turned(x, cos, sin, interleaved)
 
 
 def unpacked(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:

@@ -57,11 +57,10 @@ def register() -> None:
     _let_continuous_batching_have_it()
 
 
+@functools.cache  # once
 def _let_models_without_interface_refuse() -> None:
     """transformers checks what it knows by name alone."""
     check = PreTrainedModel.get_correct_attn_implementation
-    if hasattr(check, "__wrapped__"):
-        return
 
     @functools.wraps(check)
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs) -> str:
@@ -86,6 +85,7 @@ def _asks_interface(model: type) -> bool:
     return any(getattr(model, flag, False) for flag in flags)
 
 
+@functools.cache  # once
 def _let_continuous_batching_have_it() -> None:
     """Its manager refuses implementations that it does not know by name. Older ones know others by another name, and
     have another cache: those still refuse."""
@@ -94,14 +94,13 @@ def _let_continuous_batching_have_it() -> None:
 
     check = getattr(Manager, "switch_to_cb_friendly_attn", None)
     has_this_cache = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
-    if check is None or not has_this_cache or hasattr(check, "__wrapped__"):
+    if check is None or not has_this_cache:
         return
 
     def switch_to_cb_friendly_attn(self, model, *args, **kwargs) -> None:
         if model.config._attn_implementation != NAME:
             check(self, model, *args, **kwargs)
 
-    switch_to_cb_friendly_attn.__wrapped__ = check
     Manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
     _let_steps_read_pages()
 
