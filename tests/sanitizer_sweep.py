@@ -83,7 +83,7 @@ def padded_cases():
         yield torch.float32, 130, 200, d, d_v, HIGH | FEATURES[6]
     for features in (*FEATURES[3:6], {"sink": FEATURES[6]["sink"]}) if HOPPER else ():
         yield torch.float32, 130, 200, 64, 64, HIGH | features
-    for d, features in itertools.product((64, 128), ({}, *FEATURES[3:7])):
+    for d, features in itertools.product((64, 128, 256), ({}, *FEATURES[3:7])):
         yield torch.float32, 130, 200, d, d, SM80 | features
     for i, features in enumerate((*FEATURES, *({"out_dtype": torch.float32, "num_splits": n} for n in (1, 3)))):
         yield HALVES[i % 2], 130, 200, 64, 64, {"num_splits": 1} | features
@@ -214,6 +214,9 @@ def gradient_cases():
     for d, d_v in ((64, 64), (128, 128), (40, 8)) if HOPPER else ():
         yield torch.float32, 65, 129, d, d_v, HIGH
         yield torch.float32, *LENGTHS[0], d, d_v, HIGH
+    for d, features in itertools.product((64, 128), ({}, *FEATURES[3:7])):
+        yield torch.float32, 130, 200, d, d, SM80 | features
+    yield torch.float32, *LENGTHS[0], 40, 8, SM80
     for dtype in HALVES:
         for d in (64, 128, 256):
             yield dtype, 65, 129, d, d, {"causal": True, "softcap": 20.0}
@@ -275,10 +278,11 @@ def pair_cases(many):
     ]:
         row = torch.randn(2, 1, 1, n_kv)
         yield dtype, n_q, n_kv, d, d, {"bias": torch.randn(1, 4, n_kv, n_q).mT, "causal": True, "start_pos": "end"}
-        yield dtype, n_q, n_kv, d, d, {"bias": torch.randn(2, 4, n_q, n_kv).to(dtype), "softcap": 20.0}
-        yield dtype, n_q, n_kv, d, d, {"bias": row, "mask": row > -1, "window": (17, 5)}
-        yield dtype, n_q, n_kv, d, d, {"mask": torch.rand(2, 1, n_q, n_kv) < 0.6}
-        yield dtype, n_q, n_kv, d, d, dropout | {"sink": torch.randn(4)}
+        for way in ({}, {"precision": "high"}) if dtype == torch.float32 and n_q > 1 else ({},):
+            yield dtype, n_q, n_kv, d, d, way | {"bias": torch.randn(2, 4, n_q, n_kv).to(dtype), "softcap": 20.0}
+            yield dtype, n_q, n_kv, d, d, way | {"bias": row, "mask": row > -1, "window": (17, 5)}
+            yield dtype, n_q, n_kv, d, d, way | {"mask": torch.rand(2, 1, n_q, n_kv) < 0.6}
+            yield dtype, n_q, n_kv, d, d, way | dropout | {"sink": torch.randn(4)}
     # Biases that Hopper's dBias keeps in shared memory: with every other feature, in parts; with tiles enough that the
     # buffers of its persistent CTAs come round; one for all rows, whose columns warps add up.
     for dtype, d in zip(HALVES, (64, 128), strict=True):

@@ -56,7 +56,7 @@ struct Parts {
 };
 
 constexpr int kTensors = 4;
-constexpr int kMaxima = 192 + 1;  // of one of them of a head: of each column, and one of rows
+constexpr int kMaxima = 256 + 1;  // of one of them of a head: of each column, and one of rows
 
 /// Strides of a tensor of parts, in elements.
 CUTE_HOST_DEVICE Strides strides_of(int rows, int heads, int cols) {

@@ -147,11 +147,9 @@ BackwardPlan plan_backward(BackwardParams const& params, Request const& request)
   if (request.dtype == DType::Float32) on_cuda_cores.precision = Precision::Highest;
   Call const any{params, on_any, current_device(), features}, call{params, on_cuda_cores, any.device, features};
   // `High` is a wish here: a forward pass that had it may have gradients that parts are not for.
-  bool const in_parts = request.precision == Precision::High || request.backend == "sm90" ||
-                        (request.precision == Precision::Any && parts_pay(params, any.device));
-  if (request.dtype == DType::Float32 && in_parts) {
+  if (request.dtype == DType::Float32 && request.precision != Precision::Highest) {
     BackwardPlan const plan = plan_in_parts(call);
-    if (plan) return plan;
+    if (plan && (asks_for_parts(request) || parts_pay(params, *plan.of_keys.kernel, any.device))) return plan;
   }
   BackwardPlan plan;
   Kernel const* const of_heads = kernel_of(call, Kind::HeadGradients);

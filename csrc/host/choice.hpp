@@ -19,6 +19,11 @@ inline bool multiplies_parts(Kernel const& kernel) {
   return kernel.dtype == DType::Float32 && std::strcmp(kernel.family, "simt") != 0;
 }
 
+/// Whether a call of float32 asks for them, by its precision or by families that multiply it in no other way.
+inline bool asks_for_parts(Request const& request) {
+  return request.precision == Precision::High || request.backend == "sm90" || request.backend == "sm80";
+}
+
 /// A call on its way to a plan.
 struct Call {
   Params const& params;

@@ -47,25 +47,21 @@ inline bool is_tiny(Params const& p, Device const& device) {
 /// Keys of the longest sequence, as far as the host knows.
 inline int64_t longest_keys(Params const& p) { return p.longest_kv > 0 ? p.longest_kv : p.n_kv; }
 
-/// Columns, of q and of v together, that kernels of parts multiply.
-inline int columns_in_parts(Params const& p) {
-  int const most = std::max(p.head_dim, p.head_dim_v);
-  return most <= 64 ? 128 : most <= 128 ? 256 : 320;
-}
-
-/// Whether float32 is computed faster in two fp16 parts than on CUDA cores, where both can: products at 220 TFLOP/s for
-/// 35, against reading q, k and v twice and writing them once at 2.5 TB/s, and 12 us of launches. Milliseconds of an
-/// H200: (2, 8192, 16, 64) 2.28 for 12.9, (8, 512, 16, 64) causal 0.12 for 0.22, (1, 1024, 8, 64) causal 0.064 for
-/// 0.087. Only where rows see more keys than two tiles have, through a window too: sums of fewer are more exact on CUDA
-/// cores. Of keys in pages every sequence has room for parts of as many as its row of the table has room for: no more
-/// in all than the pages have, unless it is asked for. Of gradients, which have five products for two, the same:
-/// (2, 8192, 16, 64) 9.3 for 49.6, (8, 512, 16, 64) causal 0.21 for 0.59.
-/// On other GPUs than Hopper's parts have to be asked for: nothing was measured there. On paper tensor cores of 8.0
-/// make 16 products for one of CUDA cores, as Hopper's 15, those from 8.6 on 2 to 4, of which parts take three.
-inline bool parts_pay(Params const& p, Device const& device) {
+/// Whether a kernel computes float32 faster in two fp16 parts than those of CUDA cores do: products at 220 TFLOP/s, by
+/// mma.sync 80, for 35, against reading q, k and v twice and writing them once at 2.5 TB/s, and 12 us of launches.
+/// Milliseconds of an H200: (2, 8192, 16, 64) 2.28 for 12.9, (8, 512, 16, 64) causal 0.12 for 0.22, (1, 1024, 8, 64)
+/// causal 0.064 for 0.087; by mma.sync with padding, on an H100, 7.5 for 16.4 and, not causal, 0.21 for 0.30. Only
+/// where rows see more keys than two tiles have, through a window too: sums of fewer are more exact on CUDA cores. Of
+/// keys in pages every sequence has room for parts of as many as its row of the table has room for: no more in all than
+/// the pages have, unless it is asked for. Gradients have five products for two: (2, 8192, 16, 64) 9.3 for 49.6, (8,
+/// 512, 16, 64) causal 0.21 for 0.59, by mma.sync (4, 200, 16, 64) 0.11 for 0.20. On other GPUs than Hopper's parts
+/// have to be asked for: nothing was measured there. On paper tensor cores of 8.0 make 16 products for one of CUDA
+/// cores, as Hopper's 15, those from 8.6 on 2 to 4, of which parts take three.
+inline bool parts_pay(Params const& p, Kernel const& kernel, Device const& device) {
   if (device.capability != 90) return false;
-  constexpr double kOnTensorCores = 220e6, kOnCudaCores = 35e6, kBytes = 2.5e6, kLaunches = 12;  // a microsecond
+  constexpr double kOnCudaCores = 35e6, kBytes = 2.5e6, kLaunches = 12;  // a microsecond
   constexpr int kLeastKeys = 192;
+  double const of_kernel = wants_hopper(kernel) ? 220e6 : 80e6, products = kernel.kind == Kind::KeyGradients ? 5 : 2;
   if (p.paged() && int64_t(p.batch) * p.n_kv > int64_t(p.pages) * p.page_rows.divisor) return false;
   double seen = static_cast<double>(longest_keys(p));
   if (p.window_left >= 0 && p.window_right >= 0)
@@ -75,10 +71,10 @@ inline bool parts_pay(Params const& p, Device const& device) {
   double const rows = double(p.stored_batch()) * p.stored_rows(),
                stored_keys = p.paged() ? double(p.batch) * longest_keys(p) : double(p.stored_batch()) * p.stored_keys();
   double const columns = p.head_dim + p.head_dim_v, pairs = p.heads_q * rows * seen,
-               on_tensor_cores = 2 * columns_in_parts(p) * pairs / kOnTensorCores,
-               on_cuda_cores = 2 * columns * pairs / kOnCudaCores,
+               in_parts = products * (kernel.head_dim + kernel.head_dim_v) * pairs / of_kernel,
+               on_cuda_cores = products * columns * pairs / kOnCudaCores,
                bytes = 3 * 4 * columns * (p.heads_q * rows / 2 + p.heads_kv * stored_keys);
-  return on_tensor_cores + bytes / kBytes + kLaunches < on_cuda_cores;
+  return in_parts + bytes / kBytes + kLaunches < on_cuda_cores;
 }
 
 /// How many warpgroups a query tile gets in the short kernels of Hopper; 0 where the persistent ones are faster. For

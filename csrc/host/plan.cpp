@@ -165,13 +165,10 @@ Plan plan_prefill(Call const& call) {
   // With the number of splits fixed nothing may depend on the batch.
   bool const tiny = backend == "auto" && !p.fixed_splits && is_tiny(p, call.device);
   DType const dtype = call.request.dtype;
-  bool const in_parts = !call.request.is_cache && operand_parts::takes_scale(p) &&
-                        (call.request.precision == Precision::High || backend == "sm90" || backend == "sm80" ||
-                         parts_pay(p, call.device));
-  // Hopper's own kernels multiply them there, unless the others are asked for.
-  bool const portable_parts = backend == "sm80" || call.device.capability != 90;
+  bool const parts_hold = !call.request.is_cache && operand_parts::takes_scale(p);
   auto const accepts = [&](Kernel const& k) {
-    if (multiplies_parts(k)) return in_parts && (wants_hopper(k) || portable_parts) && call.runs(k);
+    if (multiplies_parts(k))
+      return parts_hold && call.runs(k) && (asks_for_parts(call.request) || parts_pay(p, k, call.device));
     if (k.kind == Kind::Short) return k.threads / 128 == warpgroups && call.runs(k);
     return !(k.kind == Kind::Persistent && tiny) && call.runs(k);
   };

@@ -56,8 +56,10 @@ Params make(Params const& params, Parts const& parts, int head_dim, int head_dim
       launch(operand_parts::measure<64, 64>, operand_parts::split<64, 64>);
     } else if (head_dim == 128) {
       launch(operand_parts::measure<128, 128>, operand_parts::split<128, 128>);
-    } else {
+    } else if (head_dim == 192) {
       launch(operand_parts::measure<192, 128>, operand_parts::split<192, 128>);
+    } else {
+      launch(operand_parts::measure<256, 256>, operand_parts::split<256, 256>);
     }
   }
 

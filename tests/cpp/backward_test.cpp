@@ -199,6 +199,7 @@ TEST(BackwardPlan, HasACtaForAllOfAHeadWhereThatFillsTheGpu) {
 TEST(BackwardPlan, MultipliesFloat32InPartsWhereThatIsAskedFor) {
   auto const call = [](int d) { return Call(2, 1000, 1000, 8, 4, d); };
   std::string const in_parts = "keys sm90 64x128 d64, 64 tiles, rows sm90 128x64 d64, 128 tiles",
+                    portable = "keys sm80 32x64 d64, 128 tiles, rows sm80 64x32 d64, 256 tiles",
                     exact = "keys simt 32x128 d64, 64 tiles, rows simt 64x32 d64, 256 tiles";
   EXPECT_EQ(line_of(call(40).float32(Precision::High)), in_parts);
   EXPECT_EQ(line_of(call(64).float32(Precision::High).causal().sink().lengths().in_any_order()), in_parts);
@@ -206,12 +207,17 @@ TEST(BackwardPlan, MultipliesFloat32InPartsWhereThatIsAskedFor) {
   EXPECT_EQ(line_of(call(64).float32(Precision::Any)), in_parts) << "they pay";
   EXPECT_EQ(line_of(call(64).float32(Precision::High).head_dim_v(72)),
             "keys sm90 64x64 d128, 128 tiles, rows sm90 128x32 d128, 128 tiles");
+  // By mma.sync on other GPUs, and what changes scores.
+  for (Call const& other :
+       {call(64).float32(Precision::High).softcap(), call(64).float32(Precision::High).on(fake::kA100),
+        call(64).float32(Precision::Any).backend("sm80")}) {
+    EXPECT_EQ(line_of(other), portable);
+  }
   // A wish: what parts are not for is computed on CUDA cores.
   for (Call const& other :
-       {call(64).float32(Precision::High).softcap(), call(64).float32(Precision::High).unaligned_dout(),
-        call(64).float32(Precision::High).scale(1e-10f), call(64).float32(Precision::High).scale(1e6f),
-        call(64).float32(Precision::High).on(fake::kA100), call(64).float32(Precision::Highest),
-        call(64).float32(Precision::Any).backend("simt")}) {
+       {call(64).float32(Precision::High).unaligned_dout(), call(64).float32(Precision::High).scale(1e-10f),
+        call(64).float32(Precision::High).scale(1e6f), call(64).float32(Precision::Highest),
+        call(64).float32(Precision::Any).on(fake::kA100), call(64).float32(Precision::Any).backend("simt")}) {
     EXPECT_EQ(line_of(other), exact);
   }
   EXPECT_EQ(line_of(Call(1, 100, 100, 2, 2, 64).float32(Precision::Any)).substr(0, 9), "keys simt");

@@ -54,9 +54,9 @@ Kernel in_parts(int d, int d_v, int b_c, int shared, Features more = 0) {
           384,    shared,           new_entry(),    nullptr, nullptr};
 }
 /// The same of any GPU.
-Kernel in_portable_parts(int d, int b_c, int shared) {
-  Features const takes = kTiles & ~(kPairs | FixedSplits | Float32Results | UnalignedRows);
-  return {"sm80", Kind::Tiles, DType::Float32, d, d, 64, b_c, takes, 128, shared, new_entry(), nullptr, nullptr};
+Kernel in_portable_parts(int d, int b_c, int threads, int shared) {
+  Features const takes = kTiles & ~(FixedSplits | Float32Results | UnalignedRows);
+  return {"sm80", Kind::Tiles, DType::Float32, d, d, 64, b_c, takes, threads, shared, new_entry(), nullptr, nullptr};
 }
 Kernel brief(DType dtype, int d, int warpgroups, int shared) {
   int const threads = 128 * warpgroups + 32;
@@ -200,11 +200,14 @@ Entered of_16_bits(DType t) {
 Entered const kHalf = of_16_bits(DType::Float16), kBFloat = of_16_bits(DType::BFloat16);
 Entered const kGradients = of_gradients(DType::BFloat16);
 Entered of_float_gradients(int d, int keys, int step) {
-  constexpr Features kPlain = Sink | Packed | kUnlike, kAll = kPlain | kScoreMods | kPairs | UnalignedRows;
+  constexpr Features kPlain = Sink | Packed | kUnlike, kParts = kPlain | kScoreMods | kPairs,
+                     kAll = kParts | UnalignedRows;
   constexpr Kind kKeys = Kind::KeyGradients, kRows = Kind::QueryGradients;
   return {
       gradients(kKeys, "sm90", DType::Float32, d, 64, keys, kPlain),
       gradients(kRows, "sm90", DType::Float32, d, 128, step, kPlain),
+      gradients(kKeys, "sm80", DType::Float32, d, step / 2, 64, kParts),
+      gradients(kRows, "sm80", DType::Float32, d, 64, step / 2, kParts),
       gradients(kKeys, "simt", DType::Float32, d, 32, d == 64 ? 128 : 64, kAll),
       gradients(kRows, "simt", DType::Float32, d, 64, 32, kAll),
   };
@@ -235,8 +238,9 @@ Entered const kFloat{
     in_parts(128, 128, 64, 197760, kScoreMods),
     in_parts(192, 128, 48, 222336),
     in_parts(192, 128, 48, 222336, kScoreMods),
-    in_portable_parts(64, 64, 82304),
-    in_portable_parts(128, 48, 82304),
+    in_portable_parts(64, 64, 128, 82304),
+    in_portable_parts(128, 48, 128, 82304),
+    in_portable_parts(256, 32, 256, 141056),
     decode(DType::Float32, 64, 16, 8, 128, 70784),
     decode(DType::Float32, 128, 16, 8, 128, 74880),
     decode(DType::Float32, 256, 16, 8, 64, 82560),

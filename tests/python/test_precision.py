@@ -1,6 +1,6 @@
 """float32 on tensor cores, in two fp16 parts (`precision="high"`), against the float64 oracle, by Hopper's kernels and
-by those of other GPUs, on what such parts hold and on what they do not; who gets it; what `"highest"` is; and its
-gradients."""
+by those of other GPUs, on what such parts hold and on what they do not; who gets it; what `"highest"` is; and the
+gradients of both."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -27,11 +27,6 @@ def qkv(batch, n_q, heads, d, *, n_kv=None, heads_kv=None, d_v=None):
 
 KERNELS = {"sm90": "persistent_fp16x2", "sm80": "tiles_fp16x2"}  # of the families that compute float32 in parts
 of_each_family = pytest.mark.parametrize("family", [pytest.param("sm90", marks=NOT_HOPPER), "sm80"])
-
-
-def skip_wide(family, d):
-    if family == "sm80" and d > 128:
-        pytest.skip("its parts have up to 128 columns")
 
 
 def high(family, q, k, v, **options):
@@ -93,20 +88,12 @@ def test_highest_is_cuda_cores(d):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "options", [{"softcap": 1e-9}, {"num_splits": 2}, {"dropout_p": 0.5}, {"mask": True}, {"bias": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{"softcap": 1e-9}, {"num_splits": 2}], ids=str)
 def test_what_it_does_not_take(options):
     q, k, v = qkv(1, 70, 2, 64)
-    if "mask" in options:
-        options = {"mask": torch.ones(1, 1, 70, 70, dtype=torch.bool, device=DEVICE)}
-    if "bias" in options:
-        options = {"bias": torch.zeros(1, 1, 70, 70, device=DEVICE)}
     with pytest.raises(NotImplementedError, match=r"^precision: "):
         cutlass_ext.fmha(q, k, v, precision="high", **options)
     cutlass_ext.fmha(q, k, v, **options)
-    with pytest.raises(NotImplementedError, match=r"^precision: .*head_dim"):
-        cutlass_ext.fmha(*qkv(1, 70, 2, 192), precision="high")
 
 
 @pytest.mark.gpu
@@ -117,7 +104,9 @@ def test_who_gets_it_unasked():
 
     assert kernel(2, 4096, 8, 64) == kernel(1, 4096, 8, 128, causal=True) == "persistent_fp16x2"
     assert kernel(2, 4096, 8, 64, softcap=9.0) == "persistent_fp16x2"
-    assert kernel(1, 100, 2, 64) == kernel(2, 4096, 8, 64, num_splits=2) == kernel(2, 4096, 8, 256) == "tiles"
+    assert kernel(1, 100, 2, 64) == kernel(2, 4096, 8, 64, num_splits=2) == "tiles"
+    mask = torch.ones(1, 1, 1, 4096, dtype=torch.bool, device=DEVICE)
+    assert kernel(2, 4096, 8, 64, mask=mask) == kernel(2, 4096, 8, 256) == "tiles_fp16x2", "by mma.sync"
     latent = qkv(2, 4096, 8, 192, d_v=128)
     assert cutlass_ext.explain(*latent).kernel == "persistent_fp16x2"
     assert kernel(2, 4096, 8, 64, window=(100, 0)) == "tiles", "sums of a few keys"
@@ -126,23 +115,16 @@ def test_who_gets_it_unasked():
 
 @pytest.mark.gpu
 def test_kernels_of_other_gpus():
-    """Hopper's come first where there are some; the others have to be asked for, and have no gradients."""
+    """Hopper's come first where there are some; elsewhere the others have to be asked for."""
     q, k, v = qkv(2, 4096, 8, 64)
     assert kernel_of("sm80", q, k, v) == kernel_of("sm80", q[:, :1], k, v) == KERNELS["sm80"]
-    assert kernel_of("sm80", *qkv(1, 300, 2, 128)) == KERNELS["sm80"]
+    assert kernel_of("sm80", *qkv(1, 300, 2, 128)) == kernel_of("sm80", *qkv(1, 300, 2, 192)) == KERNELS["sm80"]
     explanation = cutlass_ext.explain(q, k, v)
     assert explanation.backend == ("sm90" if HOPPER else "simt")
     explanation = cutlass_ext.explain(q, k, v, precision="high")
     assert explanation.backend == ("sm90" if HOPPER else "sm80")
-    mask = torch.ones(1, 1, 1, 4096, dtype=torch.bool, device=DEVICE)
-    for name, value in (("num_splits", 2), ("mask", mask), ("dropout_p", 0.5), ("bias", mask.float())):
-        with pytest.raises(NotImplementedError, match=rf"^{name}: "):
-            cutlass_ext.fmha(q, k, v, backend="sm80", **{name: value})
-    with pytest.raises(NotImplementedError, match=r"^q: "):
-        cutlass_ext.fmha(*qkv(1, 70, 2, 192), backend="sm80")
-    out = cutlass_ext.fmha(*(t[:, :64].requires_grad_() for t in (q, k, v)), backend="sm80")
-    with pytest.raises(NotImplementedError, match=r"^q: "):
-        out.sum().backward()
+    with pytest.raises(NotImplementedError, match=r"^num_splits: "):
+        cutlass_ext.fmha(q, k, v, backend="sm80", num_splits=2)
 
 
 # ------------------------------------------------------------------------------------------------ what it computes
@@ -167,7 +149,6 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_against_the_oracle(family, case):
     shape, sizes, options = CASES[case]
-    skip_wide(family, shape[3])
     q, k, v = qkv(*shape, **sizes)
     sink = torch.randn(shape[2], device=DEVICE)
     for more in ({}, {"sink": sink}):
@@ -179,7 +160,6 @@ def test_against_the_oracle(family, case):
 @pytest.mark.parametrize("changes", ["softcap", "slopes", "both"])
 @pytest.mark.parametrize("d, d_v", [(64, 64), (128, 40), (192, 128)], ids=str)
 def test_score_changes(family, d, d_v, changes):
-    skip_wide(family, d)
     heads = 4
     slopes = {"alibi_slopes": torch.exp2(-torch.arange(1.0, heads + 1, device=DEVICE))}
     changed = {"softcap": {"softcap": 5.0}, "slopes": slopes, "both": {"softcap": 5.0} | slopes}[changes]
@@ -197,14 +177,52 @@ def test_score_changes(family, d, d_v, changes):
         expect(q, k, v, **options).check(*high(family, q, k, v, **options), small=True, what=str(shape))
 
 
+def pairs_of(kind, batch, heads, n_q, n_kv):
+    """Options that give pairs of rows and keys something of their own; a row without keys among them, and tiles that a
+    mask leaves whole or hides."""
+    bias = torch.randn(1, heads, n_q, n_kv, device=DEVICE)
+    mask = torch.rand(batch, 1, n_q, n_kv, device=DEVICE) < 0.7
+    mask[..., -n_q // 3, :] = False
+    tiles = torch.rand(1, heads, -(-n_q // 64), -(-n_kv // 64), device=DEVICE) < 0.5
+    tiles = tiles.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :n_q, :n_kv]
+    tiles[..., -n_q // 3, 5] ^= True
+    seed = torch.tensor([7, 11], device=DEVICE)
+    padding = torch.arange(n_kv, device=DEVICE) < torch.tensor([n_kv, n_kv // 3], device=DEVICE)[:, None]
+    return {
+        "bias": {"bias": bias},
+        "bias of keys": {"bias": bias[:, :1, :1].half(), "softcap": 20.0},
+        "mask": {"mask": mask},
+        "tiles": {"mask": tiles},
+        "padding": {"mask": padding[:batch, None, None], "causal": True, "start_pos": "end"},
+        "dropout": {"dropout_p": 0.3, "dropout_seed": seed},
+        "all": {"bias": bias.bfloat16(), "mask": mask, "dropout_p": 0.1, "dropout_seed": seed, "window": (90, 40)},
+    }[kind]
+
+
+PAIRS = ["bias", "bias of keys", "mask", "tiles", "padding", "dropout", "all"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize("d, d_v", [(64, 64), (40, 20), (128, 128), (200, 256)], ids=str)
+def test_pairs(kind, d, d_v):
+    """Which Hopper's kernels do not take: by `mma.sync`, on a Hopper GPU too."""
+    for n_q, n_kv in ((150, 300), (330, 77)):
+        q, k, v = qkv(2, n_q, 4, d, n_kv=n_kv, heads_kv=2, d_v=d_v)
+        options = pairs_of(kind, 2, 4, n_q, n_kv)
+        assert cutlass_ext.explain(q, k, v, precision="high", **options).kernel == KERNELS["sm80"]
+        got = cutlass_ext.fmha(q, k, v, return_lse=True, precision="high", **options)
+        expect(q, k, v, **options).check(*got, small=True, what=f"{n_q} rows")
+
+
 @pytest.mark.gpu
 @of_each_family
 @pytest.mark.parametrize("d, d_v", [(64, 64), (128, 128), (192, 128)], ids=str)
 @pytest.mark.parametrize("changes", [{"softcap": 20.0}, {"alibi": True}, {}], ids=str)
 def test_score_changes_as_exact_as_cuda_cores(family, d, d_v, changes):
-    skip_wide(family, d)
     q, k, v = qkv(1, 1024, 16, d, n_kv=4096, d_v=d_v)
-    # Steep slopes leave rows a few keys, of which parts err by more; at head_dim 192 O is a sum of parts of 48 keys.
+    # Steep slopes leave rows a few keys, of which parts err by more; at head_dim 192 O is a sum of parts of 48 keys, or
+    # of 32.
     most = 2 if "alibi" in changes else 1.5 if d == 192 else 1.4
     if "alibi" in changes:
         changes = {"alibi_slopes": torch.exp2(-torch.arange(1.0, 17, device=DEVICE) / 2), "start_pos": "end"}
@@ -226,7 +244,6 @@ CUDA_CORES = Target("cuda", "simt", torch.float32) if GPU else None
 @pytest.mark.parametrize("d, d_v", [(64, 64), (128, 40), (160, 100)], ids=str)
 def test_pages(family, page, d, d_v):
     """Which become parts that lie one after the other; the others hold NaN."""
-    skip_wide(family, d)
     paged = build(CUDA_CORES, [1, 200, 0, 129, 64], [300, 513, 5, 1000, 0], page=page, d=d, d_v=d_v)
     for options in (
         {"causal": True, "start_pos": "end"},
@@ -426,8 +443,8 @@ def forward_of(q, k, v, **options):
     return torch.randn_like(out), out, lse, torch.randn_like(lse)
 
 
-def gradients(precision, dout, q, k, v, out, lse, dlse=None, **options):
-    return cutlass_ext.fmha_backward(dout, q, k, v, out, lse, dlse=dlse, precision=precision, **options)
+def gradients(family, dout, q, k, v, out, lse, dlse=None, **options):
+    return cutlass_ext.fmha_backward(dout, q, k, v, out, lse, dlse=dlse, backend=family, **options)
 
 
 def explained(*arguments, **options):
@@ -443,47 +460,66 @@ def test_who_gets_gradients_in_parts():
     assert (kernel.backend, kernel.kernel) == ("sm90", "key_gradients_fp16x2") and "simt" in kernel.reason
     assert explained(dout, q, k, v, out, lse, backend="sm90") == kernel
     assert explained(dout, q, k, v, out, lse, precision="highest").backend == "simt"
-    for options in ({"softcap": 9.0}, {"alibi_slopes": torch.ones(2, device=DEVICE)}):
-        out, lse = exact(q, k, v, **options)
-        got, want = (gradients(p, dout, q, k, v, out, lse, **options) for p in ("high", "highest"))
-        assert_same_bits(got, want)
-        assert explained(dout, q, k, v, out, lse, precision="high", **options).backend == "simt"
+    for options in ({"softcap": 9.0}, {"alibi_slopes": torch.ones(2, device=DEVICE)}, pairs_of("mask", 1, 2, 100, 100)):
+        assert explained(dout, q, k, v, out, lse, precision="high", **options).backend == "sm80"
     q, k, v = qkv(1, 100, 2, 192)
     dout, out, lse, _ = forward_of(q, k, v)
     assert explained(dout, q, k, v, out, lse, precision="high").backend == "simt"
+    with pytest.raises(NotImplementedError, match=r"^q: "):
+        gradients("sm80", dout, q, k, v, out, lse)
 
 
 @pytest.mark.gpu
-@NOT_HOPPER
+@pytest.mark.parametrize("kind", ["slopes", *PAIRS])
+@pytest.mark.parametrize("d, d_v", [(64, 64), (40, 20), (128, 128)], ids=str)
+def test_gradients_of_what_changes_scores(kind, d, d_v):
+    for n_q, n_kv in ((150, 300), (330, 77)):
+        q, k, v = qkv(2, n_q, 4, d, n_kv=n_kv, heads_kv=2, d_v=d_v)
+        slopes = {"alibi_slopes": torch.exp2(-torch.arange(1.0, 5, device=DEVICE)), "softcap": 5.0, "causal": True}
+        options = slopes if kind == "slopes" else pairs_of(kind, 2, 4, n_q, n_kv)
+        dout, out, lse, dlse = forward_of(q, k, v, **options)
+        lse_of_none = lse.isneginf()
+        for t in (dout, q):  # rows that see no key may hold anything, as long as parts hold it
+            t[lse_of_none.transpose(1, 2)] *= 100
+        got = gradients("sm80", dout, q, k, v, out, lse, dlse, **options)
+        assert cutlass_ext.explain(cutlass_ext.fmha_backward, dout, q, k, v, out, lse, precision="high",
+                                   **options).backend == "sm80"  # fmt: skip
+        expect_gradients(q, k, v, dout, dlse, **options).check(got, small=True, what=f"{n_q} rows")
+
+
+@pytest.mark.gpu
+@of_each_family
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_against_the_oracle(case):
+def test_gradients_against_the_oracle(family, case):
     shape, sizes, options = CASES[case]
+    if shape[3] > 128:
+        pytest.skip("gradients in parts have up to 128 columns")
     q, k, v = qkv(*shape, **sizes)
     sink = torch.randn(shape[2], device=DEVICE)
     for more in ({}, {"sink": sink}):
         dout, out, lse, dlse = forward_of(q, k, v, **options, **more)
-        got = gradients("high", dout, q, k, v, out, lse, dlse, **options, **more)
+        got = gradients(family, dout, q, k, v, out, lse, dlse, **options, **more)
         expect_gradients(q, k, v, dout, dlse, **options, **more).check(got, small=shape[1] < 100, what=case)
 
 
 @pytest.mark.gpu
-@NOT_HOPPER
+@of_each_family
 @pytest.mark.parametrize("n_q", [1, 31, 63, 64, 65, 127, 128, 129, 257])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("d", [64, 128])
-def test_gradients_around_tile_edges(d, causal, n_q):
+def test_gradients_around_tile_edges(family, d, causal, n_q):
     for n_kv in (n_q, 33, 200):
         q, k, v = qkv(2, n_q, 4, d, n_kv=n_kv, heads_kv=2)
         options = {"causal": causal, "start_pos": "end"}
         dout, out, lse, dlse = forward_of(q, k, v, **options)
-        got = gradients("high", dout, q, k, v, out, lse, dlse, **options)
+        got = gradients(family, dout, q, k, v, out, lse, dlse, **options)
         expect_gradients(q, k, v, dout, dlse, **options).check(got, small=True, what=f"{n_kv} keys")
 
 
 @pytest.mark.gpu
-@NOT_HOPPER
+@of_each_family
 @pytest.mark.parametrize("d", [64, 128])
-def test_gradients_of_packed(d):
+def test_gradients_of_packed(family, d):
     lengths, keys = [1, 200, 0, 129, 64], [300, 200, 5, 1, 0]
     q, k, v = (t[0] for t in qkv(1, sum(lengths), 6, d, n_kv=sum(keys), heads_kv=2))
     ends = [torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(DEVICE) for x in (lengths, keys)]
@@ -493,69 +529,69 @@ def test_gradients_of_packed(d):
     }
     options |= {"causal": True, "start_pos": "end"}
     dout, out, lse, dlse = forward_of(q, k, v, **options)
-    got = gradients("high", dout, q, k, v, out, lse, dlse, **options)
+    got = gradients(family, dout, q, k, v, out, lse, dlse, **options)
     expect_gradients_packed(q, k, v, dout, dlse, **options).check(got, small=True)
 
 
 @pytest.mark.gpu
-@NOT_HOPPER
+@of_each_family
 @pytest.mark.parametrize("plant", [NAN, INF, 3e38])
 @pytest.mark.parametrize("d", [64, 128])
-def test_gradients_where_nothing_counts(d, plant):
+def test_gradients_where_nothing_counts(family, d, plant):
     """Padding, and rows that see no key: as if they were not there, whatever stands in them."""
     q, k, v = qkv(2, 150, 4, d, n_kv=300, heads_kv=2)
     lengths = {"seqused_k": [200, 99], "leftpad_k": [7, 0]}
     lengths = {name: torch.tensor(x, dtype=torch.int32, device=DEVICE) for name, x in lengths.items()}
     dout, out, lse, _ = forward_of(q, k, v, **lengths)
-    want = gradients("high", dout, q, k, v, out, lse, **lengths)
+    want = gradients(family, dout, q, k, v, out, lse, **lengths)
     for t in (k, v):
         t[0, 200:], t[1, 99:], t[0, :7] = plant, plant, plant
-    assert_same_bits(gradients("high", dout, q, k, v, out, lse, **lengths), want)
+    assert_same_bits(gradients(family, dout, q, k, v, out, lse, **lengths), want)
     assert all(t.isfinite().all() for t in want)
     options = {"causal": True, "start_pos": -30}
     dout, out, lse, _ = forward_of(q, k, v, **options, **lengths)
-    want = gradients("highest", dout, q, k, v, out, lse, **options, **lengths)
+    want = gradients("simt", dout, q, k, v, out, lse, **options, **lengths)
     q[:, :30], dout[:, :30] = plant, plant
-    got = gradients("high", dout, q, k, v, out, lse, **options, **lengths)
+    got = gradients(family, dout, q, k, v, out, lse, **options, **lengths)
     assert_same_bits(got, want)  # q holds what parts do not
 
 
 @pytest.mark.gpu
-@NOT_HOPPER
+@of_each_family
 @pytest.mark.parametrize("plant", [NAN, INF, -INF, 3e38, 1e-30])
 @pytest.mark.parametrize("which", [0, 1, 2, 3], ids=["dout", "q", "k", "v"])
-def test_gradients_of_what_parts_do_not_hold(which, plant):
+def test_gradients_of_what_parts_do_not_hold(family, which, plant):
     """As on CUDA cores, bit for bit."""
     q, k, v = qkv(2, 150, 4, 64, n_kv=300, heads_kv=2)
     dout, out, lse, dlse = forward_of(q, k, v)
     arguments = [dout, q, k, v]
     arguments[which][1, 100, 1] = plant
-    got, want = (gradients(p, *arguments, out, lse, dlse) for p in ("high", "highest"))
+    got, want = (gradients(p, *arguments, out, lse, dlse) for p in (family, "simt"))
     assert_same_bits(got, want)
 
 
 @pytest.mark.gpu
-@NOT_HOPPER
+@of_each_family
 @pytest.mark.parametrize("factor", [2.0**5, 2.0**11])
-def test_gradients_of_large_scores(factor):
+def test_gradients_of_large_scores(family, factor):
     """Whose lse is rounded so that P would leave fp16's range, if it were not for CUDA cores."""
     q, k, v = (factor * t for t in qkv(1, 200, 2, 64))
     dout, out, lse, dlse = forward_of(q, k, v)
-    got, want = (gradients(p, dout, q, k, v, out, lse, dlse) for p in ("high", "highest"))
+    got, want = (gradients(p, dout, q, k, v, out, lse, dlse) for p in (family, "simt"))
     assert all(t.isfinite().all() for t in got)
     if factor > 2.0**8:
         assert_same_bits(got, want)
 
 
 @pytest.mark.gpu
-@NOT_HOPPER
+@of_each_family
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(
     scales=st.tuples(*[st.integers(-62, 62)] * 3),
     rows=st.sampled_from([0, 5, 14, 17]),
     causal=st.booleans(),
 )
-def test_gradients_whatever_scales(scales, rows, causal):
+def test_gradients_whatever_scales(family, scales, rows, causal):
     torch.manual_seed(0)
     q, k, v = qkv(1, 150, 2, 64, n_kv=200)
     q, k, v = q * 2.0 ** scales[0], k * 2.0 ** -scales[0], v * 2.0 ** scales[1]
@@ -563,16 +599,16 @@ def test_gradients_whatever_scales(scales, rows, causal):
         t[:, 3::4] *= 2.0**-rows
     dout, out, lse, _ = forward_of(q, k, v, causal=causal)
     dout *= 2.0 ** scales[2]
-    got = gradients("high", dout, q, k, v, out, lse, causal=causal)
-    want = gradients("highest", dout, q, k, v, out, lse, causal=causal)
+    got = gradients(family, dout, q, k, v, out, lse, causal=causal)
+    want = gradients("simt", dout, q, k, v, out, lse, causal=causal)
     for a, b in zip(got, want, strict=True):
         if b.isfinite().all() and b.abs().max() > 1e-30:
             assert (a.double() - b.double()).norm() <= 1e-5 * b.double().norm()
 
 
 @pytest.mark.gpu
-@NOT_HOPPER
-def test_gradients_of_rows_that_differ_in_size():
+@of_each_family
+def test_gradients_of_rows_that_differ_in_size(family):
     """Rows of dS, which parts hold by powers of two of their own: each row of dq, and each key's dk, as exact as the
     largest. Of an lse, and a delta, of other keys too."""
     q, k, v = qkv(1, 700, 2, 64)
@@ -580,7 +616,7 @@ def test_gradients_of_rows_that_differ_in_size():
     dout *= torch.exp2(-torch.arange(700, device=DEVICE) % 14.0)[:, None, None]
     lse = lse + torch.arange(700, device=DEVICE) % 30
     delta = torch.randn_like(lse) * torch.exp2(torch.arange(700, device=DEVICE) % 40.0)
-    got = cutlass_ext.fmha_backward(dout, q, k, v, None, lse, delta=delta, precision="high")
+    got = cutlass_ext.fmha_backward(dout, q, k, v, None, lse, delta=delta, backend=family)
     scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 8
     p = torch.exp(scores - lse.double()[..., None])
     ds = p * (torch.einsum("bihd,bjhd->bhij", dout.double(), v.double()) - delta.double()[..., None]) / 8
@@ -594,15 +630,15 @@ def test_gradients_of_rows_that_differ_in_size():
 
 
 @pytest.mark.gpu
-@NOT_HOPPER
-def test_gradients_of_parts_of_the_keys():
+@of_each_family
+def test_gradients_of_parts_of_the_keys(family):
     """An lse and a delta of all keys: what ranks that have a part of them compute."""
     q, k, v = qkv(1, 300, 4, 64, n_kv=500, heads_kv=2)
     dout, out, lse, _ = forward_of(q, k, v)
     delta = (dout * out).sum(-1).transpose(1, 2).contiguous()
-    want = gradients("high", dout, q, k, v, out, lse)
+    want = gradients(family, dout, q, k, v, out, lse)
     parts = [
-        cutlass_ext.fmha_backward(dout, q, k[:, i:j], v[:, i:j], None, lse, delta=delta, precision="high")
+        cutlass_ext.fmha_backward(dout, q, k[:, i:j], v[:, i:j], None, lse, delta=delta, backend=family)
         for i, j in ((0, 200), (200, 500))
     ]
     got = parts[0][0] + parts[1][0], *(torch.cat([a, b], 1) for a, b in zip(*(p[1:] for p in parts), strict=True))
@@ -611,23 +647,23 @@ def test_gradients_of_parts_of_the_keys():
 
 
 @pytest.mark.gpu
-@NOT_HOPPER
-@pytest.mark.parametrize("family", ["normal", "uniform", "shifted", "spread"])
+@of_each_family
+@pytest.mark.parametrize("numbers", ["normal", "uniform", "shifted", "spread"])
 @pytest.mark.parametrize("n", [512, 8192])
 @pytest.mark.parametrize("d", [64, 128])
-def test_gradients_as_exact_as_on_cuda_cores(family, n, d):
+def test_gradients_as_exact_as_on_cuda_cores(family, numbers, n, d):
     q, k, v = qkv(1, n, 1, d)
-    if family == "uniform":
+    if numbers == "uniform":
         for t in (q, k, v):
             t.uniform_()
-    v += family == "shifted"
-    if family == "spread":
+    v += numbers == "shifted"
+    if numbers == "spread":
         v *= torch.exp2(torch.randn_like(v) * 2).clamp(2**-6, 2**6)
     dout, out, lse, _ = forward_of(q, k, v)
     expected = expect_gradients(q, k, v, dout)
-    got, want = (gradients(p, dout, q, k, v, out, lse) for p in ("high", "highest"))
-    if family != "uniform":  # dQ is nearly nothing then, a difference of large sums: neither keeps the bound of norms
-        expected.check(got, what=family)
+    got, want = (gradients(p, dout, q, k, v, out, lse) for p in (family, "simt"))
+    if numbers != "uniform":  # dQ is nearly nothing then, a difference of large sums: neither keeps the bound of norms
+        expected.check(got, what=numbers)
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
         oracle = expected.oracle[name]
         of_parts, of_cuda_cores = (((t.double() - oracle).norm() / oracle.norm()).item() for t in (a, b))
@@ -635,36 +671,36 @@ def test_gradients_as_exact_as_on_cuda_cores(family, n, d):
 
 
 @pytest.mark.gpu
-@NOT_HOPPER
-def test_gradients_are_autograds_in_a_graph_with_the_same_bits():
+@of_each_family
+def test_gradients_are_autograds_in_a_graph_with_the_same_bits(family):
     leaves = [t.requires_grad_() for t in qkv(2, 600, 4, 64, heads_kv=2)]
     dout = torch.randn(2, 600, 4, 64, device=DEVICE)
 
     def run():
-        out, lse = cutlass_ext.fmha(*leaves, causal=True, precision="high", return_lse=True)
+        out, lse = cutlass_ext.fmha(*leaves, causal=True, backend=family, return_lse=True)
         return out, lse, *torch.autograd.grad(out, leaves, dout)
 
     out, lse, *want = run()
     for _ in range(10):
         assert_same_bits(run()[2:], want)
     held = [t.detach() for t in (dout, *leaves, out, lse)]
-    assert_same_bits(gradients("high", *held, causal=True), want)
+    assert_same_bits(gradients(family, *held, causal=True), want)
     held = [t.clone() for t in held]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = gradients("high", *held, causal=True)
+        got = gradients(family, *held, causal=True)
     for factor in (1.0, INF, 1.0, 3.0):
         held[0].copy_(dout)
         held[0][0, 5] *= factor
         graph.replay()
-        assert_same_bits(got, gradients("high", *held, causal=True))
+        assert_same_bits(got, gradients(family, *held, causal=True))
 
 
 @pytest.mark.gpu
-@NOT_HOPPER
-def test_gradients_take_workspace_of_the_size_of_the_inputs():
+@of_each_family
+def test_gradients_take_workspace_of_the_size_of_the_inputs(family):
     q, k, v = qkv(2, 2048, 8, 64)
     dout, out, lse, _ = forward_of(q, k, v)
-    call = lambda: gradients("high", dout, q, k, v, out, lse)  # noqa: E731
+    call = lambda: gradients(family, dout, q, k, v, out, lse)  # noqa: E731
     parts, results, statistics = 4 * q.numel() * 4, 3 * q.numel() * 4, 2 * lse.numel() * 4
     assert peak_extra_bytes(call, DEVICE) <= parts + results + statistics + 2**20

@@ -9,6 +9,9 @@
 //   dS       P (dP - delta)           P = exp2(S - lse)
 //   dX1     += dS Y1                  dK           dQ
 //   dX2     += P Y2                   dV           -
+//
+// Of float32 all operands are in two fp16 parts, P and dS among them, and dX1 and dX2 are added up in float32
+// registers.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -21,6 +24,7 @@
 #include "../sequence.hpp"
 #include "../sm80/warp.hpp"
 #include "../softmax.hpp"
+#include "parts.hpp"
 #include "sm80_traits.hpp"
 
 namespace cutlass_ext::sm80 {
@@ -31,20 +35,20 @@ namespace cutlass_ext::sm80 {
 /// the other is worked on, and that one during the first product.
 template <class Traits, int Early>
 class Streams {
-  using Element = typename Traits::Element;
+  using Element = typename Traits::Part;
   using Shared = typename Traits::SharedStorage;
-  static constexpr int Streamed = Traits::Streamed, HeadDim = Traits::HeadDim, Threads = Traits::Threads;
+  static constexpr int Streamed = Traits::Streamed, Columns = Traits::Columns, Threads = Traits::Threads;
   static constexpr int Late = 1 - Early;
-  static constexpr bool OfKeys = Traits::OfKeys, Two = Traits::Stages == 2;
-  static constexpr uint32_t TileBytes = Streamed * HeadDim * sizeof(Element);
+  static constexpr bool OfKeys = Traits::OfKeys, Two = Traits::Stages == 2, kAligned = Traits::Parts > 1;
+  static constexpr uint32_t TileBytes = Streamed * Columns * sizeof(Element);
   static constexpr auto moved = [](int row) { return row; };
 
  public:
   CUTE_DEVICE Streams(BackwardParams const& params, Shared& shared) : params_(params), shared_(shared) {}
 
-  /// Whether 16-byte vectors may be copied.
+  /// Whether 16-byte vectors may be copied, as of parts, which are made of them.
   CUTE_DEVICE static bool aligned(BackwardParams const& p) {
-    return is_aligned<Element>(data<0>(p), stride<0>(p)) && is_aligned<Element>(data<1>(p), stride<1>(p));
+    return kAligned || (is_aligned<Element>(data<0>(p), stride<0>(p)) && is_aligned<Element>(data<1>(p), stride<1>(p)));
   }
 
   /// Starts the first copies.
@@ -62,17 +66,17 @@ class Streams {
     __syncthreads();
   }
 
-  /// Zeroes the rows of both parts of `tile`, which have landed, that see no key by what pairs have.
+  /// Zeroes the rows of Y1 and Y2 of `tile`, which have landed, that see no key by what pairs have.
   CUTE_DEVICE void zero_empty_rows(int head, int tile) const {
     int const thread = this->thread();
     if (thread < Streamed && tile * Streamed + thread < shared_.view.len_kv) {
       int64_t const row = statistics_row(head, tile) + thread;
       if (__ldg(params_.empty_rows + row / 32) >> row % 32 & 1) {
         CUTE_NO_UNROLL
-        for (int chunk = 0; chunk < 2 * HeadDim / kVector; ++chunk) {
-          int const in_part = chunk % (HeadDim / kVector), panel = in_part / 8;
-          Element* const part = shared_.y[chunk / (HeadDim / kVector)][stage()];
-          reinterpret_cast<uint4*>(part + (panel * Streamed + thread) * kPanel)[in_part % 8] = make_uint4(0, 0, 0, 0);
+        for (int chunk = 0; chunk < 2 * Columns / kVector; ++chunk) {
+          int const in_tile = chunk % (Columns / kVector), panel = in_tile / 8;
+          Element* const tile = shared_.y[chunk / (Columns / kVector)][stage()];
+          reinterpret_cast<uint4*>(tile + (panel * Streamed + thread) * kPanel)[in_tile % 8] = make_uint4(0, 0, 0, 0);
         }
       }
     }
@@ -118,7 +122,7 @@ class Streams {
   }
   template <int Y>
   CUTE_DEVICE int cols() const {
-    return Y == 0 ? params_.head_dim : params_.head_dim_v;
+    return Traits::Parts > 1 ? Columns : Y == 0 ? params_.head_dim : params_.head_dim_v;
   }
   CUTE_DEVICE static int thread() {
     int const x = anew(threadIdx.x);
@@ -129,9 +133,11 @@ class Streams {
 
   template <int Y>
   CUTE_DEVICE GlobalTile<Element> source(int head, int tile) const {
-    return global_tile<Element>(
-        data<Y>(params_), stride<Y>(params_), shared_.tensor_batch, OfKeys ? head : params_.heads_per_kv.div(head),
+    auto source = global_tile<Element>(
+        data<Y>(params_), stride<Y>(params_), shared_.sequence.batch, OfKeys ? head : params_.heads_per_kv.div(head),
         int64_t(shared_.streamed_row0) + tile * Streamed, shared_.view.len_kv - tile * Streamed, cols<Y>());
+    if constexpr (kAligned) source.aligned = true;
+    return source;
   }
   /// Of the tile's first row, where rows pass by.
   CUTE_DEVICE int64_t statistics_row(int head, int tile) const {
@@ -173,7 +179,7 @@ class Streams {
   CUTE_DEVICE void copy_plain(Element const*& from) {
     int64_t const row_stride = stride<Y>(params_).row;
     uint32_t const at = cast_smem_ptr_to_uint(shared_.y) + 2 * chunk_offset<Streamed>(thread() / 8, thread() % 8);
-    copy_whole_tile<Streamed, HeadDim, Threads>(from, row_stride, cols<Y>(),
+    copy_whole_tile<Streamed, Columns, Threads>(from, row_stride, cols<Y>(),
                                                 at + (Y * Traits::Stages + stage_to_fill()) * TileBytes);
     from -= Streamed * row_stride;
     if constexpr (OfKeys && Y == Late) {
@@ -185,7 +191,7 @@ class Streams {
   template <int Y>
   CUTE_DEVICE void copy_checked(int head, int tile, int stage) const {
     GlobalTile<Element> const from = source<Y>(head, tile);
-    copy_tile<Streamed, HeadDim, Threads>(from, shared_.y[Y][stage], moved, thread());
+    copy_tile<Streamed, Columns, Threads>(from, shared_.y[Y][stage], moved, thread());
     if constexpr (OfKeys && Y == Late) copy_statistics(statistics(head, tile), int(threadIdx.x) < from.rows, stage);
   }
 
@@ -209,13 +215,14 @@ class Streams {
 /// is taken 16 rows at a time: a second block of its size spilled.
 template <class Traits, bool First, bool Second>
 class GradientLoop {
-  using Element = typename Traits::Element;
+  using Element = typename Traits::Part;
   static constexpr bool OfKeys = Traits::OfKeys, Two = Traits::Stages == 2;
   static constexpr int Own = Traits::Own, Streamed = Traits::Streamed;
   template <int X, int Columns>
   using Products = typename Traits::template Products<(Traits::Held > X), Columns>;
   using Whole = Products<0, Streamed>;
-  static constexpr int RowAtoms = Whole::RowAtoms;
+  static constexpr int RowAtoms = Whole::RowAtoms, Rows = Whole::Rows;
+  static constexpr bool kInParts = Traits::Parts > 1;
   static constexpr uint32_t X2 = sizeof(Traits::SharedStorage::x[0]), Y2 = sizeof(Traits::SharedStorage::y[0]);
 
  public:
@@ -224,9 +231,13 @@ class GradientLoop {
   using Held1 = typename Queries<Whole>::Held;
   using Held2 = typename Queries<Products<1, Streamed>, X2>::Held;
 
+  /// Of parts, what P of the thread's own rows sums up to, times 2^kShiftP, where these are query rows.
+  using Sums = float[kInParts && !OfKeys ? Rows : 1];
+
   /// The arrays are the kernel's own variables, as those of the forward pass are.
   CUTE_DEVICE GradientLoop(BackwardParams const& params, typename Traits::SharedStorage& shared,
-                           Streams<Traits, Early>& streams, Held1& held1, Held2& held2, Gradient& dX1, Gradient& dX2)
+                           Streams<Traits, Early>& streams, Held1& held1, Held2& held2, Gradient& dX1, Gradient& dX2,
+                           Sums& sums)
       : params_(params),
         shared_(shared),
         streams_(streams),
@@ -240,7 +251,8 @@ class GradientLoop {
         held1_(held1),
         held2_(held2),
         dX1_(dX1),
-        dX2_(dX2) {}
+        dX2_(dX2),
+        sums_(sums) {}
 
   /// Over the query heads from `head` on; the copies of the own tiles have been started.
   CUTE_DEVICE void run(int head) {
@@ -249,15 +261,16 @@ class GradientLoop {
     Queries<Whole>{held1_, own_at_}.take();
     if (First) Queries<Products<1, Streamed>, X2>{held2_, own_at_}.take();
     for (; head < shared_.heads_end; ++head) {
+      if (has_mask(params_)) look_at_mask(head);
       int tile = shared_.tiles.end - 1;
       while (tile >= shared_.tiles.begin) {
         // Behind the first tile of a head comes the last one of another, of which rows may be missing.
         int const plain_begin = cute::max(shared_.unmasked.begin, shared_.tiles.begin + 1);
-        if (shared_.checked || tile >= shared_.unmasked.end || tile < plain_begin) {
+        if (shared_.checked || !seen(tile).all || tile >= shared_.unmasked.end || tile < plain_begin) {
           checked_step(head, tile--);
         } else {
           do plain_step(head, tile--);
-          while (tile >= plain_begin);
+          while (tile >= plain_begin && seen(tile).all);
         }
       }
     }
@@ -277,7 +290,9 @@ class GradientLoop {
   template <int Columns, class Meanwhile>
   CUTE_DEVICE void product2(Scores<Columns>& dP, uint32_t columns_at, Meanwhile const& meanwhile) {
     using P = Products<1, Columns>;
-    gemm_qk<P, Y2>(dP, Queries<P, X2>{held2_, uint32_t(anew(own_at_))}, columns_at, meanwhile);
+    Queries<P, X2> const own{held2_, uint32_t(anew(own_at_))};
+    // Of parts a panel after the other: where all terms have one sign dP - delta would err more than on CUDA cores.
+    gemm_qk_in_pieces<P, (kInParts ? kPanel : Traits::HeadDim) / kAtom, Y2>(dP, own, columns_at, meanwhile);
   }
 
   /// Addresses that follow from the lane's are worked out anew for each tile: around the loop they spilled.
@@ -298,7 +313,7 @@ class GradientLoop {
       streams_.template between<true>(head, tile);
       if constexpr (First) product2<Streamed>(dP, columns_at, nothing);
     }
-    add_products<true, Streamed>(S, dP, ScoreMod::gradient_scale(params_) * kLog2e, 0, rows_at());
+    add_products<true, Streamed>(S, dP, of_parts(ScoreMod::gradient_scale(params_) * kLog2e), 0, rows_at());
     streams_.next();
   }
 
@@ -309,7 +324,7 @@ class GradientLoop {
     if (OfKeys && params_.empty_rows) streams_.zero_empty_rows(head, tile);
     CUTE_NO_UNROLL
     for (int column = 0; column < Streamed; column += Columns) {
-      if (!is_seen((tile * Streamed + column) / Columns)) continue;
+      if (!is_seen((tile * Streamed + column) / Columns) || !seen(tile).some) continue;
       Scores<Columns> S, dP;
       auto const nothing = [] {};
       uint32_t const from = column * kPanel * sizeof(Element);
@@ -321,6 +336,29 @@ class GradientLoop {
     }
     streams_.template between<false>(head, tile);
     streams_.next();
+  }
+
+  CUTE_DEVICE Seen seen(int tile) const { return shared_.seen.of(has_mask(params_), tile); }
+
+  /// Which tiles the mask of a query head hides or leaves whole. All threads are done with the head before.
+  CUTE_DEVICE void look_at_mask(int head) const {
+    PairMod const pairs(params_, shared_.sequence, shared_.work.batch, head);
+    shared_.seen.look(shared_.tiles, [&](int tile) {
+      int const own = shared_.work.row0, streamed = tile * Streamed,
+                row = shared_.first_query + (OfKeys ? streamed : own), key = OfKeys ? own : streamed;
+      return pairs.seen_of(params_, {row, row + (OfKeys ? Streamed : Own)}, {key, key + (OfKeys ? Own : Streamed)});
+    });
+    __syncthreads();
+  }
+
+  /// What scores are multiplied by, and dP, where operands are in parts.
+  CUTE_DEVICE float of_parts(float query_scale) const {
+    if constexpr (kInParts) query_scale *= (1.f + kCutOffScores) * shared_.scales[0].scores;
+    return query_scale;
+  }
+  CUTE_DEVICE float scale_of_dp() const {
+    if constexpr (kInParts) return (1.f + kCutOffScores) * shared_.scales[0].dp;
+    return 1.f;
   }
 
   /// Whether some row of this warp sees some of the 16 rows `part` that pass by.
@@ -348,9 +386,9 @@ class GradientLoop {
   /// columns: the first of the warp's keys, and where its scores are.
   template <class Visit>
   CUTE_DEVICE void for_each_row(int head, int tile, int column, Visit const& visit) const {
-    int const batch = shared_.work.batch, lane = anew(place_.lane);
-    Sequence const sequence = sequence_of(params_, batch);
-    PairMod const pairs(params_, sequence, batch, head);
+    int const lane = anew(place_.lane);
+    Sequence const& sequence = shared_.sequence;
+    PairMod const pairs(params_, sequence, shared_.work.batch, head);
     int const own = shared_.work.row0 + place_.warp_row, streamed = tile * Streamed + column;
     CUTE_NO_UNROLL
     for (int x = 0; x < (OfKeys ? kAtom / 4 : 2 * RowAtoms); ++x) {
@@ -416,17 +454,19 @@ class GradientLoop {
     Tensor S = rows_and_columns(scores), dP = rows_and_columns(gradients);
     if constexpr (First) {
       int const lane = anew(place_.lane);  // what is read here is not kept until P is made
+      float const factor = scale_of_dp();
       CUTE_UNROLL
       for (int n = 0; n < size<1>(S) / 2; ++n) {
         CUTE_UNROLL
         for (int a = 0; a < RowAtoms; ++a) {
           CUTE_UNROLL
           for (int x = 0; x < 4; ++x)
-            gradients[a][n][x] -= statistics(column / kAtomN + n, 2 * a + x / 2, lane).delta[x % 2];
+            gradients[a][n][x] =
+                fmaf(gradients[a][n][x], factor, -statistics(column / kAtomN + n, 2 * a + x / 2, lane).delta[x % 2]);
         }
       }
     }
-    float const query_scale = ScoreMod::query_scale(params_);
+    float const query_scale = of_parts(ScoreMod::query_scale(params_));
     bool const score_mods = ScoreMod::changes(params_) || changes_scores(params_);
     Visibility const view = shared_.view;
     int const first_row = shared_.work.row0 + place_.warp_row + place_.lane / 4;
@@ -438,7 +478,8 @@ class GradientLoop {
       auto const offset = [](int i, int j) { return Sign * (row_of(i) - key_of(j)); };
       CUTE_UNROLL
       for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
-      score_mod.template apply<true>(S, first_offset, offset);
+      // float32 has the hyperbolic tangent that CUDA cores have.
+      score_mod.template apply<!kInParts>(S, first_offset, offset);
       if constexpr (First) score_mod.differentiate(dP, S, first_offset, offset);
       if (changes_scores(params_)) apply_pairs(S, head, tile, column);
     }
@@ -488,17 +529,93 @@ class GradientLoop {
 
   /// dX2 += P Y2, dX1 += dS Y1: operands of 16 streamed rows are made ahead of the 16 that are multiplied.
   template <bool Plain, int Columns>
-  CUTE_DEVICE void add_products(Scores<Columns> const& S, Scores<Columns> const& dP, float scale, int column,
+  CUTE_DEVICE void add_products(Scores<Columns>& S, Scores<Columns> const& dP, float scale, int column,
                                 uint32_t rows_at, uint32_t kept = ~0u) {
+    if constexpr (kInParts) {
+      add_products_of_parts<Plain, Columns>(S, dP, scale, column, rows_at, kept);
+    } else {
+      constexpr int Steps = Columns / kAtom;
+      uint32_t p[Steps][RowAtoms][4], ds[Steps][RowAtoms][4];
+      operands<Plain>(p[0], ds[0], S, dP, 0, scale, column, kept);
+      CUTE_UNROLL
+      for (int k = 0; k < Steps; ++k) {
+        if (k + 1 < Steps) operands<Plain>(p[k + 1], ds[k + 1], S, dP, k + 1, scale, column, kept);
+        uint32_t const at = chunk_at<Streamed>(rows_at, k * kAtom, 0);
+        if constexpr (Second) gemm_pv_step<Whole, Y2>(dX2_, p[k], at);
+        if constexpr (First) gemm_pv_step<Whole>(dX1_, ds[k], at);
+      }
+    }
+  }
+
+  /// The same of operands in parts. Each row of dS has a power of two of its own: gradients of a sequence's rows differ
+  /// in size as their weights do, and nothing bounds delta.
+  template <bool Plain, int Columns>
+  CUTE_DEVICE void add_products_of_parts(Scores<Columns>& S, Scores<Columns> const& dP, float scale, int column,
+                                         uint32_t rows_at, uint32_t kept) {
     constexpr int Steps = Columns / kAtom;
-    uint32_t p[Steps][RowAtoms][4], ds[Steps][RowAtoms][4];
-    operands<Plain>(p[0], ds[0], S, dP, 0, scale, column, kept);
+    typename Whole::Rows16 operand[Steps];
+    auto const rows_of = [&](int k) { return chunk_at<Streamed>(rows_at, k * kAtom, 0); };
+    // `x_of(a, n, r, statistics, x)`: the two elements that become the operand's of row 2 a + r and column atom n.
+    auto const make_operand = [&](auto const& x_of) {
+      CUTE_UNROLL
+      for (int n = 0; n < 2 * Steps; ++n) {
+        CUTE_UNROLL
+        for (int i = 0; i < Rows; ++i) {
+          float x[2];
+          x_of(n, i, x);
+          auto& words = operand[n / 2];
+          split_operand(x[0], x[1], words[0][i / 2][n % 2 * 2 + i % 2], words[1][i / 2][n % 2 * 2 + i % 2]);
+        }
+      }
+    };
     CUTE_UNROLL
-    for (int k = 0; k < Steps; ++k) {
-      if (k + 1 < Steps) operands<Plain>(p[k + 1], ds[k + 1], S, dP, k + 1, scale, column, kept);
-      uint32_t const at = chunk_at<Streamed>(rows_at, k * kAtom, 0);
-      if constexpr (Second) gemm_pv_step<Whole, Y2>(dX2_, p[k], at);
-      if constexpr (First) gemm_pv_step<Whole>(dX1_, ds[k], at);
+    for (int n = 0; n < 2 * Steps; ++n) {
+      CUTE_UNROLL
+      for (int i = 0; i < Rows; ++i) {
+        OfTwo const of = statistics(column / kAtomN + n, i, place_.lane);
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          float& s = S[i / 2][n][i % 2 * 2 + c];
+          float const p = exp2_approx(fmaf(s, scale, kShiftP - of.lse_log2[c]));
+          if constexpr (!OfKeys) sums_[i] += p;
+          // A row that sees no key may hold anything.
+          s = Plain || s > -INFINITY ? p : 0.f;
+        }
+      }
+    }
+    if constexpr (Second) {
+      make_operand([&](int n, int i, float (&x)[2]) {
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) x[c] = Plain || kept >> (4 * i + 2 * n + c) & 1 ? S[i / 2][n][i % 2 * 2 + c] : 0.f;
+      });
+      gemm_pv_in_parts<Whole, Y2>(dX2_, operand, rows_of, Ones{});
+    }
+    if constexpr (First) {
+      float const of_dp = scale_of_dp();
+      float factors[Rows];
+      CUTE_UNROLL
+      for (int i = 0; i < Rows; ++i) {
+        float largest = 0.f;
+        CUTE_UNROLL
+        for (int n = 0; n < 2 * Steps; ++n) {
+          OfTwo const of = statistics(column / kAtomN + n, i, place_.lane);
+          CUTE_UNROLL
+          for (int c = 0; c < 2; ++c) {
+            float& s = S[i / 2][n][i % 2 * 2 + c];
+            float const dp = dP[i / 2][n][i % 2 * 2 + c];
+            s = Plain ? s * fmaf(dp, of_dp, -of.delta[c]) : s == 0.f ? 0.f : s * dp;
+            largest = fmaxf(largest, fabsf(s));
+          }
+        }
+        RowScale const of_row(warp_max<4, 1>(largest));
+        factors[i] = of_row.back;
+        CUTE_UNROLL
+        for (int n = 0; n < 2 * Steps; ++n)
+          S[i / 2][n][i % 2 * 2] *= of_row.to, S[i / 2][n][i % 2 * 2 + 1] *= of_row.to;
+      }
+      make_operand(
+          [&](int n, int i, float (&x)[2]) { x[0] = S[i / 2][n][i % 2 * 2], x[1] = S[i / 2][n][i % 2 * 2 + 1]; });
+      gemm_pv_in_parts<Whole>(dX1_, operand, rows_of, factors);
     }
   }
 
@@ -511,13 +628,14 @@ class GradientLoop {
   Held1& held1_;
   Held2& held2_;
   Gradient &dX1_, &dX2_;
+  Sums& sums_;
 };
 
 /// One side of the backward pass of one work item.
 template <class Traits>
 class BackwardTile {
-  using Element = typename Traits::Element;
-  static constexpr bool OfKeys = Traits::OfKeys;
+  using Element = typename Traits::Part;
+  static constexpr bool OfKeys = Traits::OfKeys, kInParts = Traits::Parts > 1;
   static constexpr int Own = Traits::Own, Streamed = Traits::Streamed;
   using Products = typename Traits::template Products<false, Streamed>;
   using Gradient = float[Products::RowAtoms][Products::OutAtoms][4];
@@ -540,15 +658,21 @@ class BackwardTile {
       int const heads = OfKeys ? params_.heads_per_kv.divisor : 1;
       shared_.work = work;
       shared_.heads_end = (work.head + 1) * heads;
-      shared_.checked = ScoreMod::changes(params_) || has_pairs(params_) || !Streams<Traits, 0>::aligned(params_);
+      shared_.checked = ScoreMod::changes(params_) || has_bias(params_) || has_dropout(params_) ||
+                        !Streams<Traits, 0>::aligned(params_);
       shared_.view = view;
       shared_.tiles = view.tiles_of(work.row0, Own, Streamed);
       shared_.unmasked = view.unmasked_tiles_of(work.row0, Own, Streamed);
-      shared_.tensor_batch = sequence.batch;
+      shared_.sequence = sequence;
       shared_.own_row0 = (OfKeys ? sequence.k_row0 : sequence.q_row0) + work.row0;
       shared_.first_query = rows.begin;
       shared_.streamed_row0 = OfKeys ? sequence.q_row0 + rows.begin : sequence.k_row0;
       shared_.statistics_row0 = StatisticsRows(params_).first(params_, sequence, work.batch, 0) + rows.begin;
+      if constexpr (kInParts) {  // sequences without keys have none
+        int const head_kv = OfKeys ? work.head : params_.heads_per_kv.div(work.head);
+        shared_.scales[0] = shared_.tiles.size() > 0 ? params_.gradient_scales[work.batch * params_.heads_kv + head_kv]
+                                                     : GradientScales{1.f, 1.f, 1.f, 1.f, 1.f};
+      }
     }
     __syncthreads();
     return true;
@@ -570,43 +694,54 @@ class BackwardTile {
   CUTE_DEVICE void pass() {
     using Loop = GradientLoop<Traits, First, Second>;
     Gradient dX1 = {}, dX2 = {};
+    typename Loop::Sums sums = {};
     if (shared_.tiles.size() > 0) {
       if (Second || !Traits::OneAfterTheOther) copy_own<0>();
       if (First) copy_own<1>();
       int const head = shared_.work.head * (OfKeys ? params_.heads_per_kv.divisor : 1);
-      if (!OfKeys && threadIdx.x < Own)  // of rows that do not exist, too
-        shared_.statistics[0][threadIdx.x] =
-            params_.row_statistics[shared_.statistics_row0 + head * StatisticsRows(params_).of_a_head +
-                                   shared_.work.row0 + threadIdx.x];
+      if (!OfKeys && threadIdx.x < Own) shared_.statistics[0][threadIdx.x] = own_statistics()[threadIdx.x];
       typename Loop::Held1 held1;
       typename Loop::Held2 held2;
       Streams<Traits, Loop::Early> streams(params_, shared_);
-      Loop(params_, shared_, streams, held1, held2, dX1, dX2).run(head);
+      Loop(params_, shared_, streams, held1, held2, dX1, dX2, sums).run(head);
     }
-    if constexpr (Second)
-      store(dX2, shared_.x[1], params_.dv, params_.dv_stride, params_.head_dim_v, params_.dropout.scale);
-    if constexpr (First) {
-      store(dX1, shared_.x[0], OfKeys ? params_.dk : params_.dq, OfKeys ? params_.dk_stride : params_.dq_stride,
-            params_.head_dim, ScoreMod::gradient_scale(params_));
+    if constexpr (kInParts) {
+      store_in_parts<First, Second>(dX1, dX2, sums);
+    } else {
+      if constexpr (Second)
+        store(dX2, shared_.x[1], params_.dv, params_.dv_stride, params_.head_dim_v, params_.dropout.scale);
+      if constexpr (First) {
+        store(dX1, shared_.x[0], OfKeys ? params_.dk : params_.dq, OfKeys ? params_.dk_stride : params_.dq_stride,
+              params_.head_dim, ScoreMod::gradient_scale(params_));
+      }
     }
   }
 
   CUTE_DEVICE int own_rows() const { return shared_.view.n_q - shared_.work.row0; }
+
+  /// Where the own rows are query rows; of those that do not exist, too.
+  CUTE_DEVICE RowStatistics* own_statistics() const {
+    return params_.row_statistics + shared_.statistics_row0 + shared_.work.head * StatisticsRows(params_).of_a_head +
+           shared_.work.row0;
+  }
 
   template <int X>
   CUTE_DEVICE void copy_own() const {
     void const* const data = OfKeys ? (X == 0 ? params_.k : params_.v) : (X == 0 ? params_.q : params_.dout);
     Strides const& stride =
         OfKeys ? (X == 0 ? params_.k_stride : params_.v_stride) : (X == 0 ? params_.q_stride : params_.dout_stride);
-    auto const own = global_tile<Element>(data, stride, shared_.tensor_batch, shared_.work.head, shared_.own_row0,
-                                          own_rows(), X == 0 ? params_.head_dim : params_.head_dim_v);
+    auto own =
+        global_tile<Element>(data, stride, shared_.sequence.batch, shared_.work.head, shared_.own_row0, own_rows(),
+                             kInParts ? Traits::Columns
+                             : X == 0 ? params_.head_dim
+                                      : params_.head_dim_v);
+    if constexpr (kInParts) own.aligned = true;
     auto const moved = [](int row) { return row; };
     if constexpr (OfKeys) {
-      copy_tile<Own, Traits::HeadDim, Traits::Threads>(own, shared_.x[X], moved);
+      copy_tile<Own, Traits::Columns, Traits::Threads>(own, shared_.x[X], moved);
     } else {
-      int64_t const first =
-          shared_.statistics_row0 + shared_.work.head * StatisticsRows(params_).of_a_head + shared_.work.row0;
-      copy_tile<Own, Traits::HeadDim, Traits::Threads>(SiftedTile<Element>{own, params_.empty_rows, first},
+      int64_t const first = own_statistics() - params_.row_statistics;
+      copy_tile<Own, Traits::Columns, Traits::Threads>(SiftedTile<Element>{own, params_.empty_rows, first},
                                                        shared_.x[X], moved);
     }
   }
@@ -618,11 +753,52 @@ class BackwardTile {
     CUTE_UNROLL
     for (int e = 0; e < size(out); ++e) out(e) *= scale;
     auto const to_of = [&](int row, int chunk) {
-      return row_at<Element>(to, stride, shared_.tensor_batch, shared_.own_row0, shared_.work.head) + row * stride.row +
-             chunk * kVector;
+      return row_at<Element>(to, stride, shared_.sequence.batch, shared_.own_row0, shared_.work.head) +
+             row * stride.row + chunk * kVector;
     };
     Place<Products> const place;
     store_rows<Element, Own>(out, tile, place.lane, place.warp_row, 0, to_of, stride.row, own_rows(), cols);
+  }
+
+  /// Writes what operands in parts have summed up, of float32.
+  template <bool First, bool Second, class Sums>
+  CUTE_DEVICE void store_in_parts(Gradient& dX1, Gradient& dX2, Sums const& sums) const {
+    constexpr int Rows = Products::Rows;
+    Place<Products> const place;
+    int const lane = place.lane, warp_row = place.warp_row, head = shared_.work.head;
+    auto const store = [&](Gradient& gradient, void* to, Strides const& stride, int cols, float scale,
+                           auto const& factor_of_row) {
+      Tensor out = rows_and_columns(gradient);
+      CUTE_UNROLL
+      for (int i = 0; i < Rows; ++i) {
+        int const partners = shared_.view.keys_of_row(shared_.work.row0 + warp_row + row_of(i) + lane / 4).size();
+        float const factor = factor_of_sums<Streamed>(scale, partners) * factor_of_row(i);
+        CUTE_UNROLL
+        for (int j = 0; j < size<1>(out); ++j) out(i, j) *= factor;
+      }
+      auto const to_of = [&](int row) {
+        return row_at<float>(to, stride, shared_.sequence.batch, shared_.own_row0, head) + row * stride.row;
+      };
+      store_floats(out, lane, warp_row, 0, to_of, own_rows(), cols);
+    };
+    float const scale = ScoreMod::gradient_scale(params_);
+    GradientScales const& scales = shared_.scales[0];
+    auto const one = [](int) { return 1.f; };
+    if constexpr (Second)
+      store(dX2, params_.dv, params_.dv_stride, params_.head_dim_v, scales.dv * params_.dropout.scale, one);
+    if constexpr (First && OfKeys) store(dX1, params_.dk, params_.dk_stride, params_.head_dim, scales.dk * scale, one);
+    if constexpr (!OfKeys) {
+      float of_row[Rows];
+      CUTE_UNROLL
+      for (int i = 0; i < Rows; ++i) {
+        int const row = warp_row + row_of(i) + lane / 4;
+        float const lse_log2 = shared_.statistics[0][row].lse_log2,
+                    sum = sum_of_weights(params_, warp_sum<4, 1>(sums[i]), head, lse_log2);
+        of_row[i] = reciprocal(sum);
+        if (lane % 4 == 0 && row < own_rows()) own_statistics()[row].lse_log2 = lse_log2 + log2f(sum);
+      }
+      store(dX1, params_.dq, params_.dq_stride, params_.head_dim, scales.dq * scale, [&](int i) { return of_row[i]; });
+    }
   }
 
   BackwardParams const& params_;
@@ -631,6 +807,9 @@ class BackwardTile {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads) backward_kernel(__grid_constant__ BackwardParams const params) {
+  if constexpr (Traits::Parts > 1) {
+    if (params.stands_aside()) return;
+  }
   extern __shared__ __align__(128) unsigned char smem[];
   BackwardTile<Traits> tile(params, *reinterpret_cast<typename Traits::SharedStorage*>(smem));
   if (tile.begin()) tile.run();
@@ -645,7 +824,7 @@ struct Backward {
   static constexpr auto kernel = &backward_kernel<Traits>;
   static constexpr Kind kKind = Of == Axis::Keys ? Kind::KeyGradients : Kind::QueryGradients;
   static constexpr Features kTakes = feature::kScoreMods | feature::kPairs | feature::Sink | feature::Packed |
-                                     feature::kUnlike | feature::UnalignedRows;
+                                     feature::kUnlike | (Traits::Parts == 1 ? feature::UnalignedRows : 0);
 };
 
 }  // namespace cutlass_ext::sm80

@@ -8,16 +8,19 @@ namespace cutlass_ext::sm80 {
 
 /// A CTA owns the tiles X1 and X2 and lets Y1 and Y2 pass by: of keys, K and V past Q and dO; of rows, Q and dO past K
 /// and V. Of the own tiles, the first `Held` are operands in registers. Gradients of keys with more than 128 columns
-/// are made one after the other, since dK and dV of 16 keys then fill the registers of a warp.
+/// are made one after the other, since dK and dV of 16 keys then fill the registers of a warp. Tiles of operands in two
+/// parts (operand.hpp) have twice the columns, the high parts first.
 template <Axis Of_, int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_, int Stages_, int Held_>
 struct BackwardTraits {
   static constexpr Axis Of = Of_;
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDim_, Threads = Threads_;
   static constexpr int Stages = Stages_, Held = Held_;
   using Element = Element_;
+  using Part = typename Operand<Element>::Part;
+  static constexpr int Parts = Operand<Element>::Parts, Columns = HeadDim * Parts;  // in shared memory
   static constexpr bool OfKeys = Of == Axis::Keys;
   static constexpr int Own = OfKeys ? B_c : B_r, Streamed = OfKeys ? B_r : B_c;  // rows of a tile
-  static constexpr bool OneAfterTheOther = OfKeys && HeadDim > 128;
+  static constexpr bool OneAfterTheOther = OfKeys && Columns > 128;
 
   /// The products as warp.hpp knows them, of `Columns` streamed rows: own rows stand in the place of query rows,
   /// streamed ones in that of keys.
@@ -34,20 +37,22 @@ struct BackwardTraits {
   static_assert(B_r <= Threads, "a thread copies the statistics of one row");
 
   struct SharedStorage {
-    alignas(128) Element x[2][Own * HeadDim];
-    alignas(128) Element y[2][Stages][Streamed * HeadDim];
+    alignas(128) Part x[2][Own * Columns];
+    alignas(128) Part y[2][Stages][Streamed * Columns];
     alignas(16) RowStatistics statistics[OfKeys ? Stages : 1][B_r];
     // Of the work item, what is wanted now and then: in registers it would spill.
     WorkItem work;
     int heads_end;            // past the last query head
-    bool checked;             // every tile has scores to modify, or rows that do not begin at multiples of 16 bytes
+    bool checked;             // every tile has scores to modify but by a mask, or rows not at multiples of 16 bytes
+    SeenTiles seen;           // of the query head in work, where there is a mask
     Visibility view;          // own rows in the place of query rows, streamed ones in that of keys
     Range tiles, unmasked;    // streamed tiles that some own row sees, and those that all see whole
-    int tensor_batch;         // index into the batch dimension of the tensors
+    Sequence sequence;        // with all of its query rows
     int own_row0;             // row of X1 and X2 that the first own row is
     int streamed_row0;        // row of Y1 and Y2 that the first streamed row is
     int first_query;          // of the sequence's query rows the first that is looked at
     int64_t statistics_row0;  // of the first query row of head 0
+    GradientScales scales[Parts > 1 ? 1 : 0];  // where operands are in parts
   };
 };
 

@@ -85,10 +85,11 @@ class Copies {
     if (threadIdx.x == 0) {
       shared_.sequence = sequence;
       shared_.score_mod = ScoreMod(params_, work.batch, work.head);
-      if (Traits::Pairs && has_pairs(params_)) shared_.pairs = PairMod(params_, sequence, work.batch, work.head);
+      if (has_pairs(params_)) shared_.pairs = PairMod(params_, sequence, work.batch, work.head);
       shared_.keys = k.data - (first_row + last_key) * k.row_stride;
       shared_.values = v.data - (first_row + last_key) * v.row_stride;
       shared_.table = params_.pages_of(work.batch);
+      shared_.checked = ScoreMod::changes(params_) || has_bias(params_) || has_dropout(params_) || !aligned || paged();
       if constexpr (Traits::Parts > 1) {  // sequences without keys have none
         shared_.scales[0] =
             tiles.size() > 0 ? params_.part_scales[work.batch * params_.heads_kv + head_kv] : PartScales{1.f, 1.f};
@@ -146,8 +147,8 @@ class Copies {
       if (more) copy_checked(shared_.keys, params_.k_stride, columns(), tile - 1, shared_.k[Two ? stage_ ^ 1 : 0]);
     } else {
       copy_whole_tile<B_c, Columns, Threads>(keys_next_, params_.k_stride.row, more ? columns() : 0, at_ + there());
-      keys_next_ -= B_c * params_.k_stride.row;
     }
+    keys_next_ -= B_c * params_.k_stride.row;
   }
 
   template <KeyTile Kind>
@@ -161,7 +162,7 @@ class Copies {
       copy_whole_tile<B_c, Columns, Threads>(values_next_, params_.v_stride.row, more || !Two ? columns_v() : 0,
                                              at_ + Traits::Stages * TileBytes + there());
     }
-    if constexpr (Kind != KeyTile::Any) values_next_ -= B_c * params_.v_stride.row;
+    values_next_ -= B_c * params_.v_stride.row;
   }
 
   /// Tile `tile` of K or V where rows may be missing, not begin at multiples of 16 bytes, or lie in pages.
@@ -225,7 +226,7 @@ class MainLoop {
         softmax_(softmax),
         warp_row0_(row0 + place.warp_row),
         params_(params),
-        score_mods_(ScoreMod::changes(params) || (Traits::Pairs && has_pairs(params))),
+        score_mods_(ScoreMod::changes(params) || has_pairs(params)),
         query_scale_(ScoreMod::query_scale(params)),
         keys_at_(cast_smem_ptr_to_uint(shared.k) +
                  2 * chunk_offset<B_c>(place.part * Traits::WarpKeys + place.lane % 8 + place.lane / 16 * 8,
@@ -242,22 +243,33 @@ class MainLoop {
   /// All tiles, from the last to the first; O is what dropout keeps, times its scale.
   CUTE_DEVICE void run() {
     copies_.wait();
+    if (has_mask(params_)) {
+      PairMod const& pairs = shared_.pairs;
+      int const row0 = warp_row0_ - place_.warp_row;
+      shared_.seen.look(copies_.tiles, [&](int tile) {
+        return pairs.seen_of(params_, {row0, row0 + B_r}, {tile * B_c, (tile + 1) * B_c});
+      });
+      __syncthreads();
+    }
     queries_.take();
     if constexpr (Traits::Parts > 1) query_scale_ *= (1.f + kCutOffScores) * shared_.scales[0].scores;
     Range const tiles = copies_.tiles, unmasked = copies_.unmasked;
     int tile = tiles.end - 1;
     int const plain_begin = unmasked.begin > tiles.begin ? unmasked.begin : tiles.begin;
     while (tile >= tiles.begin) {
-      if (score_mods_ || !copies_.aligned || copies_.paged()) {
+      Seen const here = seen(tile);
+      if (!here.some) {
+        pass<KeyTile::Any>(tile--);
+      } else if (shared_.checked || !here.all) {
         step<KeyTile::Any>(tile--);
       } else if (!unmasked.contains(tile)) {
         step<KeyTile::Masked>(tile--);
       } else {
         do step<KeyTile::Plain>(tile--);
-        while (tile >= plain_begin);
+        while (tile >= plain_begin && !has_mask(params_));
       }
     }
-    if (Traits::Pairs && has_dropout(params_)) {
+    if (has_dropout(params_)) {
       Tensor out = rows_and_columns(O_);
       CUTE_UNROLL
       for (int e = 0; e < size(out); ++e) out(e) *= params_.dropout.scale;
@@ -273,20 +285,28 @@ class MainLoop {
   }
 
  private:
+  CUTE_DEVICE Seen seen(int tile) const { return shared_.seen.of(has_mask(params_), tile); }
+
+  /// The copies of a tile that nothing comes of.
+  template <KeyTile Kind>
+  CUTE_DEVICE void pass(int tile) {
+    copies_.template during_qk<Kind>(tile);
+    copies_.template between<Kind>(tile);
+    copies_.next();
+  }
+
   template <KeyTile Kind>
   CUTE_DEVICE void step(int tile) {
     // At head_dim 64 this took 3% of (32, 512, 32, 64) and brought nothing.
     if constexpr (Kind == KeyTile::Masked && Traits::HeadDim > 64) {
       Visibility const visibility = shared_.sequence.visibility;
       if (!visibility.tiles_of(warp_row0_, Traits::RowAtoms * kAtom, B_c).contains(tile)) {
-        copies_.template during_qk<Kind>(tile);  // hidden from all rows of this warp
-        copies_.template between<Kind>(tile);
-        copies_.next();
+        pass<Kind>(tile);  // hidden from all rows of this warp
         return;
       }
     }
     uint32_t const here = copies_.here();
-    gemm_qk<Traits>(S_, queries_, keys_at_ + here, [&] {
+    gemm_qk_in_pieces<Traits, Traits::StepsAtOnce>(S_, queries_, keys_at_ + here, [&] {
       if (Kind != KeyTile::Any) copies_.template during_qk<Kind>(tile);
     });
     if (Kind == KeyTile::Any) copies_.template during_qk<Kind>(tile);
@@ -312,7 +332,7 @@ class MainLoop {
         // float32 has the hyperbolic tangent that CUDA cores have.
         score_mod.template apply<Traits::Parts == 1>(S, shared_.sequence.visibility.start_pos + first_row - first_key,
                                                      [&](int i, int j) { return row_of(i) - key_of(j); });
-        if (Traits::Pairs && changes_scores(params_)) {
+        if (changes_scores(params_)) {
           change_pairs(tile, [&](PairMod const& pairs, float (&x)[kQuadColumns], int row, int key) {
             pairs.apply(x, params_, shared_.sequence.visibility, row, key + place_.lane % 4 * 2, key_of_quad);
           });
@@ -369,7 +389,7 @@ class MainLoop {
       sum[i] += p;
       return p;
     };
-    if (Kind == KeyTile::Any && Traits::Pairs && has_dropout(params_)) {
+    if (Kind == KeyTile::Any && has_dropout(params_)) {
       Tensor P = rows_and_columns(S_);
       CUTE_UNROLL
       for (int i = 0; i < Rows; ++i) {
@@ -394,7 +414,11 @@ class MainLoop {
       gemm_pv_shared<Traits>(O_, S_, p_of, values_at_ + here + place_.part * Half,
                              values_at_ + here + (1 - place_.part) * Half, p_to_, p_from_);
     } else if constexpr (Traits::Parts > 1) {
-      gemm_pv_in_parts<Traits>(O_, S_, p_of, values_at_ + here);
+      typename Traits::Rows16 p[Traits::B_c / kAtom];
+      CUTE_UNROLL
+      for (int k = 0; k < Traits::B_c / kAtom; ++k) operand_p<Traits>(p[k], S_, k, p_of);
+      auto const values_of = [&](int k) { return chunk_at<B_c>(values_at_ + here, k * kAtom, 0); };
+      gemm_pv_in_parts<Traits>(O_, p, values_of, Ones{});
     } else {
       gemm_pv<Traits>(O_, S_, p_of, values_at_ + here);
     }
@@ -447,8 +471,8 @@ struct FMHA {
   static constexpr Kind kKind = Kind::Tiles;
   // Whether parts hold a sequence may depend on the others of the batch; they are made of whole vectors.
   static constexpr Features kTakes =
-      feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike | feature::FewerKeys | feature::Pages |
-      (Traits::Pairs ? feature::kPairs : 0) |
+      feature::kScoreMods | feature::kPairs | feature::Sink | feature::Packed | feature::kUnlike | feature::FewerKeys |
+      feature::Pages |
       (Traits::Parts == 1 ? feature::FixedSplits | feature::Float32Results | feature::UnalignedRows : 0);
 };
 

@@ -14,6 +14,7 @@
 #include "../score.hpp"
 #include "../sequence.hpp"
 #include "../swizzle.hpp"
+#include "seen_tiles.hpp"
 
 namespace cutlass_ext::sm80 {
 
@@ -62,15 +63,17 @@ struct Traits {
   static constexpr int OutAtoms = WarpColumns / kAtomN;             // and of O
   static constexpr bool QueriesInRegisters = HeadDim <= 64 && Parts * RowAtoms <= 2;
   static constexpr bool Shared = Sharers > 1;
-  static constexpr bool Pairs = Parts == 1;  // what they have leaves parts no registers: 104 bytes spilled
+
+  // How many times 16 columns of Q K^T go into one sum.
+  static constexpr int StepsAtOnce = (Parts > 1 && HeadDim > 128 ? 128 : HeadDim) / kAtom;
 
   /// Operand A, 16 deep: the warp's rows. Operand B likewise: two atoms of 8 columns.
   using Rows16 = uint32_t[Parts][RowAtoms][4];
   using Columns16 = uint32_t[Parts][4];
 
   static_assert(std::is_same_v<Part, half_t> || std::is_same_v<Part, bfloat16_t>, "mma.sync takes 16-bit operands");
-  static_assert(Sharers == 1 || (Sharers == 2 && B_c <= kPanel && WarpColumns % kPanel == 0), "parts of a panel of P");
-  static_assert(Sharers == 1 || Parts == 1, "P passes between warps in 16 bits");
+  static_assert(Sharers == 1 || (Sharers == 2 && Parts * B_c <= kPanel && WarpColumns % kPanel == 0),
+                "parts of a panel of P");
   static_assert(B_r % (Warps / Sharers * kAtom) == 0, "every warp owns whole atoms of 16 query rows");
   static_assert(WarpKeys % kAtom == 0, "P V runs through the keys 16 at a time");
   static_assert(HeadDim % kPanel == 0, "head_dim is padded to whole panels of 64 columns");
@@ -91,6 +94,8 @@ struct Traits {
     Sequence sequence;
     ScoreMod score_mod;
     PairMod pairs;
+    SeenTiles seen;
+    bool checked;  // every tile has more to be looked at than a mask, or rows that are copied in another way
     Part const *keys, *values;             // of row 0 of the sequence's batch index, or of page 0
     int const* table;                      // of pages, the sequence's row of it; else null
     PartScales scales[Parts > 1 ? 1 : 0];  // where operands are in parts

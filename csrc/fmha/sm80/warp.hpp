@@ -125,9 +125,11 @@ CUTE_DEVICE void multiply(float (&c)[Traits::RowAtoms][Atoms][4], float (&low)[T
   multiply<Part>(c, n, a[0], b[0]);
 }
 
-/// S = Q K^T of the warp's rows, over all columns of the tile: the copies have zeroed those past head_dim. `queries(q,
-/// k)` gives 16 columns of Q; `meanwhile` is issued behind the first products.
-template <class Traits, uint32_t Beyond = 0, class Queries, class Meanwhile>
+/// S = Q K^T of the warp's rows, over all columns of the tile: the copies have zeroed those past head_dim; or, 16 at a
+/// time, over `Steps` from `First` on. `queries(q, k)` gives 16 columns of Q; `meanwhile` is issued behind the first
+/// products.
+template <class Traits, uint32_t Beyond = 0, int First = 0, int Steps = Traits::HeadDim / kAtom, class Queries,
+          class Meanwhile>
 CUTE_DEVICE void gemm_qk(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Queries const& queries, uint32_t keys_at,
                          Meanwhile const& meanwhile) {
   clear(S);
@@ -141,25 +143,38 @@ CUTE_DEVICE void gemm_qk(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Quer
     multiply<Traits>(S, low, n, q, keys);
   };
   // The last steps go keys first, so that the maxima of some scores are taken while others are still being summed.
-  constexpr int Steps = Traits::HeadDim / kAtom, Last = Traits::QueriesInRegisters ? Steps : 2 / Traits::Parts;
+  constexpr int End = First + Steps, Last = Traits::QueriesInRegisters ? Steps : 2 / Traits::Parts;
   CUTE_UNROLL
-  for (int k = 0; k < Steps - Last; ++k) {
+  for (int k = First; k < End - Last; ++k) {
     typename Traits::Rows16 q;
     queries(q, k);
     CUTE_UNROLL
     for (int n = 0; n < Traits::KeyAtoms; n += 2) multiply_keys(q, k, n);
-    if (k == 0) meanwhile();
+    if (k == First) meanwhile();
   }
   typename Traits::Rows16 q[Last];
   CUTE_UNROLL
-  for (int k = 0; k < Last; ++k) queries(q[k], Steps - Last + k);
+  for (int k = 0; k < Last; ++k) queries(q[k], End - Last + k);
   CUTE_UNROLL
   for (int n = 0; n < Traits::KeyAtoms; n += 2) {
     CUTE_UNROLL
-    for (int k = 0; k < Last; ++k) multiply_keys(q[k], Steps - Last + k, n);
+    for (int k = 0; k < Last; ++k) multiply_keys(q[k], End - Last + k, n);
     if (Last == Steps && n == 0) meanwhile();
   }
   if constexpr (Traits::Parts > 1) add(S, low);
+}
+
+/// The same, `StepsAtOnce` times 16 columns after the others, whose sums are added up in float32: of longer ones of
+/// parts the tensor cores cut off more.
+template <class Traits, int StepsAtOnce, uint32_t Beyond = 0, class Queries, class Meanwhile>
+CUTE_DEVICE void gemm_qk_in_pieces(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Queries const& queries,
+                                   uint32_t keys_at, Meanwhile const& meanwhile) {
+  gemm_qk<Traits, Beyond, 0, StepsAtOnce>(S, queries, keys_at, meanwhile);
+  for_each(make_int_sequence<Traits::HeadDim / kAtom / StepsAtOnce - 1>{}, [&](auto piece) {
+    float of_piece[Traits::RowAtoms][Traits::KeyAtoms][4];
+    gemm_qk<Traits, Beyond, (decltype(piece)::value + 1) * StepsAtOnce, StepsAtOnce>(of_piece, queries, keys_at, [] {});
+    add(S, of_piece);
+  });
 }
 
 /// O += P V over 16 keys, the first of which `values_at` points to. Loads come before products: the other order took 4%
@@ -208,17 +223,19 @@ CUTE_DEVICE void gemm_pv(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4],
   }
 }
 
-/// The same of operands in parts: P V of the tile is a sum of its own, for some columns after the others, and added to
-/// O in float32.
-template <class Traits, class POf>
+/// Factors of rows that are multiplied by nothing.
+struct Ones {
+  CUTE_DEVICE constexpr float operator[](int) const { return 1.f; }
+};
+
+/// The same of operands in parts: P V of some keys is a sum of its own, for some columns after the others, and added to
+/// O in float32, times the factor of its row. `values_of(k)` points to 16 of the keys.
+template <class Traits, uint32_t Beyond = 0, int Steps, class ValuesOf, class Factors>
 CUTE_DEVICE void gemm_pv_in_parts(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4],
-                                  float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], POf const& p_of,
-                                  uint32_t values_at) {
-  constexpr int RowAtoms = Traits::RowAtoms, Steps = Traits::B_c / kAtom;
-  constexpr int Atoms = 4 / RowAtoms;  // eight sums at a time, so that few wait for the one before
-  typename Traits::Rows16 p[Steps];
-  CUTE_UNROLL
-  for (int k = 0; k < Steps; ++k) operand_p<Traits>(p[k], S, k, p_of);
+                                  typename Traits::Rows16 const (&p)[Steps], ValuesOf const& values_of,
+                                  Factors const& factors) {
+  constexpr int RowAtoms = Traits::RowAtoms;
+  constexpr int Atoms = 2;  // at a time: with four 28 to 68 bytes spilled, and no more was won
   CUTE_UNROLL
   for (int first = 0; first < Traits::OutAtoms; first += Atoms) {
     float sum[RowAtoms][Atoms][4], low[RowAtoms][Atoms][4];
@@ -231,8 +248,8 @@ CUTE_DEVICE void gemm_pv_in_parts(float (&O)[Traits::RowAtoms][Traits::OutAtoms]
         typename Traits::Columns16 values;
         CUTE_UNROLL
         for (int part = 0; part < Traits::Parts; ++part)
-          load_matrices_transposed(values[part],
-                                   chunk_at<Traits::B_c>(values_at, k * kAtom, part_chunk<Traits>(part) + first + n));
+          load_matrices_transposed(
+              values[part], chunk_at<Traits::B_c>(values_of(k), 0, part_chunk<Traits>(part) + first + n) + Beyond);
         multiply<Traits>(sum, low, n, p[k], values);
       }
     }
@@ -242,7 +259,7 @@ CUTE_DEVICE void gemm_pv_in_parts(float (&O)[Traits::RowAtoms][Traits::OutAtoms]
       CUTE_UNROLL
       for (int n = 0; n < Atoms; ++n) {
         CUTE_UNROLL
-        for (int x = 0; x < 4; ++x) O[a][first + n][x] += sum[a][n][x];
+        for (int x = 0; x < 4; ++x) O[a][first + n][x] = fmaf(sum[a][n][x], factors[2 * a + x / 2], O[a][first + n][x]);
       }
     }
   }
@@ -262,28 +279,41 @@ template <class Traits, class POf>
 CUTE_DEVICE void gemm_pv_shared(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4],
                                 float const (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], POf const& p_of,
                                 uint32_t own_at, uint32_t other_at, uint32_t p_to, uint32_t p_from) {
-  constexpr int Steps = Traits::WarpKeys / kAtom;
-  typename Traits::Rows16 p[Steps];
+  constexpr int Steps = Traits::WarpKeys / kAtom, PartChunks = Traits::B_c / kVector;
+  typename Traits::Rows16 p[2 * Steps];
   CUTE_UNROLL
   for (int k = 0; k < Steps; ++k) {
     operand_p<Traits>(p[k], S, k, p_of);
     CUTE_UNROLL
-    for (int a = 0; a < Traits::RowAtoms; ++a) {
+    for (int part = 0; part < Traits::Parts; ++part) {
       CUTE_UNROLL
-      for (int x = 0; x < 4; ++x)
-        store_shared(chunk_at<Traits::B_r>(p_to, a * kAtom + x % 2 * 8, 2 * k + x / 2), p[k][0][a][x]);
+      for (int a = 0; a < Traits::RowAtoms; ++a) {
+        CUTE_UNROLL
+        for (int x = 0; x < 4; ++x)
+          store_shared(chunk_at<Traits::B_r>(p_to, a * kAtom + x % 2 * 8, part * PartChunks + 2 * k + x / 2),
+                       p[k][part][a][x]);
+      }
     }
   }
-  CUTE_UNROLL
-  for (int k = 0; k < Steps; ++k) gemm_pv_step<Traits>(O, p[k][0], chunk_at<Traits::B_c>(own_at, k * kAtom, 0));
+  auto const values_of = [&](int k) {
+    return chunk_at<Traits::B_c>(k < Steps ? own_at : other_at, k % Steps * kAtom, 0);
+  };
+  if constexpr (Traits::Parts == 1) {
+    CUTE_UNROLL
+    for (int k = 0; k < Steps; ++k) gemm_pv_step<Traits>(O, p[k][0], values_of(k));
+  }
   meet_sharer<Traits>();
   CUTE_UNROLL
   for (int k = 0; k < Steps; ++k) {
     CUTE_UNROLL
-    for (int a = 0; a < Traits::RowAtoms; ++a)
-      load_matrices(p[k][0][a], chunk_at<Traits::B_r>(p_from, a * kAtom, 2 * k));
-    gemm_pv_step<Traits>(O, p[k][0], chunk_at<Traits::B_c>(other_at, k * kAtom, 0));
+    for (int part = 0; part < Traits::Parts; ++part) {
+      CUTE_UNROLL
+      for (int a = 0; a < Traits::RowAtoms; ++a)
+        load_matrices(p[Steps + k][part][a], chunk_at<Traits::B_r>(p_from, a * kAtom, part * PartChunks + 2 * k));
+    }
+    if constexpr (Traits::Parts == 1) gemm_pv_step<Traits>(O, p[Steps + k][0], values_of(Steps + k));
   }
+  if constexpr (Traits::Parts > 1) gemm_pv_in_parts<Traits>(O, p, values_of, Ones{});  // of all keys in one sum
 }
 
 /// Writes a warp's rows of a tile in the dtype, 16 bytes at a time, through its own rows of a tile of `TileRows` rows
@@ -315,6 +345,23 @@ CUTE_DEVICE void store_rows(OutTensor const& out, Element const* tile, int lane,
       if (row + pass * 4 < rows && (panel * 8 + chunk) * kVector < cols)
         *reinterpret_cast<uint4*>(to + panel * kPanel) =
             load_shared(from[pass % 2] + (panel * TileRows + pass / 2 * 8) * kPanel * uint32_t(sizeof(Element)));
+    }
+  }
+}
+
+/// The same in float32, straight from registers: `to_of(row)` is where a row's first column goes.
+template <class OutTensor, class ToOf>
+CUTE_DEVICE void store_floats(OutTensor const& out, int lane, int warp_row, int first_column, ToOf const& to_of,
+                              int rows, int const& cols) {
+  CUTE_UNROLL
+  for (int i = 0; i < size<0>(out); ++i) {
+    int const row = warp_row + row_of(i) + lane / 4;
+    float* const to = to_of(row);
+    CUTE_UNROLL
+    for (int n = 0; n < size<1>(out) / 2; ++n) {
+      int const col = first_column + n * kAtomN + lane % 4 * 2;
+      if (row < rows && col < cols)
+        *reinterpret_cast<float2*>(to + col) = make_float2(out(i, 2 * n), out(i, 2 * n + 1));
     }
   }
 }
@@ -351,19 +398,13 @@ CUTE_DEVICE void store(Params const& params, typename Traits::SharedStorage& sha
            int64_t(sequence.q_row0 + work.row0 + row) * params.o_stride.row + work.head * params.o_stride.head + column;
   };
   constexpr bool kFloat32 = std::is_same_v<Element, float>;
-  if (is_split || kFloat32) {  // straight from registers
-    CUTE_UNROLL
-    for (int i = 0; i < Rows; ++i) {
-      int const row = warp_row + row_of(i) + lane / 4;
+  if (is_split || kFloat32) {
+    auto const to_of = [&](int row) {
       float* to = params.o_partial + (result_row0 + row) * params.head_dim_v;
       if constexpr (kFloat32) to = is_split ? to : o_of(row, 0);
-      CUTE_UNROLL
-      for (int n = 0; n < Traits::OutAtoms; ++n) {
-        int const col = first_column + n * kAtomN + lane % 4 * 2;
-        if (row < rows && col < params.head_dim_v)
-          *reinterpret_cast<float2*>(to + col) = make_float2(out(i, 2 * n), out(i, 2 * n + 1));
-      }
-    }
+      return to;
+    };
+    store_floats(out, lane, warp_row, first_column, to_of, rows, params.head_dim_v);
     return;
   }
   // O leaves through the warp's own part of the query tile, which nobody reads any more.

@@ -8,25 +8,9 @@
 #include "../../mma/wgmma.hpp"
 #include "../../sm90/warpgroup.hpp"
 #include "../../softmax.hpp"
-#include "../params.hpp"
+#include "../parts.hpp"
 
 namespace cutlass_ext::sm90 {
-
-/// P is computed times 2^kShiftP: of rows with up to 2^16 equal weights its parts then err by 2^-23 of it or less, and
-/// exponents lie near 0, where float32 rounds them least. An lse of other rows than these may let P be up to 4.
-constexpr int kShiftP = 14;
-
-/// The power of two with which the largest magnitude of a row of dS lies in [2^14, 2^15), and what undoes it.
-struct RowScale {
-  float to, back;
-
-  CUTE_DEVICE explicit RowScale(float largest) {
-    constexpr uint32_t kLeast = 24u << 23, kOne = 127u << 23, kTop = 14u << 23;
-    uint32_t const exponent = max(__float_as_uint(largest) & 0x7f800000u, kLeast);  // 0 and what is next to it stay
-    to = __uint_as_float(2 * kOne + kTop - exponent);
-    back = __uint_as_float(exponent - kTop);
-  }
-};
 
 /// S, which holds P times 2^kShiftP, becomes dS in parts, each row scaled by a power of two of its own: gradients
 /// of a sequence's rows differ in size as their weights do, and nothing bounds delta. `back` undoes the scales.

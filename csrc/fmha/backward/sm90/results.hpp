@@ -55,18 +55,14 @@ template <class Traits, Sums What, class SumsA, class SumsV>
 CUTE_DEVICE void store_in_parts(BackwardParams const& params, GradientTile<Traits> const& tile, SumsA const& A,
                                 SumsV const& V, GradientScales const& scales, RowStatistics const (&mine)[2],
                                 float const (&row_sum)[2]) {
-  // What the tensor cores cut off is made up for, where sums have a tile's terms.
-  constexpr float kCutOff = kCutOffSum * Traits::Step / kKeysOfCutOff;
   ConsumerThread const thread;
   int const lane = thread.lane, warp_row = thread.warp_row % Traits::Held;
   float factors[2];
   auto const factor_of = [&](float scale) {
     int const row = tile.work.row0 + warp_row + lane / 4;
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      bool const sums_up = tile.view.keys_of_row(row + row_of(i)).size() >= Traits::Step;
-      factors[i] = (sums_up ? fmaf(scale, kCutOff, scale) : scale) * (1.f / (1 << kShiftP));
-    }
+    for (int i = 0; i < 2; ++i)
+      factors[i] = factor_of_sums<Traits::Step>(scale, tile.view.keys_of_row(row + row_of(i)).size());
   };
   auto const store = [&](void* data, Strides const& stride, auto const& sums, int cols, int head) {
     float* const to = static_cast<float*>(data) + tile.sequence.batch * stride.batch + head * stride.head +
@@ -84,14 +80,12 @@ CUTE_DEVICE void store_in_parts(BackwardParams const& params, GradientTile<Trait
   }
   if constexpr (!Traits::OfKeys) {
     factor_of(scale * scales.dq);
-    // What P lacks to sum to 1: dQ gets it here, dK and dV from the lse that is left for their launch.
-    float const sink_log2 = params.sink_of(tile.head_q) * kLog2e;
     RowStatistics* const rows = params.row_statistics +
                                 StatisticsRows(params).first(params, tile.sequence, tile.work.batch, tile.head_q) +
                                 tile.work.row0 + warp_row + lane / 4;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
-      float const sum = sum_for_one(warp_sum<4, 1>(row_sum[i]) * (1.f / (1 << kShiftP)), sink_log2, mine[i].lse_log2);
+      float const sum = sum_of_weights(params, warp_sum<4, 1>(row_sum[i]), tile.head_q, mine[i].lse_log2);
       factors[i] *= reciprocal(sum);
       if (lane % 4 == 0 && lane / 4 + row_of(i) < tile.rows() - warp_row)
         rows[row_of(i)].lse_log2 = mine[i].lse_log2 + log2f(sum);

@@ -1,0 +1,12 @@
+// Gradients of fp32 on mma.sync tensor cores, each operand in two fp16 parts, head_dim up to 64 and 128.
+#include "../fmha/backward/sm80.hpp"
+#include "kernel.hpp"
+
+namespace cutlass_ext {
+static Entered const kernels_here{
+    kernel_of<sm80::Backward<Axis::Keys, 32, 64, 64, float, 128>>(),
+    kernel_of<sm80::Backward<Axis::Rows, 64, 32, 64, float, 128, 2, 2>>(),
+    kernel_of<sm80::Backward<Axis::Keys, 16, 64, 128, float, 128>>(),
+    kernel_of<sm80::Backward<Axis::Rows, 64, 16, 128, float, 128>>(),
+};
+}  // namespace cutlass_ext
