@@ -288,7 +288,7 @@ TEST(Plan, OfFloat32) {
       CASE(fmha32(1, 100, 1000, 16, 16, 128), "simt tiles 64x32 d128, 11 splits, grid 352, merged apart"),
       CASE(fmha32(2, 4096, 4096, 16, 16, 128).on(fake::kA100), "simt tiles 64x64 d128, 1 split, grid 2048"),
       CASE(fmha32(2, 4096, 4096, 16, 16, 128).on(fake::kA40), "simt tiles 64x32 d128, 1 split, grid 2048"),
-      CASE(fmha32(2, 4096, 4096, 16, 16, 200), "simt tiles 32x32 d224, 1 split, grid 4096"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 200).backend("simt"), "simt tiles 32x32 d224, 1 split, grid 4096"),
       CASE(fmha32(1, 4, 4096, 32, 8, 128), "simt decode 16x8 d128, shared out, grid 264, 8 counters"),
       CASE(fmha32(1, 4, 4096, 32, 8, 128).splits(3), "simt decode 16x8 d128, 3 splits, grid 24, 8 counters"),
       // In parts on Hopper's tensor cores, where that pays, or where it is asked for.
@@ -304,7 +304,8 @@ TEST(Plan, OfFloat32) {
            "sm90 persistent 128x48 d192 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha32(2, 4096, 4096, 16, 16, 160).head_dim_v(72).softcap(),
            "sm90 persistent 128x48 d192, 1 split, grid 132, 2 counters"),
-      CASE(fmha32(2, 4096, 4096, 16, 16, 192), "simt tiles 64x32 d192, 1 split, grid 2048"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 192).backend("simt"), "simt tiles 64x32 d192, 1 split, grid 2048"),
+      CASE(fmha32(2, 4096, 4096, 16, 16, 192), "sm80 tiles 64x32 d256, 1 split, grid 2048"),
       // Of a factor of scores that would be 0, or leave float32, beside the operands' powers of two, not unasked.
       CASE(fmha32(2, 4096, 4096, 16, 16, 64).scale(1e-9f),
            "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),
@@ -319,7 +320,8 @@ TEST(Plan, OfFloat32) {
            "sm80 tiles 64x48 d128, 2 splits, grid 64, merged apart"),
       CASE(fmha32(2, 4096, 4096, 16, 16, 128).backend("sm80"), "sm80 tiles 64x48 d128, 1 split, grid 2048"),
       CASE(fmha32(2, 4096, 4096, 16, 16, 64).mask(), "sm80 tiles 64x64 d64, 1 split, grid 2048"),
-      CASE(fmha32(1, 100, 100, 4, 4, 200).precision(Precision::High), "sm80 tiles 64x32 d256, 1 split, grid 8"),
+      CASE(fmha32(1, 100, 100, 4, 4, 200).precision(Precision::High),
+           "sm80 tiles 64x32 d256, 2 splits, grid 16, merged apart"),
       // Over pages, where parts of all that the table has room for are no more than the pages hold; and asked for.
       CASE(fmha32(4, 1000, 4096, 16, 4, 64).packed(4000, 0).lengths().pages(32),
            "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),

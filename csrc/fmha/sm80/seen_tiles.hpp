@@ -14,6 +14,7 @@ struct SeenTiles {
   Range looked_at;
   uint32_t some[kWords], all[kWords];
 
+#if defined(__CUDACC__)
   /// By all threads of the CTA, which meet before the tiles are asked for: `seen_of(tile)` is the map's answer.
   template <class SeenOf>
   CUTE_DEVICE void look(Range const& tiles, SeenOf const& seen_of) {
@@ -37,6 +38,7 @@ struct SeenTiles {
     int const at = tile - looked_at.begin;
     return {bool(some[at / 32] >> at % 32 & 1), bool(all[at / 32] >> at % 32 & 1)};
   }
+#endif
 };
 
 }  // namespace cutlass_ext::sm80
