@@ -92,10 +92,9 @@ def fmha_backward(
         key_start: as in the call of `fmha`.
         out_dtype: of dq, dk and dv: `torch.float32`, for sums of parts that are not to be rounded to 16 bits before, or
             None for that of q. No kernel takes it beside 16-bit inputs yet; PyTorch's operators do.
-        precision: as in `fmha`, of float32. `"high"` computes on a Hopper GPU's tensor cores, with workspace of the
-            size of q, k, v and dout, where it can (head dims up to 128, without softcap, slopes, bias, mask and
-            dropout, rows at multiples of 16 bytes), and on CUDA cores elsewhere; `"highest"` on CUDA cores. None:
-            `"high"` where `fmha` would have it.
+        precision: as in `fmha`, of float32. `"high"` computes on tensor cores, with workspace of the size of q, k, v
+            and dout, where it can (head dims up to 128, rows at multiples of 16 bytes), and on CUDA cores elsewhere;
+            `"highest"` on CUDA cores. None: `"high"` where `fmha` would have it.
 
     Returns:
         `(dq, dk, dv)`, contiguous, shapes and dtype of q, k and v, or out_dtype; with a sink then `dsink`, float32

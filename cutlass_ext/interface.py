@@ -161,14 +161,15 @@ def fmha(
             0. Dropout is slower where key_start is no multiple of 16, or start_pos is odd.
         precision: of float32: `"highest"` computes on CUDA cores; `"high"` on tensor cores, each operand in two fp16
             parts with a power-of-two scale: on Hopper large plain calls two to seven times as fast, with errors of the
-            size of those of CUDA cores, measured from 512 keys on (docs/semantics.md). For head dims up to 128 (on
-            Hopper of q and k 192), a softmax_scale, over softcap, from 2^-32 to 2^20, without bias, mask, dropout and
-            num_splits; in other calls it is an error. It takes workspace of the size of q, k and v, head dims rounded
-            up to 64, 128 or 192, of pages of all that the table has room for. Where numbers are too far apart for such
-            parts, or not finite, the GPU sees it and computes the call on CUDA cores. `backend="sm80"` and `"sm90"` ask
-            for it too. None: `"high"` on Hopper where it can be had, is expected to be faster, and rows see 192 keys or
+            size of those of CUDA cores, measured from 512 keys on (docs/semantics.md). For a softmax_scale, over
+            softcap, from 2^-32 to 2^20, without num_splits; in other calls it is an error. It takes workspace of the
+            size of q, k and v, head dims rounded up to 64, 128, 192 or 256, of pages of all that the table has room
+            for. Where numbers are too far apart for such parts, or not finite, the GPU sees it and computes the call on
+            CUDA cores. `backend="sm80"` and `"sm90"` ask for it too; Hopper's own kernels are for head dims up to 128
+            (of q and k 192) without bias, mask and dropout, and where they are not, `mma.sync` has it at half their
+            speed. None: `"high"` on Hopper where it can be had, is expected to be faster, and rows see 192 keys or
             more. Neither is TF32, whatever `torch.set_float32_matmul_precision` says. Gradients go the same way where
-            they can (`fmha_backward`), and elsewhere on CUDA cores; those of `backend="sm80"` are an error.
+            they can (`fmha_backward`), and elsewhere on CUDA cores.
         out_dtype: `torch.float32`, so that parts which are to be merged are not rounded to 16 bits before; None is the
             dtype of q. The gradient of such an `out` is rounded to q's dtype where the backward pass begins.
         out: where the result is written, and which is returned then: its shape, dtype of q, any strides but 0. Kernels
