@@ -114,10 +114,11 @@ def test_suites_are_of_cases_that_can_be():
 
 
 def small(suites):
-    """The smallest case of each suite, smaller."""
+    """The smallest case of each suite, smaller. Of 32 keys and 16 columns the errors of so few sums over PyTorch's went
+    beyond the bound of 1.5 for 8 of 40 seeds on one CPU, of these sizes for none."""
     for name, suite in suites.items():
         case = min(suite.cases, key=lambda case: case.flops)
-        sizes = {"batch": 2, "heads": 4, "n": 32, "head_dim": 16, "window": case.window and 8, "dtype": "float32"}
+        sizes = {"batch": 2, "heads": 4, "n": 128, "head_dim": 64, "window": case.window and 8, "dtype": "float32"}
         yield name, replace(suite, cases=[replace(case, heads_kv=case.heads_kv and 2, **sizes)])
 
 
