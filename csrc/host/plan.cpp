@@ -386,6 +386,7 @@ void run(Plan const& plan, cudaStream_t stream, Allocate const& allocate) {
     Params const in_parts = make_parts(params, cols, cols_v, parts, stream);
     exact = *plan.out_of_range;
     static_cast<Results&>(exact->params) = params;
+    static_cast<Pairs&>(exact->params) = params;  // a mask has been packed since the plan was made
     exact->params.out_of_range = in_parts.out_of_range;
     exact->params.if_out_of_range = true;
     params = in_parts;

@@ -410,6 +410,20 @@ def test_what_is_not_finite(family, which, plant):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", PAIRS)
+def test_pairs_of_what_parts_do_not_hold(kind):
+    """As on CUDA cores, bit for bit, and so are gradients."""
+    q, k, v = qkv(2, 70, 4, 64, n_kv=90, heads_kv=2)
+    k[0, 3] *= 1e-30
+    options = pairs_of(kind, 2, 4, 70, 90)
+    want = exact(q, k, v, **options)
+    assert_same_bits(high("sm80", q, k, v, **options), want)
+    dout = torch.randn_like(want[0])
+    got, want = (gradients(family, dout, q, k, v, *want, **options) for family in ("sm80", "simt"))
+    assert_same_bits(got, want)
+
+
+@pytest.mark.gpu
 @of_each_family
 def test_zeros(family):
     q, k, v = qkv(1, 200, 2, 64)
