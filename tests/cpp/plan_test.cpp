@@ -787,12 +787,14 @@ struct Launched {
   Params params;
 };
 Launched launched;
-int launch_that_fails = 0;  // of a call's, from 1 on; 0: none
+int launch_that_fails = 0;       // of a call's, from 1 on; 0: none
+uint32_t const packed_mask = 0;  // what a call's becomes once it has been planned
 
 void launch_of(Call const& call, size_t* bytes) {
   launched = {};
   counters_asked = counters_zeroed = 0, merges = 0, appends = 0, parts_made = 0, forks = 0, *bytes = 0;
   Plan plan = plan_of(call);
+  if (plan.params.mask.bits) plan.params.mask.bits = &packed_mask;
   Kernel kernel = *plan.kernel;
   kernel.launch = [](Params const& params, Grid const&, cudaStream_t) {
     if (++launched.times == launch_that_fails) throw std::runtime_error("out of resources");
@@ -845,6 +847,10 @@ TEST(Run, MakesPartsAndHasALaunchStandBy) {
   EXPECT_EQ(launched.times, 2);
   EXPECT_TRUE(launched.params.if_out_of_range) << "the second is on CUDA cores";
   EXPECT_FALSE(launched.params.stands_aside()) << "without a flag there is nothing to stand aside for";
+
+  launch_of(fmha32(2, 4096, 4096, 16, 16, 64).mask(), &bytes);
+  EXPECT_EQ(launched.times, 2);
+  EXPECT_EQ(launched.params.mask.bits, &packed_mask);
 }
 
 TEST(Run, DecodesBesideChunksInParts) {
