@@ -50,11 +50,11 @@ inline int64_t longest_keys(Params const& p) { return p.longest_kv > 0 ? p.longe
 /// Whether a kernel computes float32 faster in two fp16 parts than those of CUDA cores do: products at 220 TFLOP/s, by
 /// mma.sync 80, for 35, against reading q, k and v twice and writing them once at 2.5 TB/s, and 12 us of launches.
 /// Milliseconds of an H200: (2, 8192, 16, 64) 2.28 for 12.9, (8, 512, 16, 64) causal 0.12 for 0.22, (1, 1024, 8, 64)
-/// causal 0.064 for 0.087; by mma.sync with padding, on an H100, 7.5 for 16.4 and, not causal, 0.21 for 0.30. Only
+/// causal 0.064 for 0.087; by mma.sync with padding, on an H100, 4.2 for 16.7 and, not causal, 0.17 for 0.31. Only
 /// where rows see more keys than two tiles have, through a window too: sums of fewer are more exact on CUDA cores. Of
 /// keys in pages every sequence has room for parts of as many as its row of the table has room for: no more in all than
 /// the pages have, unless it is asked for. Gradients have five products for two: (2, 8192, 16, 64) 9.3 for 49.6, (8,
-/// 512, 16, 64) causal 0.21 for 0.59, by mma.sync (4, 200, 16, 64) 0.11 for 0.20. On other GPUs than Hopper's parts
+/// 512, 16, 64) causal 0.21 for 0.59, by mma.sync (4, 200, 16, 64) 0.16 for 0.23. On other GPUs than Hopper's parts
 /// have to be asked for: nothing was measured there. On paper tensor cores of 8.0 make 16 products for one of CUDA
 /// cores, as Hopper's 15, those from 8.6 on 2 to 4, of which parts take three.
 inline bool parts_pay(Params const& p, Kernel const& kernel, Device const& device) {

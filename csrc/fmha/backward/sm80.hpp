@@ -555,7 +555,7 @@ class GradientLoop {
     constexpr int Steps = Columns / kAtom;
     typename Whole::Rows16 operand[Steps];
     auto const rows_of = [&](int k) { return chunk_at<Streamed>(rows_at, k * kAtom, 0); };
-    // `x_of(a, n, r, statistics, x)`: the two elements that become the operand's of row 2 a + r and column atom n.
+    // `x_of(n, i, x)`: the two elements x of column atom n that become the operand's of row i.
     auto const make_operand = [&](auto const& x_of) {
       CUTE_UNROLL
       for (int n = 0; n < 2 * Steps; ++n) {
