@@ -1,4 +1,5 @@
-// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 64.
+// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 64. Of those that add to dQ in memory
+// the ones of three warpgroups are for long calls (turns_of_gradients in csrc/host/heuristics.hpp).
 #include "../fmha/backward/sm90/kernel.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
@@ -9,10 +10,12 @@ static Entered const kernels_here{
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 4>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 64, 64, cute::half_t, 3>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 4, 0, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 192, 64, 64, cute::half_t, 3, 0, SumsOfQueries::InMemory>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 3, 0, SumsOfQueries::InShared>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 4>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 64, 64, cute::bfloat16_t, 3>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 4, 0, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 192, 64, 64, cute::bfloat16_t, 3, 0, SumsOfQueries::InMemory>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 3, 0, SumsOfQueries::InShared>>(),
 };
 }  // namespace cutlass_ext

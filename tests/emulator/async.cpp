@@ -334,7 +334,8 @@ void mma(Warp& w, Instruction const& i, Lanes) {
   product(w, i.many.data() + 10, i.many.data(), a, b, 8, true);
 }
 
-/// What a descriptor says of an operand in shared memory (PTX ISA, "Shared Memory Matrix Layout", for 128 bytes).
+/// What a descriptor says of an operand in shared memory (PTX ISA, "Shared Memory Matrix Layout"): rows or columns
+/// swizzled in 128 bytes, or rows in cores of 8 by 16 bytes that are not.
 class Operand {
  public:
   Operand(Warp& w, uint64_t descriptor, bool runs_along_rows)
@@ -342,15 +343,18 @@ class Operand {
         begin_(uint32_t(descriptor & 0x3fff) << 4),
         leading_(uint32_t(descriptor >> 16 & 0x3fff) << 4),
         stride_(uint32_t(descriptor >> 32 & 0x3fff) << 4),
+        is_swizzled_(descriptor >> 62 == 1),
         runs_along_rows_(runs_along_rows) {
-    if (descriptor >> 62 != 1) fault("a descriptor of a swizzle that is not of 128 bytes");
+    if (!is_swizzled_ && (descriptor >> 62 != 0 || runs_along_rows))
+      fault("a descriptor of a swizzle that is not of 128 bytes");
   }
 
   /// Element (row, k): rows are those of A, or the columns of B.
   float operator()(int row, int k, bool is_bfloat) const {
     uint32_t const linear = runs_along_rows_ ? row / 64 * leading_ + row % 64 * 2 + k % 8 * 128 + k / 8 * stride_
-                                             : row / 8 * stride_ + row % 8 * 128 + k * 2;
-    uint64_t const address = swizzled(begin_ + linear, 3);
+                            : is_swizzled_   ? row / 8 * stride_ + row % 8 * 128 + k * 2
+                                             : row / 8 * stride_ + row % 8 * 16 + k / 8 * leading_ + k % 8 * 2;
+    uint64_t const address = is_swizzled_ ? swizzled(begin_ + linear, 3) : begin_ + linear;
     uint32_t const granule = uint32_t(address / 16);
     if (granule != granule_) read(granule);
     uint16_t bits;
@@ -372,7 +376,7 @@ class Operand {
 
   Warp& warp_;
   uint32_t const begin_, leading_, stride_;
-  bool const runs_along_rows_;
+  bool const is_swizzled_, runs_along_rows_;
   mutable uint32_t granule_ = ~0u;
   mutable bool is_fenced_ = true;
 };

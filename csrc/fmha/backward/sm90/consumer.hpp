@@ -130,6 +130,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     scales.dp = fmaf(scales.dp, kCutOffScores, scales.dp);
   }
   StatisticsAtHand<Traits, AddsQ> statistics(params, shared, tile);
+  [[maybe_unused]] OnesOfColumns const ones;
   Range const tiles = tile.tiles, unmasked = tile.unmasked;
   auto& ring = standing.ring;
   auto& ring_v = Traits::HoldsSums ? standing.ring_v : standing.ring;
@@ -140,6 +141,13 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   };
   auto release = [&](Barrier& barrier) {
     if (elect_one_sync()) barrier.arrive();
+  };
+  auto release_rows = [&](int stage) {
+    if constexpr (Traits::LanesRelease) {
+      shared.empty[stage].arrive();
+    } else {
+      release(shared.empty[stage]);
+    }
   };
   // What pairs have: bias and mask go into the scores, what dropout draws into P and dP.
   [[maybe_unused]] TilePairs<Traits> tile_pairs;
@@ -190,7 +198,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
             return p;
           };
           float const left = weight(j, of_rows.x), right = weight(j + 1, of_rows.y);
-          if constexpr (SumsP) put_operand<Element>(words_p, i, j, left, right);
+          if constexpr (SumsP && !Traits::Crowded) put_operand<Element>(words_p, i, j, left, right);
           if constexpr (kInParts && !Traits::OfKeys) of_tile[i] += left + right;
         }
       }
@@ -231,6 +239,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
           float2 const of_rows = statistics.deltas(stage, i, j);
           float left = S(i, j), right = S(i, j + 1);
           if constexpr (kGetsP) left = i == 0 ? p.x : p.z, right = i == 0 ? p.y : p.w;
+          if constexpr (Traits::Crowded) put_operand<Element>(words_p, i, j, left, right);
           put_operand<Element>(words_ds, i, j, ds_of(i, j, left, of_rows.x), ds_of(i, j + 1, right, of_rows.y));
         }
       }
@@ -256,12 +265,18 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       constexpr int kSteps = Traits::HeadDim / 16;
       gemm_async<0, kSteps, kSteps>(MmaS{}, held_here(MmaS{}, shared.held, Int<ColumnsQK>{}), fY(_, _, _, stage),
                                     fY_low(_, _, _, stage), cS, true);
+    } else if constexpr (Traits::FoldsStatistics) {
+      gemm_async<Traits::HeadDim / 16>(MmaS{}, fX, fY(_, _, _, stage), cS, ones, shared.lse_columns[stage]);
     } else {
       gemm_async<Traits::HeadDim / 16>(MmaS{}, fX, fY(_, _, _, stage), cS, true);
     }
   };
   auto issue_dp = [&](auto& cdP, int stage) {
-    gemm_async<Traits::HeadDimV / 16>(MmaP{}, fXv, fYv(_, _, _, stage), cdP, true);
+    if constexpr (Traits::FoldsStatistics) {
+      gemm_async<Traits::HeadDimV / 16>(MmaP{}, fXv, fYv(_, _, _, stage), cdP, ones, shared.delta_columns[stage]);
+    } else {
+      gemm_async<Traits::HeadDimV / 16>(MmaP{}, fXv, fYv(_, _, _, stage), cdP, true);
+    }
   };
   // The same of a panel of columns in parts: of longer sums the tensor cores cut off so much that where all terms have
   // one sign dP - delta errs more than on CUDA cores.
@@ -411,14 +426,51 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
     warpgroup_wait<0>();
     if constexpr (AddsQ && Traits::Hides) due.to = shared.at[stage].sums;
-    if constexpr (Traits::OfKeys) {
-      shared.empty[stage].arrive();  // every lane for itself: each has read statistics
-    } else {
-      release(shared.empty[stage]);
-    }
+    release_rows(stage);
     ring = next;
     if constexpr (Traits::HoldsSums) ring_v.advance();
     if (!Traits::Hides && ++t == tiles.end) t = tiles.begin, ++head;
+  };
+  // Of one warpgroup in three: there are registers for two accumulators of a turn beside those of dK and dV, so that P
+  // and dS become operands together and what is added to dQ is multiplied when both have been read. While it waits the
+  // others' products are under way.
+  [[maybe_unused]] auto const take_turn_crowded = [&](auto changed, int turn) __attribute__((always_inline)) {
+    bool const is_last = turn + 1 == turns;
+    int const stage = ring.stage;
+    RingPosition<Traits::Stages> next = ring;
+    next.advance();
+    {
+      Tensor cdP = scores_of_a_tile();
+      shared.full_v[stage].wait_for(ring.phase);
+      issue_dp(cdP, stage);
+      weigh(changed, stage, t, head);
+      warpgroup_fence_operand(cS);
+      if (!is_last) shared.full[next.stage].wait_for(next.phase);  // the weights come first, as above
+      warpgroup_wait<0>();
+      take_gradients(changed, cdP, stage);
+    }
+    if (turn > 0) shared.ds_full[last_ds.stage].wait_for(last_ds.phase);
+    due.sums.share(words_ds, ds.stage);
+    issue_dv(stage);
+    issue_gradient(stage);
+    issue_s(is_last ? stage : next.stage);  // behind the last tile, of what is there still
+    if (turn > 0) due.find();
+    warpgroup_wait<1>();
+    warpgroup_fence_operand(cV);
+    warpgroup_fence_operand(cA);
+    release(shared.empty_v[stage]);
+    warpgroup_wait<0>();
+    release_rows(stage);
+    if (turn > 0 && due.is_own(turn)) {
+      Tensor cQ = QuerySums<Traits>::accumulator();
+      due.sums.issue(cQ, last_ds.stage);
+      warpgroup_wait<0>();
+      due.add(cQ, last_ds.stage);
+    }
+    last_ds = ds;
+    ds.advance();
+    ring = next;
+    if (++t == tiles.end) t = tiles.begin, ++head;
   };
   // Where dV and dK are two warpgroups', which pass P and dS on: the products of the next tile that wait for neither
   // are under way beside the last of this one.
@@ -465,7 +517,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       warpgroup_wait<0>();
       if (is_last) release(shared.empty_v[stage]);
     }
-    shared.empty[stage].arrive();  // every lane for itself: each has read statistics
+    release_rows(stage);
     ring = next;
     if (++t == tiles.end) t = tiles.begin, ++head;
   };
@@ -515,11 +567,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     release(shared.empty_v[stage]);
     if constexpr (SumsS) add_product<Traits, ColumnsQK, true>(A, fdS, shared.streamed, stage, of_rows, issue_next);
     warpgroup_wait<0>();
-    if constexpr (Traits::OfKeys) {
-      shared.empty[stage].arrive();  // every lane for itself: each has read statistics
-    } else {
-      release(shared.empty[stage]);
-    }
+    release_rows(stage);
     ring = next;
     if (++t == tiles.end) t = tiles.begin, ++head;
   };
@@ -529,6 +577,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       take_turn_in_parts(turn);
     } else if constexpr (Traits::AddsApart) {
       take_turn_apart(std::false_type{}, turn);
+    } else if constexpr (Traits::Crowded) {
+      take_turn_crowded(std::false_type{}, turn);
     } else if constexpr (Traits::TwoBodies) {
       // No WGMMA is in flight here, and the assembler is to see that a warp does not part.
       if (__any_sync(0xffffffffu, changed_next)) {
@@ -571,8 +621,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   } else {
     int const warp_row = ConsumerThread().warp_row % Traits::Held;
     auto* staging = shared.staging + part_of_warp<Traits>() * Traits::Staged;
-    if constexpr (Traits::HoldsSums) {
-      shared.ds_empty[ds.stage].wait_for(ds.phase ^ 1);
+    if constexpr (Traits::StagesInDS) {
+      if constexpr (Traits::HoldsSums) shared.ds_empty[ds.stage].wait_for(ds.phase ^ 1);
       staging = shared.ds + (ds.stage * Traits::B_c + warp_row) * kPanel;
     }
     if constexpr (Traits::AddsApart) {  // what the warp has passed on there has been taken

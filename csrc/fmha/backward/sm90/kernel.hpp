@@ -4,9 +4,9 @@
 // 3.1, algorithm 2, with the sums of dQ in a launch of their own). Every sum then has one owner, so that its order, and
 // its bits, are fixed, and P and dS pass from accumulators to operands in registers: seven products. A third kernel, of
 // five, goes by keys and adds what each tile makes of dQ to memory, in any order: dS passes through shared memory, so
-// that the warpgroups share out dS K. A fourth does so for heads of few rows, whose dQ shared memory holds while a CTA
-// goes through all of their keys. One warp copies each of the two streams by TMA. Instantiated by
-// csrc/kernels/sm90_backward_*.cu.
+// that the warpgroups share out dS K; at head_dim 64 three of them are faster than two, with less in registers and more
+// to do while one waits. A fourth does so for heads of few rows, whose dQ shared memory holds while a CTA goes through
+// all of their keys. One warp copies each of the two streams by TMA. Instantiated by csrc/kernels/sm90_backward_*.cu.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -66,11 +66,12 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       }
       if constexpr (Traits::HoldsSums) shared.head_taken.init(1), shared.rows_known.init(2 * 32);
       for (auto& barrier : shared.tile_full) barrier.init(1);
-      for (auto& barrier : shared.tile_empty) barrier.init(kReaders + 1);  // and the other warp that copies
+      for (auto& barrier : shared.tile_empty)
+        barrier.init(kReaders + 1 + Traits::FoldsStatistics);  // and the other warps that copy
       CUTE_UNROLL
       for (int i = 0; i < Traits::Stages; ++i) {
-        shared.full[i].init(1), shared.full_v[i].init(1);
-        shared.empty[i].init(4 * Traits::Streaming * (Traits::OfKeys ? 32 : 1));
+        shared.full[i].init(1 + (Traits::FoldsStatistics ? 32 : 0)), shared.full_v[i].init(1);
+        shared.empty[i].init(4 * Traits::Streaming * (Traits::LanesRelease ? 32 : 1));
         shared.empty_v[i].init(4 * Traits::Streaming);
       }
       cutlass::arch::fence_barrier_init();
@@ -88,14 +89,10 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
         copy(shared.tiles[0]);
       }
     }
-    if (warp == 1) {
-      StreamCopy<Traits, true> copy(params, maps, shared);
-      TileReader<Traits> tiles{shared};
-      do {
-        auto const* const tile = tiles.here();
-        if (!tile) break;
-        copy(*tile);
-      } while (tiles.release());
+    TileReader<Traits> tiles{shared};
+    if (warp == 1) tiles.for_each(StreamCopy<Traits, true>(params, maps, shared));
+    if constexpr (Traits::FoldsStatistics) {
+      if (warp == 2) tiles.for_each(StatisticsCopy<Traits>(params, shared));
     }
     if constexpr (Traits::HoldsSums) {
       if (warp >= 2) know_rows<Traits>(params, shared);
@@ -104,28 +101,21 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   }
   TileReader<Traits> tiles{shared};
   Standing<Traits> standing;
-  auto const go_through = [&](auto const& work_on) __attribute__((always_inline)) {
-    do {
-      auto const* const tile = tiles.here();
-      if (!tile) break;
-      work_on(*tile);
-    } while (tiles.release());
-  };
   if constexpr (Traits::AddsApart) {
     if (warpgroup == Traits::Consumers) {
       cutlass::arch::warpgroup_reg_dealloc<Traits::RegistersOfQueries>();
-      go_through([&](auto const& tile) { add_to_queries(params, shared, tile, standing); });
+      tiles.for_each([&](auto const& tile) { add_to_queries(params, shared, tile, standing); });
     } else if (warpgroup == 1) {
       cutlass::arch::warpgroup_reg_alloc<Traits::RegistersOfValues>();
-      go_through([&](auto const& tile) { accumulate<Traits, Sums::Values>(params, shared, tile, 0, standing); });
+      tiles.for_each([&](auto const& tile) { accumulate<Traits, Sums::Values>(params, shared, tile, 0, standing); });
     } else {
       cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
-      go_through([&](auto const& tile) { accumulate<Traits, Sums::Keys>(params, shared, tile, 0, standing); });
+      tiles.for_each([&](auto const& tile) { accumulate<Traits, Sums::Keys>(params, shared, tile, 0, standing); });
     }
     return;
   }
   cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
-  go_through([&](auto const& tile) __attribute__((always_inline)) {
+  tiles.for_each([&](auto const& tile) __attribute__((always_inline)) {
     if constexpr (Traits::Apart) {
       if (warpgroup == 1) {
         accumulate<Traits, Sums::Values>(params, shared, tile, 0, standing);
@@ -158,6 +148,7 @@ struct Backward {
     int const heads = params.heads_q / params.heads_kv;
     if (Traits::HoldsSums && int64_t(tiles_of_head(params.n_q, B_r)) * heads > kMostHeldTiles) return false;
     if (Traits::DropsAlone && !has_dropout(params)) return false;
+    if (Traits::FoldsStatistics && ScoreMod::query_scale(params) < kLeastFactor) return false;
     return !(ScoreMod::caps(params) && has_bias(params));
   }
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");

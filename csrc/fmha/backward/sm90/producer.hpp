@@ -32,6 +32,49 @@ CUTE_DEVICE void know_rows(BackwardParams const& params, typename Traits::Shared
   }
 }
 
+/// A warp that brings lse and delta of one streamed tile after the other, as products add them to S and dP.
+template <class Traits>
+struct StatisticsCopy {
+  BackwardParams const& params;
+  typename Traits::SharedStorage& shared;
+  float per_scale;
+  RingPosition<Traits::Stages> ring{};
+
+  CUTE_DEVICE StatisticsCopy(BackwardParams const& params, typename Traits::SharedStorage& shared)
+      : params(params), shared(shared), per_scale(1.f / ScoreMod::query_scale(params)) {}
+
+  CUTE_DEVICE void operator()(GradientTile<Traits> const& tile) {
+    for (int head = tile.head_q; head < tile.head_q + tile.heads; ++head) {
+      auto const* const rows =
+          params.row_statistics + StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head);
+      uint32_t const* const seen = tile.map(params, head, TileMap::Seen);
+      for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {
+        if (!seen || __ldg(seen + t / 32) >> t % 32 & 1) bring(rows + t * Traits::Step);
+      }
+    }
+  }
+
+ private:
+  CUTE_DEVICE void bring(RowStatistics const* rows) {
+    constexpr int kRows = Traits::Step / 32;  // of a lane
+    int const lane = threadIdx.x % 32;
+    RowStatistics of[kRows];
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) of[i] = rows[i * 32 + lane];
+    shared.empty[ring.stage].wait_for(ring.phase ^ 1);
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      // In units of the products; as good as infinity where a row sees nothing, which times 0 would be NaN.
+      float const lse = of[i].lse_log2 == INFINITY ? kHidesRows : of[i].lse_log2 * per_scale;
+      shared.lse_columns[ring.stage][i * 32 + lane] = ColumnsOfRow(-lse);
+      shared.delta_columns[ring.stage][i * 32 + lane] = ColumnsOfRow(-of[i].delta);
+    }
+    cutlass::arch::fence_view_async_shared();  // WGMMA reads them
+    shared.full[ring.stage].arrive();          // every lane for itself
+    ring.advance();
+  }
+};
+
 /// A warp that copies one tile in hand after the other, and the tiles of one stream: of q and k with the statistics of
 /// rows, or of v and dout.
 template <class Traits, bool OfValues>
@@ -40,7 +83,7 @@ struct StreamCopy {
   using Shared = typename Traits::SharedStorage;
   static constexpr int Held = Traits::Held, Step = Traits::Step;
   static constexpr int Columns = OfValues ? Traits::ColumnsV : Traits::ColumnsQK;
-  static constexpr bool WithStatistics = Traits::OfKeys && !OfValues;
+  static constexpr bool WithStatistics = Traits::ReadsStatistics && !OfValues;
 
   BackwardParams const& params;
   GradientMaps const& maps;
@@ -118,8 +161,9 @@ struct StreamCopy {
     }
     for (int g = 0; g < tile.heads; ++g) {
       int const head_q = tile.head_q + g, head = Traits::OfKeys ? head_q : tile.head_kv;
-      int64_t const statistics =
-          WithStatistics ? StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) : 0;
+      int64_t const statistics = WithStatistics || (Traits::Hides && Traits::AddsToQueries)
+                                     ? StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head)
+                                     : 0;
       uint32_t const *const seen = tile.map(params, head_q, TileMap::Seen), *const whole = tile.map(params, head_q,
                                                                                                     TileMap::Whole);
       for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {

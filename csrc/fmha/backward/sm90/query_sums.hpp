@@ -237,7 +237,8 @@ struct DueSums {
   }
   /// Whether the warpgroup adds what is due before turn `turn`: in shared memory always to the same tiles.
   CUTE_DEVICE bool is_own(int turn) const {
-    return !Traits::TakesTurns || (Traits::HoldsSums ? held % 2 == row_block : turn % 2 != row_block);
+    return !Traits::TakesTurns || (Traits::HoldsSums ? held % 2 == row_block
+                                                     : (turn + row_block) % Traits::Consumers == Traits::Consumers - 1);
   }
 };
 

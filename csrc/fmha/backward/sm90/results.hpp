@@ -114,7 +114,8 @@ CUTE_DEVICE void store_results(BackwardParams const& params, GradientTile<Traits
   [[maybe_unused]] auto const leave = [&](auto const& sums, int64_t from, auto head_dim) {
     constexpr int kColumns = decltype(head_dim)::value;
     using Order = SumsOfTile<kPanel>;
-    int const row = tile.work.row0 + warp_row / kAtomRows * kAtomRows;
+    int const first = warp_row / kAtomRows * kAtomRows, row = tile.work.row0 + first;
+    if (first >= tile.rows()) return;  // another sequence's may lie there
     auto* const to = reinterpret_cast<float4*>(
         params.split_sums + from +
         SplitSums(params, Traits::Of)

@@ -13,11 +13,12 @@ namespace cutlass_ext::sm90 {
 /// Of the two rows in hand, where those are query rows, for as long as the tile is; else of the thread's columns, two
 /// neighbours at a time: a tile's are read in the turn before, in front of what this adds to dQ (`AddsQ`): behind it
 /// they would wait until memory has taken that. As far as registers allow it: lse of heads of up to 128, where pairs
-/// have nothing, delta of up to 64, but for the warps that make them leave fewer.
+/// have nothing, delta of up to 64, but for the warps that make them leave fewer. Where products bring them there is
+/// nothing left to do: they are 0 here.
 template <class Traits, bool AddsQ>
 class StatisticsAtHand {
-  static constexpr bool kReadsAhead =
-      Traits::OfKeys && Traits::Parts == 1 && Traits::HeadDim <= (Traits::Pairs && !Traits::TwoBodies ? 64 : 128);
+  static constexpr bool kReadsAhead = Traits::OfKeys && Traits::Parts == 1 && !Traits::FoldsStatistics &&
+                                      Traits::HeadDim <= (Traits::Pairs && !Traits::TwoBodies ? 64 : 128);
   static constexpr bool kKeepsDeltas = kReadsAhead && Traits::HeadDim <= 64 && !Traits::HoldsSums;
   static constexpr int kPairs = kReadsAhead ? Traits::Step / 8 : 1,
                        kPairsAhead = Traits::Pairs && AddsQ && !kKeepsDeltas ? 4 : kPairs;
@@ -72,6 +73,7 @@ class StatisticsAtHand {
   /// Of the rows of elements (i, j) and (i, j + 1) of scores, which are changed or not.
   template <bool Changed>
   CUTE_DEVICE float2 lses(int stage, int i, int j) const {
+    if constexpr (Traits::FoldsStatistics) return {};
     constexpr bool kReadsAgain = Changed && Traits::TwoBodies && Traits::HeadDim > 64;
     if constexpr (!Traits::OfKeys) return make_float2(of_rows_[i].lse_log2, of_rows_[i].lse_log2);
     if (kReadsAhead && !kReadsAgain && j / 2 < kPairsAhead) return lses_[j / 2 % kPairs];
@@ -79,6 +81,7 @@ class StatisticsAtHand {
     return make_float2(x.x, x.z);
   }
   CUTE_DEVICE float2 deltas(int stage, int i, int j) const {
+    if constexpr (Traits::FoldsStatistics) return {};
     if constexpr (!Traits::OfKeys) return make_float2(of_rows_[i].delta, of_rows_[i].delta);
     if constexpr (kKeepsDeltas) return deltas_[j / 2 % kPairs];
     float4 const x = of_columns(stage, j / 2);

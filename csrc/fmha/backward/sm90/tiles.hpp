@@ -113,6 +113,15 @@ struct TileReader {
     }
     return Traits::Persistent;
   }
+  /// By a whole warp: `work_on` each of them.
+  template <class WorkOn>
+  CUTE_DEVICE __attribute__((always_inline)) void for_each(WorkOn&& work_on) {
+    do {
+      auto const* const tile = here();
+      if (!tile) break;
+      work_on(*tile);
+    } while (release());
+  }
 };
 
 /// Takes the CTA's tiles, the first by its index, then the next one that nobody has. By a whole warp.

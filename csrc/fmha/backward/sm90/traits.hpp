@@ -6,6 +6,7 @@
 
 #include "../../features.hpp"
 #include "../../sm90/warpgroup.hpp"
+#include "columns.hpp"
 #include "pairs.hpp"
 #include "parts.hpp"
 #include "tiles.hpp"
@@ -64,12 +65,23 @@ struct BackwardTraits {
   static constexpr bool Apart = OfKeys && Held == kAtomRows, AddsApart = Apart && AddsToQueries;
   static constexpr int Streaming = Apart ? 2 : Held / kAtomRows;  // warpgroups that go through the streams
   static constexpr int Consumers = Streaming + AddsApart;
+  /// Whether three warpgroups share the registers: each has them for what a turn sums up, and for little else.
+  static constexpr bool Crowded = AddsToQueries && Streaming == 3;
+  /// Whether a row's lse and delta come into S and dP by products (StatisticsCopy): read from shared memory by every
+  /// thread, they take a tenth to a sixth of what it can give, and what dropout leaves out wants delta by itself.
+  static constexpr bool FoldsStatistics =
+      AddsToQueries && !AddsApart && !HoldsSums && (!Mods || (Mods == feature::Bias && HeadDim <= 64));
+  /// Whether consumers read those of the rows that pass by; and whether every lane says that it is done with a tile,
+  /// having read them, or what the copying warp says of it.
+  static constexpr bool ReadsStatistics = OfKeys && !FoldsStatistics;
+  static constexpr bool LanesRelease = OfKeys && (ReadsStatistics || Hides);
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
   // 504 are there, as in traits.hpp, 512 of four warpgroups.
   static constexpr int ProducerRegisters = HoldsSums             ? 56
                                            : Persistent && Pairs ? 40
                                                                  : 24,
                        ConsumerRegisters = AddsApart             ? 208
+                                           : Crowded             ? 160
                                            : HoldsSums           ? 224
                                            : Persistent && Pairs ? 232
                                                                  : 240,
@@ -92,9 +104,9 @@ struct BackwardTraits {
   // Whether tiles that a mask leaves whole have a body of the loop of their own, where nothing else changes scores.
   static constexpr bool TwoBodies = (Mods & feature::Mask) && AddsToQueries;
 
-  // Whether a warpgroup keeps its rows in hand in registers: there are 52 left, and shared memory, which the products
-  // would read them from each turn, is what the kernel waits for.
-  static constexpr bool HoldsInRegisters = AddsToQueries && HeadDim <= 64 && HeadDimV <= 64;
+  // Whether a warpgroup keeps its rows in hand in registers: there are 52 left where warpgroups are two, and shared
+  // memory, which the products would read them from each turn, is what the kernel waits for.
+  static constexpr bool HoldsInRegisters = AddsToQueries && !Crowded && HeadDim <= 64 && HeadDimV <= 64;
   template <int Columns>
   using ShapeOfScores = Shape<Int<kAtomRows>, Int<Step>, Int<Columns>>;
   template <int Columns>
@@ -142,6 +154,8 @@ struct BackwardTraits {
                                         GMMA::Major::MN>())>{}));
   static constexpr int VectorsOfP = kAtomRows * B_r / kWarpgroup / 4;  // of a thread
 
+  // Whether finished gradients pass through the buffer of dS that was left longest ago, which all have read.
+  static constexpr bool StagesInDS = HoldsSums || (AddsToQueries && !AddsApart && !Mods && !StagesSums);
   // Whether a tile of bias, or its part, lies apart from `staging`: where that is too small, or in use.
   static constexpr bool StagesPairs = Hides && (Step > kPanel || StagesSums);
   struct SharedStorage {
@@ -152,10 +166,12 @@ struct BackwardTraits {
     alignas(HoldsSums ? 16 : 1024) Part held_v[HoldsSums ? 8 : Held * ColumnsV];
     alignas(16) float4 sums[VectorsOfSums];  // of dQ: tiles of rows of a head, in the order of SumsOfTile
     // 16 rows of a panel for each consumer warp; a warp's part of dS, or of what else it passes on, serves as such.
-    alignas(256) Part staging[Parts == 1 && !EmptiesDS ? 4 * Consumers * Staged : 8];
+    alignas(256) Part staging[Parts == 1 && !EmptiesDS && !StagesInDS ? 4 * Consumers * Staged : 8];
     alignas(256) Part pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
     StreamedTile at[Hides ? Stages : 1];  // what the stages hold
-    alignas(16) RowStatistics statistics[Stages][OfKeys ? Step : 1];
+    alignas(16) RowStatistics statistics[Stages][ReadsStatistics ? Step : 1];
+    alignas(128) ColumnsOfRow lse_columns[FoldsStatistics ? Stages : 1][FoldsStatistics ? Step : 1];
+    alignas(128) ColumnsOfRow delta_columns[FoldsStatistics ? Stages : 1][FoldsStatistics ? Step : 1];
     GradientTile<BackwardTraits> tiles[TilesKnown];
     bool is_last[TilesKnown];  // there is no tile
     Barrier tile_full[TilesKnown], tile_empty[TilesKnown];
@@ -178,7 +194,9 @@ struct BackwardTraits {
   static_assert(!AddsApart || Stages == 2, "the phase of P is a turn's stage: both alternate");
   static_assert(!HoldsSums || (HoldsInRegisters && TakesTurns && Persistent && !Hides),
                 "a warp adds to the same tiles each time");
-  static_assert(!TakesTurns || Consumers == 2, "every other turn is a warpgroup's");
+  static_assert(!HoldsSums || Consumers == 2, "every other tile is a warpgroup's");
+  static_assert(!Crowded || (TakesTurns && StagesSums && FoldsStatistics && !Mods), "there are no registers for more");
+  static_assert(!FoldsStatistics || (Step == kColumns && Parts == 1), "of ColumnsOfRow");
   static_assert(Held % kAtomRows == 0 && Step % 16 == 0, "WGMMA's rows, and its steps");
   static_assert(Parts == 1 || !(Mods || AddsToQueries), "float32 is multiplied plainly");
   static_assert(Parts == 1 || (HeadDim % kPanel == 0 && HeadDimV % kPanel == 0), "low parts begin with a panel");
