@@ -64,6 +64,7 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   int64_t const resident = resident_ctas(*kernel, device);
   if (splits_tiles(*kernel)) launch.splits = gradient_splits(p, *kernel, of_keys, static_cast<int>(resident));
   int64_t const tiles = int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all();
+  launch.by_rows = kind == Kind::AllGradients && goes_by_rows(p, tiles, bytes_a_head, resident, device);
   // A CTA that has all of a head finds its tiles one after the other.
   int64_t const section =
       kind == Kind::HeadGradients ? 1 : gradient_section_for(p, int64_t(p.batch) * heads, tiles, bytes_a_head, device);
@@ -111,6 +112,7 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   if (params.scheduler.size() == 0) return;
   Kernel const& kernel = *gradients.kernel;
   params.split(gradients.splits.heads, gradients.splits.tiles);
+  params.by_rows = gradients.by_rows;
   bool const of_keys = kernel.kind != Kind::QueryGradients;
   if (params.splits() > 1) {
     int const columns = kernel.head_dim + (of_keys ? kernel.head_dim_v : 0);

@@ -153,6 +153,31 @@ TEST(BackwardPlan, DropoutAloneHasKernelsOfItsOwn) {
   EXPECT_EQ(plan.of_keys.ctas, plan.of_keys.scheduler.size());
 }
 
+TEST(BackwardPlan, HasThreeWarpgroupsWhereTilesFillTheGpu) {
+  auto const line = [](int batch, int n, int heads, int heads_kv) {
+    return line_of(Call(batch, n, n, heads, heads_kv, 64).in_any_order());
+  };
+  EXPECT_EQ(line(8, 2048, 32, 32), "all sm90 64x192 d64, 2816 tiles");
+  EXPECT_EQ(line(2, 8192, 16, 16), "all sm90 64x192 d64, 1376 tiles");
+  EXPECT_EQ(line(1, 4096, 4, 4), "all sm90 64x128 d64, 128 tiles") << "88 would leave a third of the GPU idle";
+  EXPECT_EQ(line(4, 4096, 32, 8), "all sm90 64x128 d64, 1024 tiles") << "8 waves, for six that last as long as 8.2";
+  EXPECT_EQ(line_of(Call(4, 4096, 4096, 32, 8, 64).in_any_order().causal()), "all sm90 64x192 d64, 704 tiles");
+}
+
+TEST(BackwardPlan, GoesByRowsWhereGroupsAreLargerThanL2) {
+  auto const by_rows = [](Call const& call) {
+    BackwardParams p;
+    return plan_of(call, &p).of_keys.by_rows;
+  };
+  EXPECT_TRUE(by_rows(Call(4, 2048, 2048, 28, 4, 128).in_any_order().causal()));
+  EXPECT_FALSE(by_rows(Call(4, 2048, 2048, 28, 4, 128).in_any_order()));
+  EXPECT_FALSE(by_rows(Call(4, 2048, 2048, 28, 28, 128).in_any_order().causal()));
+  EXPECT_FALSE(by_rows(Call(1, 2048, 2048, 8, 1, 128).in_any_order().causal())) << "17 MB";
+  EXPECT_FALSE(by_rows(Call(4, 4096, 4096, 32, 8, 128).in_any_order().causal())) << "eight waves";
+  EXPECT_FALSE(by_rows(Call(4, 2048, 2048, 64, 4, 64).in_any_order().causal())) << "slower at head_dim 64";
+  EXPECT_FALSE(by_rows(Call(4, 2048, 2048, 28, 4, 128).causal())) << "which adds to nothing";
+}
+
 TEST(BackwardPlan, ChoosesTheFirstFamilyThatTakesTheCall) {
   // B * heads * ceil(N / tile): 2 * 4 * 8 of keys, 2 * 8 * 8 of rows.
   EXPECT_EQ(line_of(Call(2, 1000, 1000, 8, 4, 128)),

@@ -122,6 +122,8 @@ Entered of_gradients(DType t) {
       gradients(kRows, "sm80", t, 64, 64, 64, kAll),
       gradients(kKeys, "sm80", t, 128, 64, 32, kAll),
       gradients(kRows, "sm80", t, 128, 64, 64, kAll),
+      gradients(Kind::AllGradients, "sm90", t, 64, 64, 128, kPlain),
+      gradients(Kind::AllGradients, "sm90", t, 64, 64, 192, kPlain),
       gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain),
       gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain | feature::Dropout),
       of_heads(t, 64),

@@ -1,8 +1,8 @@
 // The CUDA runtime of the emulator: what csrc/'s objects want of libcudart, and of the driver cuTensorMapEncodeTiled.
 // Kernels are found by their names in the PTX that the build kept; what the objects hold is machine code. Launches run
 // at once and to their end, in the order of the calls, so that streams and events have nothing to do. Environment:
-// CUTLASS_EXT_EMULATOR_SMS, the multiprocessors that the GPU says it has (4); CUTLASS_EXT_EMULATOR_TRACE=1 writes a
-// line for each launch.
+// CUTLASS_EXT_EMULATOR_SMS, the multiprocessors that the GPU says it has (4); CUTLASS_EXT_EMULATOR_L2, the bytes of
+// its L2 (60 MB), which small calls do not fill; CUTLASS_EXT_EMULATOR_TRACE=1 writes a line for each launch.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -31,17 +31,22 @@
 namespace cutlass_ext::emulator {
 namespace {
 
-// An H200, but for its multiprocessors.
-constexpr int kMajor = 9, kMinor = 0, kL2Bytes = 60 << 20, kBlockShared = 227 << 10, kMultiprocessorShared = 228 << 10;
+// An H200, but for its multiprocessors, and its L2.
+constexpr int kMajor = 9, kMinor = 0, kBlockShared = 227 << 10, kMultiprocessorShared = 228 << 10;
 constexpr int kSharedUnlessRaised = 48 << 10, kReservedShared = 1024, kRegisters = 65536, kThreads = 2048;
 constexpr int kRegistersOfAThread = 128;  // as if; most kernels are held back by shared memory
 
+int number_from(char const* variable, int else_this) {
+  char const* text = std::getenv(variable);
+  return text ? std::max(std::atoi(text), 1) : else_this;
+}
 int multiprocessors() {
-  static int const count = [] {
-    char const* text = std::getenv("CUTLASS_EXT_EMULATOR_SMS");
-    return text ? std::max(std::atoi(text), 1) : 4;
-  }();
+  static int const count = number_from("CUTLASS_EXT_EMULATOR_SMS", 4);
   return count;
+}
+int l2_bytes() {
+  static int const bytes = number_from("CUTLASS_EXT_EMULATOR_L2", 60 << 20);
+  return bytes;
 }
 
 struct Function {
@@ -278,7 +283,7 @@ cudaError_t cudaGetDevice(int* device) {
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   std::map<cudaDeviceAttr, int> const values = {{cudaDevAttrMultiProcessorCount, multiprocessors()},
                                                 {cudaDevAttrMaxSharedMemoryPerBlockOptin, kBlockShared},
-                                                {cudaDevAttrL2CacheSize, kL2Bytes},
+                                                {cudaDevAttrL2CacheSize, l2_bytes()},
                                                 {cudaDevAttrComputeCapabilityMajor, kMajor},
                                                 {cudaDevAttrComputeCapabilityMinor, kMinor}};
   auto const found = values.find(attribute);

@@ -423,6 +423,44 @@ def test_whole_heads_have_the_same_bits(hopper, shape):
         assert_same_bits(hopper.gradients(*tensors, dout, None, **options), want_of_out)
 
 
+# ------------------------------------------------------------------------------------------------ many tiles
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"causal": True, "start_pos": "end", "window": (300, 0)}], ids=str
+)
+@pytest.mark.parametrize("shape", [(4, 520, 576, 11, 11, 64), (3, 577, 575, 30, 15, 40), (12, 600, 193, 22, 11, 64)])
+def test_tiles_of_three_warpgroups(kernels, shape, options):
+    batch, n_q, n_kv, heads, heads_kv, d = shape
+    tensors = kernels.qkv(batch, n_q, heads, d, n_kv=n_kv, heads_kv=heads_kv)
+    check(kernels, *tensors, small=True, sink=kernels.vector(heads), **options)
+    has_132 = torch.cuda.is_available() and torch.cuda.get_device_properties(0).multi_processor_count == 132
+    if kernels.family == "sm90" and has_132 and n_kv != 193:
+        with torch.no_grad():
+            out, lse = kernels.fmha(*tensors, **options)
+        call = torch.randn_like(out), *tensors, out, lse
+        explanation = cutlass_ext.explain(cutlass_ext.fmha_backward, *call, backend=kernels.backend, **options)
+        assert "64 rows and 192 keys" in str(explanation)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_packed_tiles_of_three_warpgroups(kernels, causal):
+    rows, keys = [600, 0, 530, 1, 700, 64] * 6, [576, 100, 0, 193, 385, 1] * 6
+    check_packed(kernels, packed(kernels, rows, keys, (8, 8), 64), causal=causal, start_pos="end")
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e-3, 1e3])
+@pytest.mark.parametrize("d", [64, 128])
+def test_factors_of_scores(kernels, d, factor):
+    """lse is divided by the factor where products bring it to the scores."""
+    q, k, v = kernels.qkv(2, 600, 3, d)
+    check(kernels, q, k / factor if factor > 1 else k, v, small=True, causal=True, softmax_scale=factor)
+
+
+@pytest.mark.parametrize("n,heads,d", [(1000, 70, 128), (1024, 40, 256)])
+def test_rows_pass_by_for_all_heads(kernels, n, heads, d):
+    """From the last one on, where what a group of query heads has is more than L2 holds."""
+    check(kernels, *kernels.qkv(1, n, heads, d, heads_kv=1), causal=True, small=True)
+
+
 # ------------------------------------------------------------------------------------------------ tiles that CTAs share
 # batch, n_q, n_kv, heads, heads_kv, d, d_v: so few tiles of keys, or of rows too, that Hopper's kernels split them: of
 # the heads, of the rows or keys that a tile goes through, of both; in parts that differ, and of which some are empty.

@@ -38,6 +38,8 @@ struct Gradients {
   // gone through for each; and what each split has summed up, laid out by SplitSums.
   cutlass::FastDivmod head_splits, tile_splits;
   float* split_sums = nullptr;
+  // Whether rows pass by a tile of keys from the last on, each for all heads of a group, and not head after head.
+  bool by_rows = false;
   GradientScales const* gradient_scales = nullptr;  // [B, H_kv], where operands are in parts
 };
 

@@ -43,17 +43,14 @@ CUTE_DEVICE void add_to_queries(BackwardParams const& params, typename Traits::S
   QuerySums<Traits> const query_sums(shared, 0);
   Tensor fdS = QuerySums<Traits>::operand();
   shared.held_full.wait_for(tile.held_phase);
+  StreamOrder<Traits> order(params, tile, tile.tiles);
   CUTE_NO_UNROLL
-  for (int head = tile.head_q; head < tile.head_q + tile.heads; ++head) {
-    float* to = sums_of_tile(params, tile, head, tile.tiles.begin) + query_sums.first();
-    CUTE_NO_UNROLL
-    for (int t = tile.tiles.begin; t < tile.tiles.end; ++t, to += Traits::Step * Traits::HeadDim) {
-      int const buffer = standing.taken % Traits::BuffersDS;
-      shared.ds_full[buffer].wait_for(standing.taken / Traits::BuffersDS % 2);
-      query_sums.take(fdS, buffer);
-      ++standing.taken;
-      query_sums.add_tile(fdS, to);
-    }
+  for (int left = tile.turns(params); left > 0; --left, order.advance(params, tile, tile.tiles)) {
+    int const buffer = standing.taken % Traits::BuffersDS;
+    shared.ds_full[buffer].wait_for(standing.taken / Traits::BuffersDS % 2);
+    query_sums.take(fdS, buffer);
+    ++standing.taken;
+    query_sums.add_tile(fdS, sums_of_tile(params, tile, order.head, order.t) + query_sums.first());
   }
   if (elect_one_sync()) shared.held_empty.arrive(), shared.held_v_empty.arrive();
 }
@@ -143,7 +140,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if (elect_one_sync()) barrier.arrive();
   };
   auto release_rows = [&](int stage) {
-    if constexpr (Traits::LanesRelease) {
+    if constexpr (Traits::ReadsStatistics) {
       shared.empty[stage].arrive();
     } else {
       release(shared.empty[stage]);
@@ -292,7 +289,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
 
   // WGMMAs in flight forbid a branch around their issue, and are not to be in flight at the end of a turn: what is
   // issued for a tile behind the last is of whatever lies there.
-  int t = tiles.begin, head = tile.head_q;
+  StreamOrder<Traits> order(params, tile, tiles);
+  int &t = order.t, &head = order.head;
   [[maybe_unused]] DueSums<Traits> due(params, shared, tile, row_block);
   if (turns > 0) {
     if constexpr (!kGetsP) shared.held_full.wait_for(tile.held_phase);
@@ -429,7 +427,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     release_rows(stage);
     ring = next;
     if constexpr (Traits::HoldsSums) ring_v.advance();
-    if (!Traits::Hides && ++t == tiles.end) t = tiles.begin, ++head;
+    if constexpr (!Traits::Hides) order.advance(params, tile, tiles);
   };
   // Of one warpgroup in three: there are registers for two accumulators of a turn beside those of dK and dV, so that P
   // and dS become operands together and what is added to dQ is multiplied when both have been read. While it waits the
@@ -470,7 +468,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     last_ds = ds;
     ds.advance();
     ring = next;
-    if (++t == tiles.end) t = tiles.begin, ++head;
+    order.advance(params, tile, tiles);
   };
   // Where dV and dK are two warpgroups', which pass P and dS on: the products of the next tile that wait for neither
   // are under way beside the last of this one.
@@ -519,7 +517,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
     release_rows(stage);
     ring = next;
-    if (++t == tiles.end) t = tiles.begin, ++head;
+    order.advance(params, tile, tiles);
   };
   [[maybe_unused]] auto const take_turn_in_parts = [&](int turn) __attribute__((always_inline)) {
     constexpr int kPanels = Traits::HeadDimV / kPanel;
@@ -569,7 +567,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     warpgroup_wait<0>();
     release_rows(stage);
     ring = next;
-    if (++t == tiles.end) t = tiles.begin, ++head;
+    order.advance(params, tile, tiles);
   };
   CUTE_NO_UNROLL
   for (int turn = 0; turn < turns; ++turn) {

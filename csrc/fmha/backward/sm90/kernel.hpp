@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       CUTE_UNROLL
       for (int i = 0; i < Traits::Stages; ++i) {
         shared.full[i].init(1 + (Traits::FoldsStatistics ? 32 : 0)), shared.full_v[i].init(1);
-        shared.empty[i].init(4 * Traits::Streaming * (Traits::LanesRelease ? 32 : 1));
+        shared.empty[i].init(4 * Traits::Streaming * (Traits::ReadsStatistics ? 32 : 1));
         shared.empty_v[i].init(4 * Traits::Streaming);
       }
       cutlass::arch::fence_barrier_init();

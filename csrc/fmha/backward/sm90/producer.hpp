@@ -44,14 +44,10 @@ struct StatisticsCopy {
       : params(params), shared(shared), per_scale(1.f / ScoreMod::query_scale(params)) {}
 
   CUTE_DEVICE void operator()(GradientTile<Traits> const& tile) {
-    for (int head = tile.head_q; head < tile.head_q + tile.heads; ++head) {
-      auto const* const rows =
-          params.row_statistics + StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head);
-      uint32_t const* const seen = tile.map(params, head, TileMap::Seen);
-      for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {
-        if (!seen || __ldg(seen + t / 32) >> t % 32 & 1) bring(rows + t * Traits::Step);
-      }
-    }
+    StreamOrder<Traits> order(params, tile, tile.tiles);
+    for (int left = tile.turns(params); left > 0; --left, order.advance(params, tile, tile.tiles))
+      bring(params.row_statistics + StatisticsRows(params).first(params, tile.sequence, tile.work.batch, order.head) +
+            order.t * Traits::Step);
   }
 
  private:
@@ -159,45 +155,53 @@ struct StreamCopy {
           },
           empty_held);
     }
-    for (int g = 0; g < tile.heads; ++g) {
-      int const head_q = tile.head_q + g, head = Traits::OfKeys ? head_q : tile.head_kv;
-      int64_t const statistics = WithStatistics || (Traits::Hides && Traits::AddsToQueries)
-                                     ? StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head)
-                                     : 0;
-      uint32_t const *const seen = tile.map(params, head_q, TileMap::Seen), *const whole = tile.map(params, head_q,
-                                                                                                    TileMap::Whole);
-      for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {
-        if (seen && !(__ldg(seen + t / 32) >> t % 32 & 1)) continue;
-        int const first = t * Step, at = tile.streamed_row0 + first;
-        Range const here = counting(Traits::OfKeys ? query_rows : keys, first, Step);
-        auto* const to = streamed + ring.stage * Step * Columns;
-        auto const* const empty_streamed = empty_rows(Traits::OfKeys, head, first, Step);
-        empty[ring.stage].wait_for(ring.phase ^ 1);
-        tail.template tile<Step, Columns>(
-            full[ring.stage], to, empty_streamed || is_cut(here, Step, at, streamed_stored), here,
-            [&](Barrier& barrier) {
-              if (!leader) return;
-              if constexpr (Traits::Hides && !OfValues) {
-                auto& says = shared.at[ring.stage];
-                says.tile = t, says.head = head_q, says.mixed = whole && !(__ldg(whole + t / 32) >> t % 32 & 1);
-                if constexpr (Traits::OfKeys) {
-                  if (says.mixed) says.mask = TilePairs<Traits>::mask_of_tile(params, tile.work.batch, head_q, t);
-                  if (has_bias(params) && tile.bias_in_chunks)
-                    says.bias_row = tile.pairs.bias_row(params, head_q - tile.head_q, t * Step);
-                }
-                if constexpr (Traits::AddsToQueries)
-                  says.sums = params.dq_sums + (statistics + first) * Traits::HeadDim;
+    auto const statistics_of = [&](int head) -> int64_t {
+      return WithStatistics ? StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) : 0;
+    };
+    // `whole`: the head's tiles that a mask leaves whole; null: all.
+    auto const copy_streamed = [&](int head_q, int t, int64_t statistics, uint32_t const* whole) {
+      int const head = Traits::OfKeys ? head_q : tile.head_kv, first = t * Step, at = tile.streamed_row0 + first;
+      Range const here = counting(Traits::OfKeys ? query_rows : keys, first, Step);
+      auto* const to = streamed + ring.stage * Step * Columns;
+      auto const* const empty_streamed = empty_rows(Traits::OfKeys, head, first, Step);
+      empty[ring.stage].wait_for(ring.phase ^ 1);
+      tail.template tile<Step, Columns>(
+          full[ring.stage], to, empty_streamed || is_cut(here, Step, at, streamed_stored), here,
+          [&](Barrier& barrier) {
+            if (!leader) return;
+            if constexpr (Traits::Hides && !OfValues) {
+              auto& says = shared.at[ring.stage];
+              says.tile = t, says.head = head_q, says.mixed = whole && !(__ldg(whole + t / 32) >> t % 32 & 1);
+              if constexpr (Traits::OfKeys) {
+                if (says.mixed) says.mask = TilePairs<Traits>::mask_of_tile(params, tile.work.batch, head_q, t);
+                if (has_bias(params) && tile.bias_in_chunks)
+                  says.bias_row = tile.pairs.bias_row(params, head_q - tile.head_q, t * Step);
               }
-              barrier.arrive_and_expect_tx(Step * Columns * sizeof(Part) + StatisticsBytes);
-              copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
-              if constexpr (WithStatistics) {
-                SM90_BULK_COPY_G2S::copy(params.row_statistics + statistics + first,
-                                         reinterpret_cast<uint64_t*>(&barrier), shared.statistics[ring.stage],
-                                         StatisticsBytes);
-              }
-            },
-            empty_streamed);
-        ring.advance();
+              if constexpr (Traits::AddsToQueries) says.sums = params.dq_sums + (statistics + first) * Traits::HeadDim;
+            }
+            barrier.arrive_and_expect_tx(Step * Columns * sizeof(Part) + StatisticsBytes);
+            copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
+            if constexpr (WithStatistics) {
+              SM90_BULK_COPY_G2S::copy(params.row_statistics + statistics + first,
+                                       reinterpret_cast<uint64_t*>(&barrier), shared.statistics[ring.stage],
+                                       StatisticsBytes);
+            }
+          },
+          empty_streamed);
+      ring.advance();
+    };
+    if constexpr (Traits::AnyOrder) {
+      StreamOrder<Traits> order(params, tile, tile.tiles);
+      for (int left = tile.turns(params); left > 0; --left, order.advance(params, tile, tile.tiles))
+        copy_streamed(order.head, order.t, statistics_of(order.head), nullptr);
+    } else {
+      for (int head_q = tile.head_q; head_q < tile.head_q + tile.heads; ++head_q) {
+        int64_t const statistics = statistics_of(Traits::OfKeys ? head_q : tile.head_kv);
+        uint32_t const *const seen = tile.map(params, head_q, TileMap::Seen), *const whole = tile.map(params, head_q,
+                                                                                                      TileMap::Whole);
+        for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {
+          if (!seen || __ldg(seen + t / 32) >> t % 32 & 1) copy_streamed(head_q, t, statistics, whole);
+        }
       }
     }
   }

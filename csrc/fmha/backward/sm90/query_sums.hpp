@@ -184,8 +184,9 @@ struct DueSums {
   int row_block;
   QuerySums<Traits> sums;
   float* to = nullptr;
-  Range tiles;            // of a head
-  int t, head, held = 0;  // the tile, and its number of those in shared memory
+  Range tiles;  // of a head
+  StreamOrder<Traits> order;
+  int held = 0;  // the tile's number of those in shared memory
   int tiles_of_rows;
 
   CUTE_DEVICE DueSums(BackwardParams const& params, typename Traits::SharedStorage& shared,
@@ -196,8 +197,7 @@ struct DueSums {
         row_block(row_block),
         sums(shared, row_block),
         tiles(tile.tiles),
-        t(tiles.begin),
-        head(tile.head_q),
+        order(params, tile, tiles),
         tiles_of_rows(tiles_of_head(tile.sequence.visibility.n_q, Traits::Step)) {
     if constexpr (Traits::HoldsSums) {
       if (!tile.begins_head()) return;
@@ -215,13 +215,13 @@ struct DueSums {
       return;
     }
     if constexpr (Traits::HoldsSums) {
-      held = (head - tile.head_q) * tiles_of_rows + t;
-    } else if (t == tiles.begin) {
-      to = sums_of_tile(params, tile, head, t) + sums.first();
+      held = (order.head - tile.head_q) * tiles_of_rows + order.t;
+    } else if (order.leaps(params, tiles)) {
+      to = sums_of_tile(params, tile, order.head, order.t) + sums.first();
     } else {
       to += Traits::Step * Traits::HeadDim;
     }
-    if (++t == tiles.end) t = tiles.begin, ++head;
+    order.advance(params, tile, tiles);
   }
   /// Of dS in buffer `stage`, which is free then.
   template <class Accumulator>

@@ -90,6 +90,30 @@ struct GradientTile {
     return __reduce_add_sync(0xffffffffu, count);
   }
 };
+/// Where a CTA stands in the tiles that pass by the one in hand: all of a head from the first on, head after head; or,
+/// where `by_rows` says so, one of each head, from the last rows on.
+/// `tiles` are the tile's, which whoever goes through them has in registers.
+template <class Traits>
+struct StreamOrder {
+  int t, head;
+
+  CUTE_DEVICE StreamOrder(BackwardParams const& params, GradientTile<Traits> const& tile, Range const& tiles)
+      : t(by_rows(params) ? tiles.end - 1 : tiles.begin), head(tile.head_q) {}
+
+  CUTE_DEVICE static bool by_rows(BackwardParams const& params) { return Traits::AnyOrder && params.by_rows; }
+  /// Whether the tile does not follow the one before it in memory.
+  CUTE_DEVICE bool leaps(BackwardParams const& params, Range const& tiles) const {
+    return by_rows(params) || t == tiles.begin;
+  }
+  CUTE_DEVICE void advance(BackwardParams const& params, GradientTile<Traits> const& tile, Range const& tiles) {
+    if (!by_rows(params)) {
+      if (++t == tiles.end) t = tiles.begin, ++head;
+    } else if (++head == tile.head_q + tile.heads) {
+      head = tile.head_q, --t;
+    }
+  }
+};
+
 /// The CTA's tiles in turn, as all warps but the one that takes them see them.
 template <class Traits>
 struct TileReader {

@@ -69,12 +69,11 @@ struct BackwardTraits {
   static constexpr bool Crowded = AddsToQueries && Streaming == 3;
   /// Whether a row's lse and delta come into S and dP by products (StatisticsCopy): read from shared memory by every
   /// thread, they take a tenth to a sixth of what it can give, and what dropout leaves out wants delta by itself.
-  static constexpr bool FoldsStatistics =
-      AddsToQueries && !AddsApart && !HoldsSums && (!Mods || (Mods == feature::Bias && HeadDim <= 64));
-  /// Whether consumers read those of the rows that pass by; and whether every lane says that it is done with a tile,
-  /// having read them, or what the copying warp says of it.
+  static constexpr bool FoldsStatistics = AddsToQueries && !AddsApart && !HoldsSums && !Mods;
+  /// Whether consumers read those of the rows that pass by.
   static constexpr bool ReadsStatistics = OfKeys && !FoldsStatistics;
-  static constexpr bool LanesRelease = OfKeys && (ReadsStatistics || Hides);
+  /// Whether rows may pass by in either order (StreamOrder).
+  static constexpr bool AnyOrder = AddsToQueries && !HoldsSums && !Mods;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
   // 504 are there, as in traits.hpp, 512 of four warpgroups.
   static constexpr int ProducerRegisters = HoldsSums             ? 56
