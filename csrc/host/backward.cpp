@@ -81,10 +81,10 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
 Kernel const* kernel_of(Call const& call, Kind kind) {
   auto const runs = [&](Kernel const& k) { return call.runs(k); };
   auto const cost = [&](Kernel const& k) {
-    double const turns = kind == Kind::AllGradients && wants_hopper(k)
-                             ? turns_of_gradients(call.params, k, resident_ctas(k, call.device))
-                             : 0;
-    return std::tuple(!wants_hopper(k), cost_of(k), turns);
+    double const duration = kind == Kind::AllGradients && wants_hopper(k)
+                                ? duration_of_gradients(call.params, k, resident_ctas(k, call.device))
+                                : 0;
+    return std::tuple(!wants_hopper(k), cost_of(k), duration);
   };
   return cheapest({kind}, call.request.dtype, runs, cost);
 }

@@ -318,14 +318,15 @@ inline int64_t section_for(Params const& p, int block_r, int64_t l2_bytes) {
 /// 1.803.
 inline bool adds_to_queries(Params const& p) { return p.n_q > (std::max(p.head_dim, p.head_dim_v) <= 64 ? 128 : 512); }
 
-/// How long a launch over tiles of keys that adds to dQ goes through each of them, in turns of two warpgroups that have
-/// 128 keys. Three take 1.37 of that for 192, an H100's ms: (1, 16384, 32, 64) 9.6 and 10.6, causal 4.85 and 5.4, (8,
-/// 2048, 32, 64) 1.45 and 1.58; but (1, 4096, 4, 64), whose 88 tiles leave a third of the GPU idle, 0.162 and 0.117.
-inline double turns_of_gradients(Params const& p, Kernel const& kernel, int64_t resident_ctas) {
+/// How long a launch over tiles of keys that adds to dQ takes, in units of a tile of 128 keys that sees all rows. Three
+/// warpgroups take 1.37 of that for 192, an H100's ms: (1, 16384, 32, 64) 9.6 and 10.6, causal 4.85 and 5.4, (8, 2048,
+/// 32, 64) 1.45 and 1.58; but (1, 4096, 4, 64), whose 88 tiles leave a third of the GPU idle, 0.162 and 0.117. Under a
+/// causal mask tiles see half of the rows in the mean, and the longest one sees all.
+inline double duration_of_gradients(Params const& p, Kernel const& kernel, int64_t resident_ctas) {
   constexpr double kOfThree = 1.37;
   int64_t const tiles = int64_t(p.batch) * p.heads_kv * Scheduler::tiles_of(p.n_kv, kernel.block_c);
   double const waves =
-      has_unequal_tiles(p) ? std::max(1., double(tiles) / resident_ctas) : double(ceil_div(tiles, resident_ctas));
+      has_unequal_tiles(p) ? std::max(1., 0.5 * tiles / resident_ctas) : double(ceil_div(tiles, resident_ctas));
   return waves * (kernel.block_c > 128 ? kOfThree : 1);
 }
 

@@ -162,6 +162,8 @@ TEST(BackwardPlan, HasThreeWarpgroupsWhereTilesFillTheGpu) {
   EXPECT_EQ(line(1, 4096, 4, 4), "all sm90 64x128 d64, 128 tiles") << "88 would leave a third of the GPU idle";
   EXPECT_EQ(line(4, 4096, 32, 8), "all sm90 64x128 d64, 1024 tiles") << "8 waves, for six that last as long as 8.2";
   EXPECT_EQ(line_of(Call(4, 4096, 4096, 32, 8, 64).in_any_order().causal()), "all sm90 64x192 d64, 704 tiles");
+  EXPECT_EQ(line_of(Call(1, 16384, 16384, 2, 2, 64).in_any_order().causal()), "all sm90 64x128 d64, 256 tiles")
+      << "the longest of 192 keys would take longer than all together, unless it were split";
 }
 
 TEST(BackwardPlan, GoesByRowsWhereGroupsAreLargerThanL2) {
