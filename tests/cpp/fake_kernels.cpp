@@ -101,8 +101,9 @@ Kernel cluster(DType dtype, int shared, Features more = 0) {
 }
 
 /// The kernels of the backward pass: a CTA of dQ's has `b_r` rows, of the others `b_c` keys.
-Kernel gradients(Kind kind, char const* family, DType dtype, int d, int b_r, int b_c, Features takes) {
-  return {family, kind, dtype, d, d, b_r, b_c, takes, 256, 98304, new_entry(), nullptr, nullptr};
+Kernel gradients(Kind kind, char const* family, DType dtype, int d, int b_r, int b_c, Features takes,
+                 int shared = 98304) {
+  return {family, kind, dtype, d, d, b_r, b_c, takes, 256, shared, new_entry(), nullptr, nullptr};
 }
 /// Of heads of eight tiles of 64 rows at most.
 Kernel of_heads(DType dtype, int d, Features more = 0) {
@@ -122,8 +123,8 @@ Entered of_gradients(DType t) {
       gradients(kRows, "sm80", t, 64, 64, 64, kAll),
       gradients(kKeys, "sm80", t, 128, 64, 32, kAll),
       gradients(kRows, "sm80", t, 128, 64, 64, kAll),
-      gradients(Kind::AllGradients, "sm90", t, 64, 64, 128, kPlain),
-      gradients(Kind::AllGradients, "sm90", t, 64, 64, 192, kPlain),
+      gradients(Kind::AllGradients, "sm90", t, 64, 64, 128, kPlain, 200000),
+      gradients(Kind::AllGradients, "sm90", t, 64, 64, 192, kPlain, 225000),
       gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain),
       gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain | feature::Dropout),
       of_heads(t, 64),
