@@ -226,6 +226,8 @@ def gradient_cases():
             yield dtype, 520, 33, d, d, features  # rows enough for the kernels that add to dQ
         for n in (64, 200):  # heads enough for the kernel whose CTAs go through all keys of one
             yield dtype, [n] * MANY, [150] * MANY, 64, 64, CAUSAL
+        for features in (PLAIN, CAUSAL):  # more rows than that, and tiles enough for three warpgroups
+            yield dtype, [260] * MANY, [150] * MANY, 64, 64, features
         for features in (PLAIN, CAUSAL):  # so few tiles that CTAs share them, of keys and of rows
             yield dtype, 520, 140, 256, 256, features
             yield dtype, 140, 520, 128, 128, features
