@@ -42,7 +42,8 @@ CUTE_DEVICE void begin_with(uint32_t const (&a)[2], uint64_t b, C& c, std::index
                                                                                GMMA::ScaleOut::Zero);
 }
 
-/// C = A B and what `rows` add to its columns, over `Steps` times 16, issued and not waited for.
+/// C = A B and what `rows` add to its columns, over `Steps` times 16, issued and not waited for. In one piece:
+/// with a fence between the two products the assembler makes a group of its own of the first.
 template <int Steps, class Mma, class A, class B, class C>
 CUTE_DEVICE void gemm_async(Mma mma, A const& a, B const& b, C& c, OnesOfColumns const& ones,
                             ColumnsOfRow const* rows) {

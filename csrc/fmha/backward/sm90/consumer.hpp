@@ -141,7 +141,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   };
   auto release_rows = [&](int stage) {
     if constexpr (Traits::ReadsStatistics) {
-      shared.empty[stage].arrive();
+      shared.empty[stage].arrive();  // every lane for itself: each has read statistics
     } else {
       release(shared.empty[stage]);
     }

@@ -91,8 +91,8 @@ struct GradientTile {
   }
 };
 /// Where a CTA stands in the tiles that pass by the one in hand: all of a head from the first on, head after head; or,
-/// where `by_rows` says so, one of each head, from the last rows on.
-/// `tiles` are the tile's, which whoever goes through them has in registers.
+/// where `by_rows` says so, one of each head, from the last rows on. `tiles` are the tile's, which whoever goes through
+/// them has in registers.
 template <class Traits>
 struct StreamOrder {
   int t, head;

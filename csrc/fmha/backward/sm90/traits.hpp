@@ -154,7 +154,7 @@ struct BackwardTraits {
   static constexpr int VectorsOfP = kAtomRows * B_r / kWarpgroup / 4;  // of a thread
 
   // Whether finished gradients pass through the buffer of dS that was left longest ago, which all have read.
-  static constexpr bool StagesInDS = HoldsSums || (AddsToQueries && !AddsApart && !Mods && !StagesSums);
+  static constexpr bool StagesInDS = HoldsSums || (FoldsStatistics && !StagesSums);
   // Whether a tile of bias, or its part, lies apart from `staging`: where that is too small, or in use.
   static constexpr bool StagesPairs = Hides && (Step > kPanel || StagesSums);
   struct SharedStorage {
@@ -194,7 +194,7 @@ struct BackwardTraits {
   static_assert(!HoldsSums || (HoldsInRegisters && TakesTurns && Persistent && !Hides),
                 "a warp adds to the same tiles each time");
   static_assert(!HoldsSums || Consumers == 2, "every other tile is a warpgroup's");
-  static_assert(!Crowded || (TakesTurns && StagesSums && FoldsStatistics && !Mods), "there are no registers for more");
+  static_assert(!Crowded || (StagesSums && FoldsStatistics), "there are no registers for more");
   static_assert(!FoldsStatistics || (Step == kColumns && Parts == 1), "of ColumnsOfRow");
   static_assert(Held % kAtomRows == 0 && Step % 16 == 0, "WGMMA's rows, and its steps");
   static_assert(Parts == 1 || !(Mods || AddsToQueries), "float32 is multiplied plainly");
