@@ -43,6 +43,11 @@ bool is_persistent(Kernel const& kernel) {
          (kernel.kind == Kind::AllGradients && (!mods || (mods == feature::Dropout && kernel.head_dim <= 64)));
 }
 
+/// Whether rows may pass by its tiles in either order (Traits::AnyOrder there).
+bool takes_any_order(Kernel const& kernel) {
+  return kernel.kind == Kind::AllGradients && !(kernel.takes & feature::kMods);
+}
+
 int64_t resident_ctas(Kernel const& kernel, Device const& device) {
   return int64_t(occupancy_of(kernel, device).ctas_a_multiprocessor) * device.multiprocessors;
 }
@@ -64,12 +69,17 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   int64_t const resident = resident_ctas(*kernel, device);
   if (splits_tiles(*kernel)) launch.splits = gradient_splits(p, *kernel, of_keys, static_cast<int>(resident));
   int64_t const tiles = int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all();
-  launch.by_rows = kind == Kind::AllGradients && goes_by_rows(p, tiles, bytes_a_head, resident, device);
+  launch.is_mirrored =
+      takes_any_order(*kernel) && takes_mirrored(p, block, launch.splits.all(), bytes_a_head, resident, device);
   // A CTA that has all of a head finds its tiles one after the other.
   int64_t const section =
-      kind == Kind::HeadGradients ? 1 : gradient_section_for(p, int64_t(p.batch) * heads, tiles, bytes_a_head, device);
+      kind == Kind::HeadGradients || launch.is_mirrored
+          ? 1
+          : gradient_section_for(p, wants_hopper(*kernel), int64_t(p.batch) * heads, tiles, bytes_a_head, device);
+  // Of mirrored tiles the first half is taken.
+  int const taken = launch.is_mirrored ? ceil_div(Scheduler::tiles_of(length, block), 2) * block : length;
   launch.scheduler =
-      Scheduler(p.batch, heads, length, block, launch.splits.all(), section, of_keys ? Axis::Keys : Axis::Rows);
+      Scheduler(p.batch, heads, taken, block, launch.splits.all(), section, of_keys ? Axis::Keys : Axis::Rows);
   if (launch.scheduler.size() > INT32_MAX)
     fail("ValueError", of_keys ? "k" : "q", ": has ", launch.scheduler.size(),
          " tiles of rows; a launch has room for fewer than 2^31");
@@ -112,7 +122,9 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   if (params.scheduler.size() == 0) return;
   Kernel const& kernel = *gradients.kernel;
   params.split(gradients.splits.heads, gradients.splits.tiles);
-  params.by_rows = gradients.by_rows;
+  params.is_mirrored = gradients.is_mirrored;
+  params.mirrored_row0s = (2 * ceil_div(Scheduler::tiles_of(params.n_kv, kernel.block_c), 2) - 1) * kernel.block_c;
+  params.rows_a_head = static_cast<int>(StatisticsRows(params).of_a_head);
   bool const of_keys = kernel.kind != Kind::QueryGradients;
   if (params.splits() > 1) {
     int const columns = kernel.head_dim + (of_keys ? kernel.head_dim_v : 0);

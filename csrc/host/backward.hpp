@@ -18,7 +18,7 @@ struct GradientLaunch {
   Scheduler scheduler;
   GradientSplits splits;
   int64_t ctas = 0;
-  bool by_rows = false;  // Gradients::by_rows
+  bool is_mirrored = false;  // as in Gradients
 };
 
 /// Two launches: dK and dV, then dQ; or one that has them all, with sums for dQ that a small launch finishes, or, heads

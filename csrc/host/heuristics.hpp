@@ -330,18 +330,32 @@ inline double duration_of_gradients(Params const& p, Kernel const& kernel, int64
   return waves * (kernel.block_c > 128 ? kOfThree : 1);
 }
 
-/// Whether rows are to pass by tiles of keys from the last on, each for all query heads of a group: under a causal mask
-/// tiles begin with different rows, and what they would read and add to at a time is more than L2 holds. Then all tiles
-/// of a group come by the same rows, as long as most began together. `tiles`: of a group, which reads and adds to
-/// `bytes`. An H100's ms, without and with it: (4, 2048, 28 on 4, 128) 1.05 and 0.82, (1, 8192, 64 on 8, 128) 7.6 and
-/// 6.6, (2, 4096, 16 on 1, 256) 3.6 and 2.4; but (4, 4096, 32 on 8, 128), of eight waves, 3.06 and 3.58, and (16, 1024,
-/// 8 on 1, 64) 0.162 and 0.174.
-inline bool goes_by_rows(Params const& p, int64_t tiles, int64_t bytes, int64_t resident_ctas, Device const& device) {
-  constexpr int64_t kWaves = 4;
-  int64_t const groups = int64_t(p.batch) * p.heads_kv;
-  if (p.heads_q == p.heads_kv || !has_unequal_tiles(p) || p.window_left >= 0 || groups * tiles == 0) return false;
-  if (std::max(p.head_dim, p.head_dim_v) <= 64 || groups * tiles > kWaves * resident_ctas) return false;
-  return std::min(groups, ceil_div(resident_ctas, tiles)) * bytes > device.l2_bytes;
+/// Whether CTAs are to take tiles of keys by twos, one and its mirror image. Longest first, tiles of a group begin at
+/// different times and with different rows; where the groups under way read and add to more than L2 has, each tile then
+/// finds its rows in DRAM. `tiles`: of a group, of which `block` keys are one; it reads and adds to `bytes`. An H100's
+/// ms, longest first and mirrored: (4, 2048, 28 on 4, 128) 1.01 and 0.64, (1, 8192, 64 on 8, 128) 6.2 and 4.7, (2,
+/// 4096, 16 on 1, 256) 3.4 and 1.8, (2, 4096, 32 on 8, 128) 1.28 and 1.25. All twos take as long, so their last wave
+/// has to be nearly whole: (4, 4096, 28 on 4, 64), of 1.3 waves, 1.30 and 1.62. Long calls reach the limit of power,
+/// and longest first has room between CTAs: of four waves, (2, 8192, 32 on 8, 128) 4.7 and 5.1, (1, 16384, 40 on 8,
+/// 128) 11.3 and 11.9; but where there is twice as much under way (8, 4096, 28 on 4, 128) 5.4 and 4.6.
+inline bool takes_mirrored(Params const& p, int block, int splits, int64_t bytes, int64_t resident_ctas,
+                           Device const& device) {
+  constexpr Features kUnlike = feature::Packed | feature::KeyLengths | feature::LeftPadding | feature::StartPositions;
+  if (!has_unequal_tiles(p) || p.window_left >= 0 || features_of(p) & kUnlike) return false;
+  int const tiles = Scheduler::tiles_of(p.n_kv, block), pairs = ceil_div(tiles, 2);
+  int64_t const groups = int64_t(p.batch) * p.heads_kv, twos = groups * pairs * splits;
+  if (twos == 0) return false;
+  int64_t const waves = ceil_div(twos, resident_ctas),
+                under_way = std::min(groups, ceil_div(resident_ctas, int64_t(tiles) * splits)) * bytes;
+  if (25 * waves * resident_ctas > 28 * twos || under_way <= (waves <= 2 ? 1 : 2) * device.l2_bytes) return false;
+  Visibility const visibility = visibility_of_longest(p);
+  auto const rows = [&](int pair) {
+    int const image = 2 * pairs - 1 - pair;
+    return visibility.row_tiles_of(pair * block, block, block).size() +
+           (image < tiles ? visibility.row_tiles_of(image * block, block, block).size() : 0);
+  };
+  int const outer = rows(0), inner = rows(pairs - 1);
+  return 8 * std::abs(outer - inner) <= std::max(outer, inner) + 8;
 }
 
 /// Whether a CTA is to have all tiles of a head, so that dQ needs no sums in memory: where whole heads fill the GPU
@@ -413,14 +427,18 @@ inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, boo
 }
 
 /// The section of a launch of gradients of `heads` heads, all sequences' counted, that have `tiles` tiles and work on
-/// `bytes_a_head` each: what fits half of L2. Under a causal mask the last tiles are short: three waves of tiles a
-/// section make the end of the last one even. No section is smaller, the last one included: its long tiles would begin
-/// when all else is nearly done.
-inline int64_t gradient_section_for(Params const& p, int64_t heads, int64_t tiles, int64_t bytes_a_head,
+/// `bytes_a_head` each: what fits half of L2. Under a causal mask, longest first, sections begin where others end; a
+/// wave of CTAs is what comes by the same rows together. An H100's ms with three waves a section and with one: (2,
+/// 4096, 32 on 8, 128) 1.75 and 1.28, (2, 8192, 32 on 8, 128) 5.5 and 4.7, (16, 1024, 16, 128) 0.67 and 0.56, (32,
+/// 1024, 12, 64) 0.483 and 0.465; (2, 8192, 8, 256) 3.17 and 3.20. Of other kernels than Hopper's 2% are lost at worst
+/// and 1% is won. No section is smaller, the last one included: its long tiles would begin when all else is nearly
+/// done.
+inline int64_t gradient_section_for(Params const& p, bool is_hopper, int64_t heads, int64_t tiles, int64_t bytes_a_head,
                                     Device const& device) {
-  int64_t const fits = device.l2_bytes / 2 / std::max<int64_t>(bytes_a_head, 1);
-  int64_t const level = has_unequal_tiles(p) ? 3 * device.multiprocessors / std::max<int64_t>(tiles, 1) : 1;
-  int64_t const least = std::min(std::max<int64_t>({fits, level, 1}), std::max<int64_t>(heads, 1));
+  int64_t const fits = device.l2_bytes / 2 / std::max<int64_t>(bytes_a_head, 1),
+                wave = device.multiprocessors / std::max<int64_t>(tiles, 1);
+  int64_t const wanted = !has_unequal_tiles(p) ? fits : is_hopper ? wave : std::max(fits, 3 * wave);
+  int64_t const least = std::min(std::max<int64_t>(wanted, 1), std::max<int64_t>(heads, 1));
   int64_t section = least;
   while (heads % section > 0 && heads % section < least) ++section;
   return section;

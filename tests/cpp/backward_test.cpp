@@ -9,6 +9,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "fake_cuda.hpp"
@@ -166,18 +167,41 @@ TEST(BackwardPlan, HasThreeWarpgroupsWhereTilesFillTheGpu) {
       << "the longest of 192 keys would take longer than all together, unless it were split";
 }
 
-TEST(BackwardPlan, GoesByRowsWhereGroupsAreLargerThanL2) {
-  auto const by_rows = [](Call const& call) {
+TEST(BackwardPlan, MirrorsTilesWhereGroupsAreLargerThanL2) {
+  auto const is_mirrored = [](Call const& call) {
     BackwardParams p;
-    return plan_of(call, &p).of_keys.by_rows;
+    return plan_of(call, &p).of_keys.is_mirrored;
   };
-  EXPECT_TRUE(by_rows(Call(4, 2048, 2048, 28, 4, 128).in_any_order().causal()));
-  EXPECT_FALSE(by_rows(Call(4, 2048, 2048, 28, 4, 128).in_any_order()));
-  EXPECT_FALSE(by_rows(Call(4, 2048, 2048, 28, 28, 128).in_any_order().causal()));
-  EXPECT_FALSE(by_rows(Call(1, 2048, 2048, 8, 1, 128).in_any_order().causal())) << "17 MB";
-  EXPECT_FALSE(by_rows(Call(8, 4096, 4096, 32, 8, 128).in_any_order().causal())) << "eight waves";
-  EXPECT_FALSE(by_rows(Call(4, 2048, 2048, 64, 4, 64).in_any_order().causal())) << "slower at head_dim 64";
-  EXPECT_FALSE(by_rows(Call(4, 2048, 2048, 28, 4, 128).causal())) << "which adds to nothing";
+  auto const causal = [](int batch, int n, int heads, int heads_kv, int head_dim) {
+    return Call(batch, n, n, heads, heads_kv, head_dim).in_any_order().causal();
+  };
+  EXPECT_TRUE(is_mirrored(causal(4, 2048, 28, 4, 128)));
+  EXPECT_TRUE(is_mirrored(causal(2, 4096, 40, 8, 128)));
+  EXPECT_TRUE(is_mirrored(causal(2, 4096, 16, 1, 256))) << "whose tiles are split";
+  EXPECT_TRUE(is_mirrored(causal(4, 2047, 28, 4, 128)));
+  EXPECT_FALSE(is_mirrored(Call(4, 2048, 2048, 28, 4, 128).in_any_order()));
+  EXPECT_FALSE(is_mirrored(causal(4, 2048, 28, 28, 128)));
+  EXPECT_FALSE(is_mirrored(causal(1, 2048, 8, 1, 128))) << "17 MB";
+  EXPECT_FALSE(is_mirrored(causal(4, 4096, 28, 4, 64))) << "1.3 waves would last as long as two";
+  EXPECT_FALSE(is_mirrored(causal(2, 8192, 32, 8, 128))) << "four waves, and 67 MB under way";
+  EXPECT_TRUE(is_mirrored(causal(8, 4096, 28, 4, 128))) << "four waves, and 117 MB";
+  EXPECT_FALSE(is_mirrored(Call(4, 2048, 4096, 28, 4, 128).in_any_order().causal())) << "the first tiles see all rows";
+  EXPECT_FALSE(is_mirrored(causal(4, 2048, 28, 4, 128).lengths()));
+  EXPECT_FALSE(is_mirrored(Call(4, 2048, 2048, 28, 4, 128).causal())) << "which adds to nothing";
+}
+
+TEST(BackwardPlan, TakesAWaveOfCausalTilesAtATime) {
+  auto const begins = [](Call const& call, int64_t index) {
+    BackwardParams p;
+    WorkItem const work = plan_of(call, &p).of_keys.scheduler(static_cast<int>(index));
+    return std::tuple(work.batch, work.head, work.row0);
+  };
+  // 32 tiles of keys a head: four heads for 132 CTAs, then the next four.
+  Call const call = Call(2, 8192, 8192, 32, 8, 128).in_any_order().causal();
+  EXPECT_EQ(begins(call, 0), std::tuple(0, 0, 0));
+  EXPECT_EQ(begins(call, 1), std::tuple(0, 1, 0));
+  EXPECT_EQ(begins(call, 2), std::tuple(0, 0, 128));
+  EXPECT_EQ(begins(call, 128), std::tuple(0, 2, 0));
 }
 
 TEST(BackwardPlan, ChoosesTheFirstFamilyThatTakesTheCall) {

@@ -1132,6 +1132,8 @@ void decode(Instruction& i, Words const& op, Words const& operands, Reader& read
     i.run = yield;
   } else if (name == "fence" && has(op, "async")) {
     i.run = fence_async;
+  } else if (name == "cp" && has(op, "prefetch")) {
+    i.run = nothing;  // there is no L2
   } else if (name == "fence" || name == "membar" || name == "prefetch" || name == "prefetchu" || name == "setmaxnreg" ||
              name == "griddepcontrol" || name == "discard" || name == "applypriority") {
     i.run = nothing;

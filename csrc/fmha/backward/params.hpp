@@ -38,8 +38,12 @@ struct Gradients {
   // gone through for each; and what each split has summed up, laid out by SplitSums.
   cutlass::FastDivmod head_splits, tile_splits;
   float* split_sums = nullptr;
-  // Whether rows pass by a tile of keys from the last on, each for all heads of a group, and not head after head.
-  bool by_rows = false;
+  // Whether a CTA takes tiles of keys by twos, one and its mirror image: under a causal mask any two see as many rows
+  // together. Rows pass by the first from the last one on, by the second up to it, each for all heads of a group: CTAs
+  // that begin together come by the same rows and end together. A tile and its image begin with rows of this sum.
+  bool is_mirrored = false;
+  int mirrored_row0s = 0;
+  int rows_a_head = 0;                              // of workspace of query rows (StatisticsRows)
   GradientScales const* gradient_scales = nullptr;  // [B, H_kv], where operands are in parts
 };
 

@@ -50,7 +50,7 @@ CUTE_DEVICE void add_to_queries(BackwardParams const& params, typename Traits::S
     shared.ds_full[buffer].wait_for(standing.taken / Traits::BuffersDS % 2);
     query_sums.take(fdS, buffer);
     ++standing.taken;
-    query_sums.add_tile(fdS, sums_of_tile(params, tile, order.head, order.t) + query_sums.first());
+    query_sums.add_tile(fdS, sums_of_tile(params, tile, order.head, order.t()) + query_sums.first());
   }
   if (elect_one_sync()) shared.held_empty.arrive(), shared.held_v_empty.arrive();
 }
@@ -290,7 +290,6 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   // WGMMAs in flight forbid a branch around their issue, and are not to be in flight at the end of a turn: what is
   // issued for a tile behind the last is of whatever lies there.
   StreamOrder<Traits> order(params, tile, tiles);
-  int &t = order.t, &head = order.head;
   [[maybe_unused]] DueSums<Traits> due(params, shared, tile, row_block);
   if (turns > 0) {
     if constexpr (!kGetsP) shared.held_full.wait_for(tile.held_phase);
@@ -335,7 +334,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
   };
   if constexpr (Traits::Pairs) {
-    if (turns > 0) ask_for(std::true_type{}, ring.stage, t, head);
+    if (turns > 0) ask_for(std::true_type{}, ring.stage, order.t(), order.head);
   }
   warpgroup_wait<0>();
   // `changed`: whether anything but visibility changes scores, or what becomes of them.
@@ -349,7 +348,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     auto const wait_for_next = [&] {
       if (turn + 1 < turns) shared.full[next.stage].wait_for(next.phase);
     };
-    if constexpr (Traits::Hides) t = shared.at[stage].tile, head = shared.at[stage].head;
+    int const t = Traits::Hides ? shared.at[stage].tile : order.t(),
+              head = Traits::Hides ? shared.at[stage].head : order.head;
     shared.full_v[stage_v].wait_for(ring_v.phase);
     if constexpr (SumsS) issue_dp(cdP, stage_v);
     weigh(changed, stage, t, head);
@@ -441,7 +441,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       Tensor cdP = scores_of_a_tile();
       shared.full_v[stage].wait_for(ring.phase);
       issue_dp(cdP, stage);
-      weigh(changed, stage, t, head);
+      weigh(changed, stage, order.t(), order.head);
       warpgroup_fence_operand(cS);
       if (!is_last) shared.full[next.stage].wait_for(next.phase);  // the weights come first, as above
       warpgroup_wait<0>();
@@ -483,7 +483,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       due.sums.share(words_ds, stage);
     };
     if constexpr (What == Sums::Values) {
-      weigh(changed, stage, t, head);
+      weigh(changed, stage, order.t(), order.head);
       shared.p_empty.wait_for(stage ^ 1);
       CUTE_UNROLL
       for (int j = 0; j < Step / 4; j += 2)
@@ -547,7 +547,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     shared.full_v[stage].wait_for(ring.phase);
     if constexpr (SumsS) issue_panel_of_dp(cdP, stage, _0{});
     if constexpr (SumsS && kPanels > 1) issue_panel_of_dp(cdP_rest, stage, _1{});
-    weigh(std::false_type{}, stage, t, head);
+    weigh(std::false_type{}, stage, order.t(), order.head);
     if constexpr (SumsS) {
       wait_for_next();  // here, where its branches keep the weights in front of the wait for dP
       warpgroup_wait<0>();

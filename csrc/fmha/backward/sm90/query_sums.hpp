@@ -199,6 +199,10 @@ struct DueSums {
         tiles(tile.tiles),
         order(params, tile, tiles),
         tiles_of_rows(tiles_of_head(tile.sequence.visibility.n_q, Traits::Step)) {
+    if constexpr (!Traits::Hides && !Traits::HoldsSums) {
+      to = sums_of_tile(params, tile, order.head, order.t()) + sums.first();
+      to -= int64_t(order.step_back(params)) * Traits::HeadDim;
+    }
     if constexpr (Traits::HoldsSums) {
       if (!tile.begins_head()) return;
       for (int held = row_block; held < tile.heads * tiles_of_rows; held += 2) {
@@ -214,14 +218,9 @@ struct DueSums {
       to += sums.first();
       return;
     }
-    if constexpr (Traits::HoldsSums) {
-      held = (order.head - tile.head_q) * tiles_of_rows + order.t;
-    } else if (order.leaps(params, tiles)) {
-      to = sums_of_tile(params, tile, order.head, order.t) + sums.first();
-    } else {
-      to += Traits::Step * Traits::HeadDim;
-    }
-    order.advance(params, tile, tiles);
+    if constexpr (Traits::HoldsSums) held = (order.head - tile.head_q) * tiles_of_rows + order.t();
+    int const rows = order.advance(params, tile, tiles);
+    if constexpr (!Traits::HoldsSums) to += int64_t(rows) * Traits::HeadDim;
   }
   /// Of dS in buffer `stage`, which is free then.
   template <class Accumulator>

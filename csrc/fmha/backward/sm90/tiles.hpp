@@ -24,7 +24,8 @@ struct GradientTile {
   Sequence sequence;
   Visibility view;  // from the side in hand: what is held are its rows, what is streamed its keys
   Range tiles, unmasked;
-  int heads;  // query heads that are gone through
+  bool descends;  // whether the tiles pass by from the last one on
+  int heads;      // query heads that are gone through
   int head_q, head_kv;
   int held_row0, streamed_row0;  // rows of the tensors that hold the side's first
   PairMod pairs;                 // of the first head
@@ -34,8 +35,11 @@ struct GradientTile {
   uint32_t held_phase = 0;       // of the barriers of the tile in hand
 
   GradientTile() = default;
-  CUTE_DEVICE GradientTile(BackwardParams const& params, int index)
+  /// Tile `index` of the launch, or its mirror image.
+  CUTE_DEVICE GradientTile(BackwardParams const& params, int index, bool is_image = false)
       : work(params.scheduler(index)), sequence(sequence_of(params, work.batch)) {
+    if (is_image) work.row0 = params.mirrored_row0s - work.row0;
+    descends = Traits::AnyOrder && params.is_mirrored && !is_image;
     Visibility const& visibility = sequence.visibility;
     if constexpr (Traits::OfKeys) {
       view = visibility.transposed();
@@ -90,27 +94,36 @@ struct GradientTile {
     return __reduce_add_sync(0xffffffffu, count);
   }
 };
+
 /// Where a CTA stands in the tiles that pass by the one in hand: all of a head from the first on, head after head; or,
-/// where `by_rows` says so, one of each head, from the last rows on. `tiles` are the tile's, which whoever goes through
-/// them has in registers.
+/// of mirrored tiles, one of each head, from the last rows on or up to them. `tiles` are the tile's, which whoever goes
+/// through them has in registers.
 template <class Traits>
 struct StreamOrder {
-  int t, head;
+  int at, head;
 
   CUTE_DEVICE StreamOrder(BackwardParams const& params, GradientTile<Traits> const& tile, Range const& tiles)
-      : t(by_rows(params) ? tiles.end - 1 : tiles.begin), head(tile.head_q) {}
+      : at(Traits::AnyOrder && tile.descends ? 1 - tiles.end : tiles.begin), head(tile.head_q) {}
 
-  CUTE_DEVICE static bool by_rows(BackwardParams const& params) { return Traits::AnyOrder && params.by_rows; }
-  /// Whether the tile does not follow the one before it in memory.
-  CUTE_DEVICE bool leaps(BackwardParams const& params, Range const& tiles) const {
-    return by_rows(params) || t == tiles.begin;
-  }
-  CUTE_DEVICE void advance(BackwardParams const& params, GradientTile<Traits> const& tile, Range const& tiles) {
+  /// The tile's number: from the last on it is counted below zero, so that one register has the way, too.
+  CUTE_DEVICE int t() const { return Traits::AnyOrder ? abs(at) : at; }
+  CUTE_DEVICE static bool by_rows(BackwardParams const& params) { return Traits::AnyOrder && params.is_mirrored; }
+  /// To the next tile; how many rows of a workspace of query rows lie between both.
+  CUTE_DEVICE int advance(BackwardParams const& params, GradientTile<Traits> const& tile, Range const& tiles) {
     if (!by_rows(params)) {
-      if (++t == tiles.end) t = tiles.begin, ++head;
-    } else if (++head == tile.head_q + tile.heads) {
-      head = tile.head_q, --t;
+      if (++at < tiles.end) return Traits::Step;
+      at = tiles.begin, ++head;
+      return params.rows_a_head - (tiles.size() - 1) * Traits::Step;
     }
+    if (++head < tile.head_q + tile.heads) return params.rows_a_head;
+    int const before = t();
+    head = tile.head_q, ++at;
+    return (t() - before) * Traits::Step - (tile.heads - 1) * params.rows_a_head;
+  }
+  /// To where the first tile is the next one, from it; what `advance` says then.
+  CUTE_DEVICE int step_back(BackwardParams const& params) {
+    by_rows(params) ? --head : --at;
+    return by_rows(params) ? params.rows_a_head : Traits::Step;
   }
 };
 
@@ -155,6 +168,7 @@ struct TileTaker {
   typename Traits::SharedStorage& shared;
   RingPosition<Traits::TilesKnown> at{};
   bool took_first = false, goes_on = false;  // with a head
+  bool at_image = false;                     // of a tile
   unsigned index = 0, next_head = 0;         // of the tile, and of the first one of the next head
   uint32_t held_phase = 0, rows_phase = 0;
 
@@ -166,6 +180,10 @@ struct TileTaker {
   CUTE_DEVICE unsigned take(bool leader) {
     bool const is_first = !took_first;
     took_first = true;
+    if (Traits::AnyOrder && params.is_mirrored && !is_first) {
+      at_image = !at_image;
+      if (at_image) return index;
+    }
     if constexpr (Traits::HoldsSums) {
       return goes_on ? index + 1 : take_head(leader, is_first);
     } else {
@@ -200,7 +218,7 @@ struct TileTaker {
       index = take(leader);
       exists = index < static_cast<unsigned>(params.scheduler.size());
       if (exists && leader) {
-        slot = GradientTile<Traits>(params, index);
+        slot = GradientTile<Traits>(params, index, at_image);
         slot.held_phase = held_phase;
         if (Traits::HoldsSums && slot.rows() <= 0) slot.tiles = {0, 0};  // a head without keys, whose dQ is 0
       }
