@@ -330,9 +330,23 @@ inline double duration_of_gradients(Params const& p, Kernel const& kernel, int64
   return waves * (kernel.block_c > 128 ? kOfThree : 1);
 }
 
+/// Whether all sequences have the same rows, keys and positions, as far as the host knows.
+inline bool have_one_length(Params const& p) { return !(features_of(p) & (feature::Packed | feature::kUnlike)); }
+
+/// Waves of CTAs that a section of causal tiles is to have, longest first. Those of one come by the same rows together;
+/// of several the last ones end together. An H100's ms with three and with one: (2, 4096, 32 on 8, 128) 1.75 and 1.28,
+/// (2, 8192, 32 on 8, 128) 5.5 and 4.7, (16, 1024, 16, 128) 0.67 and 0.56, (32, 1024, 12, 64) 0.483 and 0.465, (2,
+/// 8192, 8, 256) 3.17 and 3.20. Where sequences differ in length, with three, two and one: 32 packed ones of 128 to
+/// 4096 rows 10.2, 9.7, 9.7, but 60 of 200 and one of 6000 0.731, 0.737, 0.765. Windows make tiles alike: (1, 16384, 32
+/// on 8, 64) of 1024 keys 0.866 and 0.911. Other kernels than Hopper's lose 2% with one at worst, and win 1%.
+inline int waves_a_section(Params const& p, bool is_hopper) {
+  if (!is_hopper || p.window_left >= 0) return 3;
+  return have_one_length(p) ? 1 : 2;
+}
+
 /// Whether CTAs are to take tiles of keys by twos, one and its mirror image. Longest first, tiles of a group begin at
 /// different times and with different rows; where the groups under way read and add to more than L2 has, each tile then
-/// finds its rows in DRAM. `tiles`: of a group, of which `block` keys are one; it reads and adds to `bytes`. An H100's
+/// finds its rows in DRAM. `block`: keys of a tile; a group of heads reads and adds to `bytes`. An H100's
 /// ms, longest first and mirrored: (4, 2048, 28 on 4, 128) 1.01 and 0.64, (1, 8192, 64 on 8, 128) 6.2 and 4.7, (2,
 /// 4096, 16 on 1, 256) 3.4 and 1.8, (2, 4096, 32 on 8, 128) 1.28 and 1.25. All twos take as long, so their last wave
 /// has to be nearly whole: (4, 4096, 28 on 4, 64), of 1.3 waves, 1.30 and 1.62. Long calls reach the limit of power,
@@ -340,14 +354,13 @@ inline double duration_of_gradients(Params const& p, Kernel const& kernel, int64
 /// 128) 11.3 and 11.9; but where there is twice as much under way (8, 4096, 28 on 4, 128) 5.4 and 4.6.
 inline bool takes_mirrored(Params const& p, int block, int splits, int64_t bytes, int64_t resident_ctas,
                            Device const& device) {
-  constexpr Features kUnlike = feature::Packed | feature::KeyLengths | feature::LeftPadding | feature::StartPositions;
-  if (!has_unequal_tiles(p) || p.window_left >= 0 || features_of(p) & kUnlike) return false;
+  if (!has_unequal_tiles(p) || p.window_left >= 0 || !have_one_length(p)) return false;
   int const tiles = Scheduler::tiles_of(p.n_kv, block), pairs = ceil_div(tiles, 2);
-  int64_t const groups = int64_t(p.batch) * p.heads_kv, twos = groups * pairs * splits;
+  int64_t const groups = int64_t(p.batch) * p.heads_kv, ctas = int64_t(tiles) * splits, twos = groups * pairs * splits;
   if (twos == 0) return false;
   int64_t const waves = ceil_div(twos, resident_ctas),
-                under_way = std::min(groups, ceil_div(resident_ctas, int64_t(tiles) * splits)) * bytes;
-  if (25 * waves * resident_ctas > 28 * twos || under_way <= (waves <= 2 ? 1 : 2) * device.l2_bytes) return false;
+                under_way = std::min(groups * ctas, resident_ctas) * bytes / ctas;
+  if (25 * waves * resident_ctas > 28 * twos || 5 * under_way <= (waves <= 2 ? 5 : 9) * device.l2_bytes) return false;
   Visibility const visibility = visibility_of_longest(p);
   auto const rows = [&](int pair) {
     int const image = 2 * pairs - 1 - pair;
@@ -427,17 +440,14 @@ inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, boo
 }
 
 /// The section of a launch of gradients of `heads` heads, all sequences' counted, that have `tiles` tiles and work on
-/// `bytes_a_head` each: what fits half of L2. Under a causal mask, longest first, sections begin where others end; a
-/// wave of CTAs is what comes by the same rows together. An H100's ms with three waves a section and with one: (2,
-/// 4096, 32 on 8, 128) 1.75 and 1.28, (2, 8192, 32 on 8, 128) 5.5 and 4.7, (16, 1024, 16, 128) 0.67 and 0.56, (32,
-/// 1024, 12, 64) 0.483 and 0.465; (2, 8192, 8, 256) 3.17 and 3.20. Of other kernels than Hopper's 2% are lost at worst
-/// and 1% is won. No section is smaller, the last one included: its long tiles would begin when all else is nearly
-/// done.
+/// `bytes_a_head` each: what fits half of L2, or, under a causal mask, so many waves. No section is smaller, the last
+/// one included: its long tiles would begin when all else is nearly done.
 inline int64_t gradient_section_for(Params const& p, bool is_hopper, int64_t heads, int64_t tiles, int64_t bytes_a_head,
                                     Device const& device) {
-  int64_t const fits = device.l2_bytes / 2 / std::max<int64_t>(bytes_a_head, 1),
-                wave = device.multiprocessors / std::max<int64_t>(tiles, 1);
-  int64_t const wanted = !has_unequal_tiles(p) ? fits : is_hopper ? wave : std::max(fits, 3 * wave);
+  int64_t const fits = device.l2_bytes / 2 / std::max<int64_t>(bytes_a_head, 1);
+  int const waves = waves_a_section(p, is_hopper);
+  int64_t const level = waves * device.multiprocessors / std::max<int64_t>(tiles, 1);
+  int64_t const wanted = !has_unequal_tiles(p) ? fits : waves == 3 ? std::max(fits, level) : level;
   int64_t const least = std::min(std::max<int64_t>(wanted, 1), std::max<int64_t>(heads, 1));
   int64_t section = least;
   while (heads % section > 0 && heads % section < least) ++section;

@@ -119,7 +119,7 @@ BackwardPlan plan_of(Call const& call, BackwardParams* params) {
   return plan_backward(p, call.request);
 }
 
-/// Each kernel's family, tile, head_dim, number of tiles and splits of one, or the refusal.
+/// Each kernel's family, tile, head_dim, number of tiles, or of mirrored twos, and splits of one, or the refusal.
 std::string line_of(Call const& call) {
   try {
     BackwardParams p;
@@ -133,7 +133,8 @@ std::string line_of(Call const& call) {
       if (!launch->kernel) continue;
       Kernel const& k = *launch->kernel;
       line << (launch == &plan.of_keys ? names.at(k.kind) : ", rows ") << k.family << " " << k.block_r << "x"
-           << k.block_c << " d" << k.head_dim << ", " << launch->scheduler.size() / launch->splits.all() << " tiles";
+           << k.block_c << " d" << k.head_dim << ", " << launch->scheduler.size() / launch->splits.all()
+           << (launch->is_mirrored ? " twos" : " tiles");
       if (launch->splits.all() > 1) line << " in " << launch->splits.heads << " by " << launch->splits.tiles;
     }
     return line.str();
@@ -177,8 +178,9 @@ TEST(BackwardPlan, MirrorsTilesWhereGroupsAreLargerThanL2) {
   };
   EXPECT_TRUE(is_mirrored(causal(4, 2048, 28, 4, 128)));
   EXPECT_TRUE(is_mirrored(causal(2, 4096, 40, 8, 128)));
-  EXPECT_TRUE(is_mirrored(causal(2, 4096, 16, 1, 256))) << "whose tiles are split";
+  EXPECT_TRUE(is_mirrored(causal(2, 4096, 16, 1, 128))) << "whose tiles are split";
   EXPECT_TRUE(is_mirrored(causal(4, 2047, 28, 4, 128)));
+  EXPECT_TRUE(is_mirrored(causal(86, 513, 5, 1, 128))) << "of five tiles one has no image";
   EXPECT_FALSE(is_mirrored(Call(4, 2048, 2048, 28, 4, 128).in_any_order()));
   EXPECT_FALSE(is_mirrored(causal(4, 2048, 28, 28, 128)));
   EXPECT_FALSE(is_mirrored(causal(1, 2048, 8, 1, 128))) << "17 MB";
@@ -202,6 +204,12 @@ TEST(BackwardPlan, TakesAWaveOfCausalTilesAtATime) {
   EXPECT_EQ(begins(call, 1), std::tuple(0, 1, 0));
   EXPECT_EQ(begins(call, 2), std::tuple(0, 0, 128));
   EXPECT_EQ(begins(call, 128), std::tuple(0, 2, 0));
+  // Two waves where lengths differ, three where a window makes tiles alike.
+  EXPECT_EQ(begins(Call(call).lengths(), 3), std::tuple(0, 3, 0));
+  EXPECT_EQ(begins(Call(call).lengths(), 4), std::tuple(0, 0, 128));
+  Call windows = call;
+  windows.p.window_left = 1000;
+  EXPECT_EQ(begins(windows, 7), std::tuple(0, 7, 0));
 }
 
 TEST(BackwardPlan, ChoosesTheFirstFamilyThatTakesTheCall) {
@@ -283,9 +291,9 @@ TEST(BackwardPlan, CountsTilesOfPackedSequencesByTheLongest) {
 TEST(BackwardPlan, SplitsTilesWhereCtasAreFew) {
   // Of the heads first, as far as they can be shared out evenly; only where that is expected to take less time.
   EXPECT_EQ(line_of(Call(2, 4096, 4096, 16, 1, 128).causal().in_any_order()),
-            "all sm90 64x128 d128, 64 tiles in 8 by 1");
-  EXPECT_EQ(line_of(Call(1, 4096, 4096, 1, 1, 128).in_any_order()), "all sm90 64x128 d128, 32 tiles in 1 by 8");
-  EXPECT_EQ(line_of(Call(1, 4096, 4096, 6, 1, 128).in_any_order()), "all sm90 64x128 d128, 32 tiles in 2 by 4");
+            "all sm90 64x128 d128, 32 twos in 4 by 1");
+  EXPECT_EQ(line_of(Call(1, 4096, 4096, 1, 1, 128).in_any_order()), "all sm90 64x128 d128, 32 tiles in 1 by 4");
+  EXPECT_EQ(line_of(Call(1, 4096, 4096, 6, 1, 128).in_any_order()), "all sm90 64x128 d128, 32 tiles in 2 by 2");
   EXPECT_EQ(line_of(Call(1, 4096, 4096, 1, 1, 128)),
             "keys sm90 64x128 d128, 32 tiles in 1 by 8, rows sm90 128x64 d128, 32 tiles in 1 by 8");
   EXPECT_EQ(line_of(Call(1, 70, 70, 8, 1, 128)),
@@ -461,8 +469,7 @@ TEST(BiasTiles, GoThroughEverySequenceHeadAndTileOnce) {
 }
 
 // ------------------------------------------------------------------------------------------------ the launches
-/// CTAs of the fake kernels for which kH200 has room at once: of those that add to dQ in memory at head_dim 64 one a
-/// multiprocessor.
+/// CTAs of the fake kernels for which kH200 has room at once: of those that add to dQ in memory one a multiprocessor.
 constexpr int64_t kResident = 2 * 132, kResidentOfAll = 132;
 
 /// What is launched and cleared for a call, in order, and the bytes of workspace.
@@ -475,7 +482,7 @@ std::string run_of(Call const& call, size_t* workspace) {
     bool const of_heads = p.counters && !p.dq_sums, persistent = p.counters;
     int64_t const items = of_heads ? int64_t(p.batch) * p.heads_kv : p.scheduler.size();
     EXPECT_EQ(static_cast<int64_t>(grid.ctas.x),
-              persistent ? std::min(items, p.dq_sums && p.head_dim <= 64 ? kResidentOfAll : kResident) : items);
+              persistent ? std::min(items, p.dq_sums ? kResidentOfAll : kResident) : items);
     EXPECT_EQ(params.counters != nullptr, persistent);
     done.emplace_back("keys");
   };
@@ -540,7 +547,7 @@ TEST(BackwardRun, AddsUpWhatSplitsLeave) {
   EXPECT_EQ(run_of(few, &workspace), "statistics, rows, splits, keys, splits");
   EXPECT_EQ(workspace, statistics + 8 * a_split + 8 * 2 * a_split);
   EXPECT_EQ(run_of(Call(few).in_any_order(), &workspace), "statistics, keys, splits, dQ");
-  EXPECT_EQ(workspace, statistics + 8 * 2 * a_split + a_split + 16);
+  EXPECT_EQ(workspace, statistics + 4 * 2 * a_split + a_split + 16);
 }
 
 TEST(BackwardRun, MakesPartsAndHasLaunchesStandBy) {

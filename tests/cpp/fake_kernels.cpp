@@ -125,7 +125,7 @@ Entered of_gradients(DType t) {
       gradients(kRows, "sm80", t, 128, 64, 64, kAll),
       gradients(Kind::AllGradients, "sm90", t, 64, 64, 128, kPlain, 200000),
       gradients(Kind::AllGradients, "sm90", t, 64, 64, 192, kPlain, 225000),
-      gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain),
+      gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain, 220000),
       gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain | feature::Dropout),
       of_heads(t, 64),
       of_heads(t, 64, feature::Dropout),

@@ -455,10 +455,12 @@ def test_factors_of_scores(kernels, d, factor):
     check(kernels, q, k / factor if factor > 1 else k, v, small=True, causal=True, softmax_scale=factor)
 
 
-@pytest.mark.parametrize("n,heads,d", [(1000, 70, 128), (1024, 40, 256)])
-def test_rows_pass_by_for_all_heads(kernels, n, heads, d):
-    """From the last one on, where what a group of query heads has is more than L2 holds."""
-    check(kernels, *kernels.qkv(1, n, heads, d, heads_kv=1), causal=True, small=True)
+@pytest.mark.parametrize(
+    "batch,n,heads,d", [(86, 513, 5, 128), (52, 513, 5, 256), (1, 1000, 70, 128), (1, 1024, 40, 256)]
+)
+def test_mirrored_tiles(kernels, batch, n, heads, d):
+    """A CTA takes two tiles of keys, and rows pass by for all heads, where a group of these has more than L2 holds."""
+    check(kernels, *kernels.qkv(batch, n, heads, d, heads_kv=1), causal=True, small=True)
 
 
 # ------------------------------------------------------------------------------------------------ tiles that CTAs share
