@@ -119,7 +119,9 @@ def register(
         return compute(SimpleNamespace(**named(operator, arguments)))
 
     def traced(*arguments) -> Tensors:
-        return shapes(SimpleNamespace(**named(operator, arguments)))
+        by_name = named(operator, arguments)
+        _check_on_one_device(by_name)
+        return shapes(SimpleNamespace(**by_name))
 
     library.define(f"{name}_torch" + str(schema).removeprefix(schema.name))
     library.impl(name, on_any_device, "CPU")
@@ -131,6 +133,17 @@ def register(
     _names.update(dict.fromkeys(both, tuple(argument.name for argument in schema.arguments)))
     _defaults.update({key: {argument.name: argument.default_value for argument in schema.arguments} for key in both})
     return both
+
+
+def _check_on_one_device(arguments: dict) -> None:
+    """Raises as a failed check does. One tensor on the device "meta" brings a call here, where nothing is computed, from
+    whatever device the others are on."""
+    tensors = {name: argument for name, argument in arguments.items() if isinstance(argument, Tensor)}
+    first = next(iter(tensors))
+    for name, tensor in tensors.items():
+        if "meta" in (tensor.device.type, tensors[first].device.type) and tensor.device != tensors[first].device:
+            called = name.replace("start_positions", "start_pos")
+            raise RuntimeError(f"cutlass_ext.ValueError: {called}: is on another device than {first}; move it there")
 
 
 def named(operator, arguments: tuple) -> dict:

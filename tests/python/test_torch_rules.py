@@ -348,6 +348,31 @@ def test_flops(on):
     assert counted(lambda: ops.fmha(*meta)) == 2 * pairs * (32 + 16)
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(
+    "name", ["q", "k", "v", "sink", "bias", "mask", "seqused_k", "start_pos", "dropout_seed", "out"]
+)
+def test_meta_beside_another_device(on, name, requires_grad):
+    """Such a call goes where shapes are worked out alone, and would return memory that nobody wrote."""
+    q, k, v = on.qkv(2, 6, 4, 16)
+    options = {
+        "sink": torch.zeros(4),
+        "bias": torch.zeros(1, 4, 6, 6),
+        "mask": torch.ones(1, 1, 6, 6, dtype=torch.bool),
+        "seqused_k": torch.ones(2, dtype=torch.int32),
+        "start_pos": torch.ones(2, dtype=torch.int32),
+        "dropout_seed": torch.ones(2, dtype=torch.int64),
+        "out": torch.empty(2, 6, 4, 16),
+    }
+    call = {"q": q, "k": k, "v": v}
+    call["v"].requires_grad_(requires_grad and name != "out")
+    call[name] = call.get(name, options.get(name)).to("meta")
+    if name == "dropout_seed":
+        call["dropout_p"] = 0.1
+    with pytest.raises(ValueError, match="is on another device than q; move it there"):
+        cutlass_ext.fmha(**call)
+
+
 def test_flops_like_pytorchs(on):
     q, k, v = (x.transpose(1, 2).requires_grad_() for x in on.qkv(2, 64, 4, 32))
     calls = torch.nn.functional.scaled_dot_product_attention, cutlass_ext.scaled_dot_product_attention
