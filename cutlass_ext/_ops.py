@@ -136,8 +136,8 @@ def register(
 
 
 def _check_on_one_device(arguments: dict) -> None:
-    """Raises as a failed check does. One tensor on the device "meta" brings a call here, where nothing is computed, from
-    whatever device the others are on."""
+    """Raises as a failed check does. One tensor on the device "meta" brings a call here, where nothing is computed,
+    from whatever device the others are on."""
     tensors = {name: argument for name, argument in arguments.items() if isinstance(argument, Tensor)}
     first = next(iter(tensors))
     for name, tensor in tensors.items():
