@@ -64,6 +64,8 @@ _names: dict = {}  # of an operator's arguments: torch.compile does not read sch
 _defaults: dict = {}  # of an operator's arguments, by name: reading a schema takes 20 us
 
 
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(torch._C.DispatchKey.AutocastCUDA)
+
 Tensors = tuple[Tensor, ...]
 
 
@@ -116,7 +118,8 @@ def register(
     @torch.no_grad()
     def on_any_device(*arguments) -> Tensors:
         check(*arguments)
-        return compute(SimpleNamespace(**named(operator, arguments)))
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # or products of float32 are taken in 16 bits
+            return compute(SimpleNamespace(**named(operator, arguments)))
 
     def traced(*arguments) -> Tensors:
         by_name = named(operator, arguments)

@@ -154,10 +154,19 @@ def _no_second_gradient(ctx, *_) -> None:
     raise NotImplementedError("fmha: there is no double backward; the gradients have no gradients of their own")
 
 
+def _gradients_by(operator) -> Callable:
+    """A function, as compiled autograd wants it."""
+
+    def gradients(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+        return _gradients(operator, ctx, dout, dlse)
+
+    return gradients
+
+
 _functions = {}  # of each operator
 for _operator, _plain, _backward, _setup in (
-    (with_grad, forward, functools.partial(_gradients, backward), _save),
-    (with_grad_torch, forward_torch, functools.partial(_gradients, backward_torch), _save),
+    (with_grad, forward, _gradients_by(backward), _save),
+    (with_grad_torch, forward_torch, _gradients_by(backward_torch), _save),
     (backward, backward, _no_second_gradient, None),
     (backward_torch, backward_torch, _no_second_gradient, None),
 ):

@@ -5,7 +5,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from .interface import StartPos, behind_keys, check_numbers, split_start
+from .interface import FURTHEST, StartPos, behind_keys, check_numbers, split_start
 from .philox import kept, threshold_of
 
 _BLOCK = 2**22  # elements that are drawn at a time: the words of a draw take 64 bits here
@@ -65,13 +65,15 @@ def dropout_mask(
     for name, x in sizes.items():
         if isinstance(x, bool) or not isinstance(x, Integral):
             raise TypeError(f"{name}: is of type {type(x).__name__}; expected an int")
-        if x < 0:
-            raise ValueError(f"{name}: is {x}; expected 0 or more")
+        if not 0 <= x < 1 << 31:
+            raise ValueError(f"{name}: is {x}; expected 0 or more, and less than 2^31")
     device = dropout_seed.device
     behind_keys(0, key_start)  # which says what is wrong with it
     start, start_positions = split_start(start_pos)
     if start is not None and not isinstance(start, Integral):
         raise TypeError(f'start_pos: is {start!r}; expected an int, an int32 tensor [batch] or "end"')
+    if start is not None and abs(int(start)) > FURTHEST:
+        raise ValueError(f"start_pos: is {start}; expected a position between -2^29 and 2^29")
     for name, x in (("start_pos", start_positions), ("key_start", key_start)):
         if isinstance(x, Tensor) and x.dtype != torch.int32:
             raise TypeError(f"{name}: has dtype {str(x.dtype)[6:]}; expected int32")

@@ -366,11 +366,13 @@ def behind_keys(start_pos: StartPos, key_start: int | Tensor) -> tuple[StartPos,
         return start_pos, 0, None  # without a launch that subtracts it
     if not isinstance(key_start, (Tensor, Integral, torch.SymInt)) or isinstance(key_start, bool):
         raise TypeError(f"key_start: is {key_start!r}; expected an int or an int32 tensor [batch]")
-    if type(key_start) is int and abs(key_start) > UNBOUNDED:  # or what is computed with it would be refused instead
-        raise ValueError(f"key_start: is {key_start}; expected a position between -2^29 and 2^29")
+    for name, x in (("start_pos", start_pos), ("key_start", key_start)):
+        # Or what is computed with it would be refused instead, or be another position where it is of 32 bits.
+        if isinstance(x, Integral) and abs(int(x)) > FURTHEST:
+            raise ValueError(f"{name}: is {x}; expected a position between -2^29 and 2^29")
     tensors = [x for x in (start_pos, key_start) if isinstance(x, Tensor)]
     fits = all(x.dtype == torch.int32 and (x.shape, x.device) == (tensors[0].shape, tensors[0].device) for x in tensors)
-    if fits and start_pos is not None and not isinstance(start_pos, (str, bool)):
+    if fits and isinstance(start_pos, (Tensor, Integral, torch.SymInt)) and not isinstance(start_pos, bool):
         start_pos = start_pos - key_start
     return (start_pos, 0, key_start) if isinstance(key_start, Tensor) else (start_pos, key_start, None)
 
@@ -398,6 +400,7 @@ def check_numbers(**numbers: float | None) -> None:
             raise TypeError(f"{name}: is a tensor; expected a number, for which the host need not wait{learned}")
 
 
+FURTHEST = 2**29  # position, before or behind 0
 UNBOUNDED = 2**30  # tokens: a window of so many hides nothing, as no position is so far from another
 
 

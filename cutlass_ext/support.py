@@ -78,6 +78,8 @@ def attend(
     """`fmha` of any head dims up to 256, and of any strides."""
     strided = all(isinstance(x, Tensor) and not x.is_nested for x in (q, k))
     alike = strided and q.shape[-1:] == k.shape[-1:]
+    if strided and not alike and q.dim() > 0 and k.dim() > 0:
+        raise ValueError(f"k: has head_dim {k.shape[-1]} and q has {q.shape[-1]}; they must be equal")
     tensors = (readable(q), readable(k), readable(v)) if alike else (q, k, v)  # padding would hide what is not
     if softmax_scale is None and tensors[0] is not q:
         softmax_scale = q.shape[-1] ** -0.5

@@ -193,7 +193,8 @@ def _on_cpu_backward(o: SimpleNamespace) -> tuple[Tensor, ...]:
     tensors = _heads_second(o.grad_out, o.query, o.key, o.value, o.out)
     no_seed = o.query.new_empty(0)
     options = {"bias": _of_keys(o), "bias_grad": False} if o.attn_mask is not None else {}
-    return tuple(_heads_second(*_backward(o, *tensors, o.logsumexp.contiguous(), no_seed, **options)))
+    gradients = _backward(o, *tensors, o.logsumexp.contiguous(), no_seed, **options)
+    return tuple(_heads_second(*(x.contiguous() for x in gradients)))  # padding that was cut off is not left in strides
 
 
 def _of_keys(o: SimpleNamespace) -> Tensor | None:

@@ -463,3 +463,20 @@ def test_a_window_may_be_a_numpy_array(device):
     given = valid(device)
     want = cutlass_ext.fmha(**given, window=(2, 0))
     assert torch.equal(cutlass_ext.fmha(**given, window=np.array([2, 0])), want)
+
+
+@pytest.mark.parametrize("start_pos", [2**31, -(2**32), 2**40])
+def test_positions_beside_a_tensor_are_not_taken_modulo_2_to_the_32(start_pos):
+    x, key_start = torch.randn(2, 6, 4, 16), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"start_pos: is {start_pos}; expected a position"):
+        cutlass_ext.fmha(x, x, x, causal=True, start_pos=start_pos, key_start=key_start)
+    with pytest.raises(ValueError, match=f"start_pos: is {start_pos}; expected a position"):
+        cutlass_ext.dropout_mask(2, 4, 6, 6, 0.5, torch.tensor([1, 2]), start_pos=start_pos)
+    with pytest.raises(TypeError, match="start_pos: is of type list"):
+        cutlass_ext.fmha(x, x, x, start_pos=[1, 2], key_start=1)
+
+
+def test_head_dims_that_differ_where_they_are_padded():
+    x = torch.randn(2, 8, 4, 8)
+    with pytest.raises(ValueError, match="k: has head_dim 7 and q has 5; they must be equal"):
+        cutlass_ext.flash_attn_func(x[..., :5], x[..., :7], x)

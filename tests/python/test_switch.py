@@ -365,3 +365,12 @@ def test_varlen_attn():
     want = results(call, q, k, v)
     with cutlass_ext.activate():
         assert_alike(results(call, q, k, v), want)
+
+
+def test_strides_of_gradients_of_padded_head_dims():
+    """Those that a compiler is told of: the cut of what was padded is not left in them."""
+    q, k, v = (torch.randn(2, 3, 6, 5, requires_grad=True) for _ in range(3))
+    with cutlass_ext.activate("cpu"):
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
+    assert [x.stride() for x in gradients] == [(90, 5, 15, 1)] * 3

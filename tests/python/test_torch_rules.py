@@ -348,6 +348,42 @@ def test_flops(on):
     assert counted(lambda: ops.fmha(*meta)) == 2 * pairs * (32 + 16)
 
 
+def test_operators_that_autocast_does_not_know(on):
+    """Gradients and caches are computed in the dtype that they have, by PyTorch's operators too."""
+    q, k, v = (x.requires_grad_() for x in on.qkv(2, 33, 4, 16, heads_kv=2))
+    lengths = torch.tensor([20, 33], dtype=torch.int32, device=q.device)
+    out, lse = cutlass_ext.fmha(q, k, v, softcap=5.0, return_lse=True)
+    dout = torch.randn_like(out)
+    detached = dout, q.detach(), k.detach(), v.detach(), out.detach(), lse.detach()
+    calls = (
+        lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+        lambda: cutlass_ext.fmha_backward(*detached, softcap=5.0, backend="torch")[:3],
+        lambda: [cutlass_ext.flash_attn_with_kvcache(q.detach()[:, :1], *detached[2:4], cache_seqlens=lengths)],
+    )
+    for call in calls:
+        plain = call()
+        with torch.autocast(q.device.type, torch.bfloat16):
+            under = call()
+        for a, b in zip(under, plain, strict=True):
+            assert a.dtype == q.dtype
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_compiled_autograd_of_an_eager_call(on):
+    tensors = on.qkv(2, 6, 4, 16, heads_kv=2)
+    grads = []
+    for compiled in (False, True):
+        x = [t.detach().clone().requires_grad_() for t in tensors]
+        loss = cutlass_ext.fmha(*x, causal=True).square().sum()
+        if compiled:
+            with torch._dynamo.compiled_autograd._enable(lambda gm: torch.compile(gm, backend="aot_eager")):
+                loss.backward()
+        else:
+            loss.backward()
+        grads.append([t.grad for t in x])
+    torch.testing.assert_close(grads[0], grads[1])
+
+
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(
     "name", ["q", "k", "v", "sink", "bias", "mask", "seqused_k", "start_pos", "dropout_seed", "out"]
