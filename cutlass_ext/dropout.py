@@ -5,7 +5,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from .interface import FURTHEST, StartPos, behind_keys, check_numbers, split_start
+from .interface import StartPos, behind_keys, check_numbers, check_positions, split_start
 from .philox import kept, threshold_of
 
 _BLOCK = 2**22  # elements that are drawn at a time: the words of a draw take 64 bits here
@@ -72,8 +72,7 @@ def dropout_mask(
     start, start_positions = split_start(start_pos)
     if start is not None and not isinstance(start, Integral):
         raise TypeError(f'start_pos: is {start!r}; expected an int, an int32 tensor [batch] or "end"')
-    if start is not None and abs(int(start)) > FURTHEST:
-        raise ValueError(f"start_pos: is {start}; expected a position between -2^29 and 2^29")
+    check_positions(start_pos=start)
     for name, x in (("start_pos", start_positions), ("key_start", key_start)):
         if isinstance(x, Tensor) and x.dtype != torch.int32:
             raise TypeError(f"{name}: has dtype {str(x.dtype)[6:]}; expected int32")

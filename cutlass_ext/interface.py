@@ -366,15 +366,20 @@ def behind_keys(start_pos: StartPos, key_start: int | Tensor) -> tuple[StartPos,
         return start_pos, 0, None  # without a launch that subtracts it
     if not isinstance(key_start, (Tensor, Integral, torch.SymInt)) or isinstance(key_start, bool):
         raise TypeError(f"key_start: is {key_start!r}; expected an int or an int32 tensor [batch]")
-    for name, x in (("start_pos", start_pos), ("key_start", key_start)):
-        # Or what is computed with it would be refused instead, or be another position where it is of 32 bits.
-        if isinstance(x, Integral) and abs(int(x)) > FURTHEST:
-            raise ValueError(f"{name}: is {x}; expected a position between -2^29 and 2^29")
+    check_positions(start_pos=start_pos, key_start=key_start)
     tensors = [x for x in (start_pos, key_start) if isinstance(x, Tensor)]
     fits = all(x.dtype == torch.int32 and (x.shape, x.device) == (tensors[0].shape, tensors[0].device) for x in tensors)
     if fits and isinstance(start_pos, (Tensor, Integral, torch.SymInt)) and not isinstance(start_pos, bool):
         start_pos = start_pos - key_start
     return (start_pos, 0, key_start) if isinstance(key_start, Tensor) else (start_pos, key_start, None)
+
+
+def check_positions(**positions: object) -> None:
+    """Of numbers, those that the operators take: what is computed with others would be refused in their place, or be
+    another position where it is of 32 bits."""
+    for name, x in positions.items():
+        if isinstance(x, Integral) and abs(int(x)) > FURTHEST:
+            raise ValueError(f"{name}: is {x}; expected a position between -2^29 and 2^29")
 
 
 def check_bool(name: str, value: bool) -> None:
