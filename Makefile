@@ -22,7 +22,6 @@ demo: build                                  ## attention on the best device, ne
 	$(PY) python/train.py --steps 60 --plot build/demo/train.png
 
 test: record lint build cpp emulator         ## every test that this machine can run
-	$(PY) tests/check_options.py
 	$(TOOLS) ctest --test-dir build/cmake --output-on-failure
 	$(PY) -m pytest
 	$(PY) tests/check_build.py
@@ -86,7 +85,8 @@ $(VENV)/ready: requirements.txt tools/setup_venv.py
 	$(PYTHON) tools/setup_venv.py $(VENV)
 	@touch $@
 
-lint: $(VENV)/ready
+lint: $(VENV)/ready                          ## what needs no build: the places of an option, ruff, clang-format
+	$(PY) tests/check_options.py
 	$(PIP) $(LINTERS)
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	@$(VENV)/bin/clang-format --dry-run --Werror $(FORMATTED)

@@ -145,8 +145,7 @@ def _check_on_one_device(arguments: dict) -> None:
     first = next(iter(tensors))
     for name, tensor in tensors.items():
         if "meta" in (tensor.device.type, tensors[first].device.type) and tensor.device != tensors[first].device:
-            called = name.replace("start_positions", "start_pos")
-            raise RuntimeError(f"cutlass_ext.ValueError: {called}: is on another device than {first}; move it there")
+            raise RuntimeError(f"cutlass_ext.ValueError: {name}: is on another device than {first}; move it there")
 
 
 def named(operator, arguments: tuple) -> dict:

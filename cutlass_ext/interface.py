@@ -21,7 +21,8 @@ Backend = Literal["auto", "simt", "sm80", "sm90", "torch"]
 StartPos = int | Tensor | Literal["end"]
 
 _NUMBER_OR_NONE = float, type(None)
-NAMES = {"window_left": "window", "window_right": "window"}  # what arguments of the operator are called here
+# What arguments of the operator are called here.
+NAMES = {"window_left": "window", "window_right": "window", "start_positions": "start_pos"}
 
 
 def fmha(

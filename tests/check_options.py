@@ -1,6 +1,6 @@
 """Counts the places that an option of csrc/options.def touches: where it is declared, checked, used and tested.
 
-`make test` runs it. A place is a file of csrc/ or cutlass_ext/ whose code names the option, as a word; prose does not
+`make lint` runs it. A place is a file of csrc/ or cutlass_ext/ whose code names the option, as a word; prose does not
 count. Files that are parts of one thing are one place: the field of a parameter and what fills it; the signatures that
 users call; the oracle and the tests. What calls the library as users do is none, nor what is right without a new
 option's name (CALLERS). CONTRIBUTING ("A new option") walks through the places. An option may have MOST of them; the
