@@ -230,6 +230,8 @@ def _refusal(error: RuntimeError, operator, arguments: tuple) -> Exception | Non
         expected, name, came = found.groups()
         or_none = " or None" if expected.startswith("Optional[") else ""
         expected = expected.removeprefix("Optional[").removesuffix("]")
+        if expected == came == "int":  # which it has no room for
+            return ValueError(f"{name}: is an int of more than 64 bits")
         expected = {"int": "an int of 64 bits", "Tensor": "a tensor", "float": "a number"}.get(expected, expected)
         return TypeError(f"{name}: is of type {came}; expected {expected}{or_none}")
     return None

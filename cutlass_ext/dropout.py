@@ -70,8 +70,6 @@ def dropout_mask(
     device = dropout_seed.device
     behind_keys(0, key_start)  # which says what is wrong with it
     start, start_positions = split_start(start_pos)
-    if start is not None and not isinstance(start, Integral):
-        raise TypeError(f'start_pos: is {start!r}; expected an int, an int32 tensor [batch] or "end"')
     check_positions(start_pos=start)
     for name, x in (("start_pos", start_positions), ("key_start", key_start)):
         if isinstance(x, Tensor) and x.dtype != torch.int32:

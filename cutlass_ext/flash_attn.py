@@ -17,6 +17,7 @@ from torch import Tensor
 from ._ops import renaming
 from .interface import check_bool
 from .support import attend
+from .torch_padded import dtype_of_scores
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
@@ -30,7 +31,7 @@ _REFUSED |= {"cp_world_size": 1, "cp_rank": 0, "attention_chunk": 0}
 _SINKS = torch.float32, torch.float16, torch.bfloat16
 
 
-def engine_arguments(s_aux: Tensor | None, others: dict) -> Tensor | None:
+def engine_arguments(s_aux: Tensor | None, others: dict, q: Tensor) -> Tensor | None:
     """Checks what serving engines give beside flash-attn's arguments, and returns `s_aux` as `fmha` takes a sink."""
     for name, value in others.items():
         if name not in _TAKEN and name not in _REFUSED:
@@ -40,10 +41,11 @@ def engine_arguments(s_aux: Tensor | None, others: dict) -> Tensor | None:
             raise NotImplementedError(f"{name}: is {given}; expected {_REFUSED[name]}, there is nothing like it yet")
     if s_aux is None:
         return None
-    if not isinstance(s_aux, Tensor) or s_aux.dtype not in _SINKS:
+    in_float64 = getattr(q, "dtype", None) == getattr(s_aux, "dtype", None) == torch.float64
+    if not isinstance(s_aux, Tensor) or not (s_aux.dtype in _SINKS or in_float64):
         given = f"has dtype {str(s_aux.dtype)[6:]}" if isinstance(s_aux, Tensor) else f"is {s_aux!r}"
-        raise TypeError(f"s_aux: {given}; expected a tensor of float32, float16 or bfloat16")
-    return s_aux.float()
+        raise TypeError(f"s_aux: {given}; expected a tensor of float32, float16 or bfloat16, or of float64 as q")
+    return s_aux.to(dtype_of_scores(q)) if isinstance(q, Tensor) else s_aux
 
 
 def _wants_lse(return_attn_probs: bool, return_softmax_lse: bool) -> bool:
@@ -62,7 +64,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -87,7 +89,7 @@ def flash_attn_func(
         dropout_p: the probability with which a weight is dropped, as in `fmha`, whose seed PyTorch's generator draws.
         softmax_scale: factor of the scores; `1 / sqrt(d)` by default.
         causal: hide the keys after the row's position.
-        window_size: `(left, right)` in tokens, -1 unbounded.
+        window_size: `(left, right)` in tokens, -1 unbounded, or None for no window.
         softcap: bound of the scores, 0 for none.
         alibi_slopes: float32 `[H_q]` or `[B, H_q]`; `-slope * |i + N_kv - N_q - j|` is added to the scores.
         deterministic: the same gradients, bit for bit, run after run; without it `dq` may differ in its last bits.
@@ -112,10 +114,11 @@ def flash_attn_func(
 
     Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
     """
-    sink = engine_arguments(s_aux, engine)
+    sink = engine_arguments(s_aux, engine, q)
     return_lse = _wants_lse(return_attn_probs, return_softmax_lse)
     results = attend(
-        q, k, v, causal=causal, start_pos="end", window=window_size, softmax_scale=softmax_scale, softcap=softcap,
+        q, k, v, causal=causal, start_pos="end", window=(-1, -1) if window_size is None else window_size,
+        softmax_scale=softmax_scale, softcap=softcap,
         alibi_slopes=alibi_slopes, sink=sink, return_lse=return_lse, num_splits=num_splits,
         deterministic=deterministic, dropout_p=dropout_p, out=out,
     )  # fmt: skip
@@ -185,7 +188,7 @@ def flash_attn_varlen_func(
     Source: FlashAttention-2 (arXiv:2307.08691), PagedAttention (arXiv:2309.06180, section 4.1); the interface of
     flash-attn 2.8.
     """
-    sink = engine_arguments(s_aux, engine)
+    sink = engine_arguments(s_aux, engine, q)
     if block_table is not None and cu_seqlens_k is not None:
         seqused_k = lengths_between(cu_seqlens_k, cu_seqlens_q) if seqused_k is None else seqused_k
         cu_seqlens_k = None

@@ -341,7 +341,7 @@ def _check_gradients(needs_grad: bool, alibi_slopes: Tensor | None, block_table:
     of 0. Without fullgraph=True the function then runs as it does without torch.compile.
     """
     if torch.compiler.is_compiling() and func_is_active():
-        raise NotImplementedError("fmha: torch.compile does not trace it inside torch.func; compile what is around it")
+        raise NotImplementedError("fmha: torch.compile does not trace it inside torch.func; leave out fullgraph=True")
     name, reason = None, ""
     if getattr(alibi_slopes, "requires_grad", False):
         name, reason = "alibi_slopes", "requires grad, and slopes have no gradient"
@@ -428,7 +428,9 @@ def split_start(start_pos: StartPos) -> tuple[int | None, Tensor | None]:
         return None, start_pos
     if isinstance(start_pos, str) and start_pos == "end":
         return None, None
-    if start_pos is None or isinstance(start_pos, (bool, str)):
+    if type(start_pos) is not int and (
+        isinstance(start_pos, bool) or not isinstance(start_pos, (Integral, torch.SymInt))
+    ):
         error = ValueError if isinstance(start_pos, str) else TypeError
         raise error(f'start_pos: is {start_pos!r}; expected an int, an int32 tensor [batch] or "end"')
-    return start_pos, None  # an integer of another type, such as torch.SymInt
+    return start_pos, None

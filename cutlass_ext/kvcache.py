@@ -3,6 +3,7 @@
 Called by users. What the operators `fmha_kvcache*` do for CPU tensors and for `backend="torch"` is here too.
 """
 
+from numbers import Integral
 from types import SimpleNamespace
 
 import torch
@@ -63,7 +64,7 @@ def flash_attn_with_kvcache(
             `H_kv`.
         v_cache: the same with `d_v` columns.
         k: `[B, N_new, H_kv, d]`, new keys, written behind the `cache_seqlens[b]` that are there, and seen by this
-            call's queries. What would not fit the cache is dropped.
+            call's queries. Where `cache_seqlens` is on the device, what would not fit the cache is dropped.
         v: `[B, N_new, H_kv, d_v]`, given with `k`.
         rotary_cos: `[positions, rotary_dim / 2]`, dtype of q: rotates the first `rotary_dim` columns of `k` (token `i`
             at position `cache_seqlens[b] + i`, padding in front counted, as flash-attn does) and of q (at the same
@@ -118,14 +119,16 @@ def flash_attn_with_kvcache(
     start, start_positions = (None, None) if start_pos == "end" else split_start(start_pos)
     names = _NAMES
     if engine or s_aux is not None:
-        aux = engine_arguments(s_aux, engine)
+        aux = engine_arguments(s_aux, engine, q)
         if aux is not None:
             if sink is not None:
                 raise ValueError("s_aux: is another name of sink, which is given too; give one of them")
             sink, names = aux, _NAMES | {"sink": "s_aux"}
     cache_len = None
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
-        check_numbers(cache_seqlens=cache_seqlens)
+        if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (Integral, torch.SymInt)):
+            given = f"is of type {type(cache_seqlens).__name__}"
+            raise TypeError(f"cache_seqlens: {given}; expected an int, or an int32 tensor [batch]")
         cache_len, cache_seqlens = cache_seqlens, None
     if type(num_splits) is not int:
         check_numbers(num_splits=num_splits)

@@ -21,9 +21,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     they are to be returned. PyTorch's layers around it (`nn.TransformerEncoderLayer`) call it, and not their own fused
     inference, which would go past it. What `fmha` does not take PyTorch's SDPA computes, with a warning, once.
 
-    Three things differ from PyTorch's. Rows that see no key are 0 where PyTorch has NaN. `is_causal` needs no
-    `attn_mask` beside it, and does not hide the keys that `add_bias_kv` and `add_zero_attn` add, which PyTorch's hides
-    where no weights are needed.
+    What differs from PyTorch's: rows that see no key are 0 where PyTorch has NaN; `is_causal` needs no `attn_mask`
+    beside it, stands for one that is given, which is to say the same, and does not hide the keys that `add_bias_kv` and
+    `add_zero_attn` add, which PyTorch's hides where no weights are needed.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
@@ -62,6 +62,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise ValueError(f"embed_dim: is {embed_dim}; expected a multiple of num_heads, {num_heads}, above 0")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads: is {num_kv_heads}; expected a divisor of num_heads, {num_heads}")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout: is {dropout}; expected a probability")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         self.head_dim, self.dropout = embed_dim // num_heads, dropout
@@ -101,14 +103,15 @@ class MultiheadAttention(nn.MultiheadAttention):
     def from_torch(cls, module: nn.MultiheadAttention) -> "MultiheadAttention":
         """One that has the parameters of `module`, the same objects, so that an optimizer's go on being used.
 
-        Hooks and parametrizations would stay with `module`: one that has any is refused.
+        Hooks, parametrizations, and what has been added to `module` since (buffers, modules, parameters) would stay
+        with it: one that has any is refused.
 
         Args:
             module: a `torch.nn.MultiheadAttention`.
 
         Raises:
             TypeError: it is something else.
-            ValueError: it has forward or backward hooks, or parametrized weights.
+            ValueError: it has something of the kind.
         """
         if not isinstance(module, nn.MultiheadAttention):
             raise TypeError(f"module: is of type {type(module).__name__}; expected a torch.nn.MultiheadAttention")
@@ -199,9 +202,11 @@ class MultiheadAttention(nn.MultiheadAttention):
                 raise TypeError(f"{name}: is of type {type(x).__name__}; expected a tensor")
         dims = query.dim()
         for name, x, width in zip(names, (query, key, value), (self.embed_dim, self.kdim, self.vdim), strict=True):
-            if x.is_nested or dims not in (2, 3) or x.dim() != dims or x.shape[-1] != width:
-                shape = "a nested one" if x.is_nested else list(x.shape)
-                raise ValueError(f"{name}: has shape {shape}; expected [rows, {width}], with or without a batch, alike")
+            expected = f"expected [rows, {width}], with or without a batch, alike"
+            if x.is_nested:
+                raise ValueError(f"{name}: is a nested tensor; {expected}")
+            if dims not in (2, 3) or x.dim() != dims or x.shape[-1] != width:
+                raise ValueError(f"{name}: has shape {list(x.shape)}; {expected}")
         if dims == 3 and query.shape[batch := 0 if self.batch_first else 1] != key.shape[batch]:
             raise ValueError(f"key: has batch {key.shape[batch]} and query {query.shape[batch]}; they must be equal")
         if key.shape[:-1] != value.shape[:-1]:
@@ -268,12 +273,22 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (weights @ v).transpose(1, 2), weights
 
 
+_OWN = {"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v"}
+_OWN |= {"out_proj"}
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
 def _what_stays_behind(module: nn.Module) -> str | None:
-    """What PyTorch attaches to a module and no parameter carries."""
+    """What a module has beside the parameters that it is made with."""
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "parametrized weights"
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return next((f"{name[1:].replace('_', ' ')}" for name in hooks if getattr(module, name)), None)
+    if more := next((name[1:].replace("_", " ") for name in _HOOKS if getattr(module, name)), None):
+        return more
+    contents = (("parameter", module._parameters), ("buffer", module._buffers), ("module", module._modules))
+    return next((f"a {kind} {name}" for kind, all_of in contents for name in all_of if name not in _OWN), None)
 
 
 def _of_scores(name: str, mask: Tensor, dtype: torch.dtype, to: tuple[int, ...], *expected: tuple[int, ...]) -> Tensor:
@@ -294,15 +309,21 @@ def _of_scores(name: str, mask: Tensor, dtype: torch.dtype, to: tuple[int, ...],
 def replace_attention(model: nn.Module) -> nn.Module:
     """Puts a `MultiheadAttention` with the same parameters in place of every `torch.nn.MultiheadAttention` of a model.
 
-    Subclasses of it, which parametrized ones are, are left alone, and so, with a warning, are modules with hooks, which
-    would be lost. `nn.TransformerEncoder` no longer packs padded batches into nested tensors.
+    Subclasses of it, which parametrized ones are, are left alone, and so, with a warning, are modules with hooks or
+    additions, which would be lost. `nn.TransformerEncoder` no longer packs padded batches into nested tensors.
 
     Args:
         model: any module, which is changed.
 
+    Raises:
+        TypeError: it is none.
+        ValueError: it is itself a `torch.nn.MultiheadAttention` that `from_torch` refuses.
+
     Returns:
         The model; where that is a `torch.nn.MultiheadAttention` itself, the new module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: is of type {type(model).__name__}; expected a torch.nn.Module")
     replaced: dict[nn.Module, MultiheadAttention] = {}
 
     def ours(module: nn.Module) -> MultiheadAttention:

@@ -63,6 +63,8 @@ def scaled_dot_product_attention(
             f"enable_gqa: is False, and query has {q.shape[1]} heads, key {k.shape[1]} and value {v.shape[1]}; "
             "expected equal numbers, or enable_gqa=True to let query heads share key heads"
         )
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"value: has {v.shape[2]} rows and key {k.shape[2]}; they must be equal")
     bias = mask = None
     if attn_mask is not None:
         of_scores = _of_scores(attn_mask, (*query.shape[:-1], key.shape[-2]))

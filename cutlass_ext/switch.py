@@ -6,7 +6,7 @@ have gradients of their own. While the switch is on, this library computes those
 
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 
 import torch
@@ -33,7 +33,7 @@ class Switch:
             deactivate(self._device)
 
 
-def activate(device: str = "cuda") -> Switch:
+def activate(device: str | torch.device = "cuda") -> Switch:
     """Makes `torch.nn.functional.scaled_dot_product_attention` run here, forward and backward.
 
         cutlass_ext.activate()            # from here on, until cutlass_ext.deactivate()
@@ -52,7 +52,8 @@ def activate(device: str = "cuda") -> Switch:
     computes what none of these operators take (head dims of more than 256, float64).
 
     Args:
-        device: "cuda", or "cpu" to try on a machine without a GPU what a program does with the switch on.
+        device: "cuda", or "cpu" to try on a machine without a GPU what a program does with the switch on. It is on for
+            all GPUs, whatever number a `torch.device` has.
 
     Returns:
         A context manager; leaving it turns off what this call turned on, and nothing that was on before.
@@ -61,8 +62,7 @@ def activate(device: str = "cuda") -> Switch:
         ValueError: another device.
         RuntimeError: "cuda" with a PyTorch that is built without CUDA.
     """
-    if device not in ("cuda", "cpu"):
-        raise ValueError(f'device: is {device!r}; expected "cuda" or "cpu"')
+    device = _kind_of(device)
     turned_on = device not in _on
     if turned_on and device == "cuda" and _REGISTRY:
         torch.nn.attention.activate_flash_attention_impl(NAME)
@@ -71,18 +71,29 @@ def activate(device: str = "cuda") -> Switch:
     return Switch(device, turned_on)
 
 
-def deactivate(device: str = "cuda") -> None:
+def deactivate(device: str | torch.device = "cuda") -> None:
     """Gives PyTorch back its own operators, and cuDNN's precedence. Does nothing where `activate` was not called.
 
     Args:
         device: as in `activate`.
+
+    Raises:
+        ValueError: another device.
     """
+    device = _kind_of(device)
     if device not in _on:
         return
     if device == "cuda" and _REGISTRY:
         torch.nn.attention.restore_flash_attention_impl()
     else:
         _on.pop(device).close()
+
+
+def _kind_of(device: str | torch.device) -> str:
+    with suppress(RuntimeError, TypeError):  # PyTorch's, of what names no device
+        if (kind := torch.device(device).type) in _OPERATORS:
+            return kind
+    raise ValueError(f'device: is {device!r}; expected "cuda" or "cpu"')
 
 
 class _Registered:

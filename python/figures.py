@@ -285,9 +285,9 @@ def block(data: dict, plots: list[Path], shown: Path) -> str:
         [
             *heading,
             summary(data),
-            "Above 1 this library is faster: geometric means over the rows of one run",
-            f"([all of them]({up / PAGE})) of how many times as long as this library the fastest other takes, row by",
-            "row, and each of them over the rows that it computes.",
+            "Each number is the time of another library divided by this one's: above 1 this one is faster.",
+            f"It is the geometric mean over the rows of one run ([all of them]({up / PAGE})) that the other",
+            "computes; in the first column, over all rows, of the fastest other.",
             where_from(data["machine"]),
             "",
             *(f"![{PLOTS[path.stem]}]({up / RESULTS / path.name})" for path in pictures),

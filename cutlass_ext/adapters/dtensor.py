@@ -11,7 +11,7 @@ from ..torch_rules import BACKWARD, FORWARD
 
 _ROWS = {"q", "k", "v", "dout", "out"}  # rows, heads, head dim, after the batch where there is one
 _OF_ROWS = {"lse", "delta", "dlse"}  # heads, rows
-_OF_SEQUENCES = {"seqused_k", "leftpad_k", "start_positions", "block_table"}
+_OF_SEQUENCES = {"seqused_k", "leftpad_k", "start_positions", "key_starts", "block_table"}
 _OF_PAIRS = {"bias", "mask"}  # sequences, heads, rows, keys, of which each may be 1
 
 

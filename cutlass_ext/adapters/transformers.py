@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..kvcache import flash_attn_with_kvcache
 from ..support import attend, given, refusal, warn_once
+from ..torch_padded import dtype_of_scores
 
 NAME = "cutlass_ext"
 
@@ -318,7 +319,7 @@ def attention(
             out = flash_attn_with_kvcache(
                 q, places["k_cache"], places["v_cache"], k, v, block_table=places["block_table"],
                 cache_seqlens=cu_seq_lens_k.diff()[: len(q)] - 1, softmax_scale=scaling, softcap=softcap or 0.0,
-                sink=None if s_aux is None else s_aux.float(),
+                sink=None if s_aux is None else s_aux.to(dtype_of_scores(q)),
             )  # fmt: skip
             return out.transpose(0, 1), None
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -334,7 +335,8 @@ def attention(
             visible["start_pos"] = "end"  # a row alone is the last of its sequence
     else:
         visible = _visible(attention_mask, query, key)
-    options = visible | {"softcap": softcap, "sink": None if s_aux is None else s_aux.float(), "dropout_p": dropout}
+    sink = None if s_aux is None else s_aux.to(dtype_of_scores(query))
+    options = visible | {"softcap": softcap, "sink": sink, "dropout_p": dropout}
     if position_bias is not None:
         options["bias"] = position_bias + visible["bias"] if "bias" in visible else position_bias
 

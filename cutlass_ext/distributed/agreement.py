@@ -1,6 +1,7 @@
 """Groups of ranks, and whether all of a group make the same call: found out before any of them waits for data."""
 
 import contextlib
+import functools
 import pickle
 import zlib
 from collections.abc import Callable, Iterator
@@ -11,12 +12,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._ops import Function
+
 Result = TypeVar("Result")
 # To one tensor; PyTorch 2.13 has given it another name.
 all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 DIRECT_RANKS = 8  # of a host; nothing has been measured beyond
 TAG = 0x636578  # no message of others in the group is taken for one of these
 _on_host: WeakKeyDictionary = WeakKeyDictionary()  # of each group, gloo between the hosts of its ranks
+
+
+def untraced(function: Function) -> Function:
+    """`function`, into which torch.compile does not look: it cannot trace groups and their messages. Its own decorator
+    for that would load all of it with this package, which takes a second."""
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        run = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+        return run(*args, **options)
+
+    return call
 
 
 def group_of(group: object) -> dist.ProcessGroup:

@@ -7,9 +7,10 @@ from ..autograd import cast_before
 from ..interface import Backend, explain, fmha
 from ..merge import merge_attention
 from ..torch_backend import dtype_of_scores
-from .agreement import agreed, all_gather, group_of
+from .agreement import agreed, all_gather, group_of, untraced
 
 
+@untraced
 @cast_before
 def decode(
     q: Tensor,

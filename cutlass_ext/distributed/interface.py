@@ -12,7 +12,7 @@ from torch import Tensor
 from ..autograd import cast_before
 from ..interface import Backend, draw_seed, explain, window_sides
 from . import all_gather, all_to_all, ring
-from .agreement import Agreement, group_of
+from .agreement import Agreement, group_of, untraced
 from .model import MODELS, Attention, Machine
 from .spread import Layout, Spread, cu_seqlens_of, spread_of
 
@@ -21,6 +21,7 @@ Method = Literal["ring", "all_to_all", "all_gather", "auto"]
 GATHERED_BYTES = 1 << 30  # of K and V of all ranks, up to which "auto" gathers them
 
 
+@untraced
 @cast_before
 def fmha(
     q: Tensor,
@@ -118,6 +119,9 @@ def fmha(
                 raise ValueError(f"{name}: has shape {list(x.shape)}; expected {expected}")
             if x.shape[dims - 3] != q.shape[dims - 3]:
                 raise ValueError(f"{name}: has {x.shape[dims - 3]} rows and q {q.shape[dims - 3]}; they must be equal")
+        for name, x in (("alibi_slopes", alibi_slopes), ("sink", sink)):
+            if x is not None and not isinstance(x, Tensor):
+                raise TypeError(f"{name}: is of type {type(x).__name__}; expected a tensor")
         if alibi_slopes is not None and alibi_slopes.dim() != 1:
             raise ValueError(f"alibi_slopes: has shape {list(alibi_slopes.shape)}; expected [{q.shape[-2]}], for heads")
         rows = q.shape[-3]

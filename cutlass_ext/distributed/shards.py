@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import agreed, all_gather, group_of
+from .agreement import agreed, all_gather, group_of, untraced
 from .spread import Layout, Spread, spread_of
 
 
+@untraced
 def shard(
     x: Tensor,
     *,
@@ -50,6 +51,7 @@ def shard(
     return x.index_select(dim, spread.rows_of(group.rank(), x.device))
 
 
+@untraced
 def gather(
     x: Tensor,
     *,

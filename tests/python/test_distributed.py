@@ -553,6 +553,23 @@ def test_the_first_rank_draws_the_seed(pool):
     assert torch.equal(kept, ce.dropout_mask(1, 4, 16, 16, 0.5, seed)[0])
 
 
+def compiled(group, method):
+    """By torch.compile, which leaves the messages alone."""
+    of = {"group": group}
+    q, k, v = (ce.distributed.shard(x, **of).requires_grad_() for x in torch.randn(3, 1, 40, 4, 16))
+    call = lambda q, k, v: ce.distributed.fmha(q, k, v, causal=True, method=method, **of)  # noqa: E731
+    fast, want = torch.compile(call, backend="aot_eager")(q, k, v), call(q, k, v)
+    assert torch.equal(fast, want)
+    gradients = torch.autograd.grad(fast.sum(), (q, k, v))
+    for gradient, other in zip(gradients, torch.autograd.grad(want.sum(), (q, k, v)), strict=True):
+        assert_close(gradient, other)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
+def test_torch_compile(pool, method):
+    pool.run(compiled, 2, method)
+
+
 def chosen(group, rows, H_q, H_kv, window=(-1, -1)):
     from cutlass_ext.distributed import interface, spread
 

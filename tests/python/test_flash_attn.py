@@ -228,6 +228,20 @@ def test_engines_keywords_are_refused_by_name(name, given, error, value):
     assert type(raised.value) is error and "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ENGINES.keys() - {"flash_attn_with_kvcache"})  # which does not take it
+def test_sinks_beside_float64(name, dtype):
+    q, k, v = (torch.randn(2, n, h, 16, dtype=torch.float64) for n, h in ((6, 4), (9, 2), (9, 2)))
+    sinks = torch.randn(4, dtype=dtype)
+    want = cutlass_ext.fmha(q, k, v, sink=sinks.double())
+    torch.testing.assert_close(ENGINES[name](q, k, v, s_aux=sinks), want)
+
+
+def test_no_window():
+    q = torch.randn(2, 6, 4, 16)
+    assert torch.equal(cutlass_ext.flash_attn_func(q, q, q, window_size=None), cutlass_ext.flash_attn_func(q, q, q))
+
+
 def test_one_sink_under_two_names():
     q, sink = torch.zeros(2, 6, 4, 16), torch.zeros(4)
     with pytest.raises(ValueError, match="s_aux"):

@@ -287,7 +287,22 @@ def parametrized(module):
     return nn.utils.parametrizations.spectral_norm(module, "in_proj_weight")
 
 
-@pytest.mark.parametrize("attach", [hooked, parametrized])
+def with_buffer(module):
+    module.register_buffer("mark", torch.zeros(2))
+    return module
+
+
+def with_module(module):
+    module.lora = nn.Linear(2, 2)
+    return module
+
+
+def with_state_dict_hook(module):
+    module.register_state_dict_post_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize("attach", [hooked, parametrized, with_buffer, with_module, with_state_dict_hook])
 def test_what_would_be_lost_is_not_taken(attach):
     module = attach(nn.MultiheadAttention(16, 2))
     with pytest.raises(ValueError, match=r"^module: has"):

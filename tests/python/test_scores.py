@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import re
+import shutil
 
 import pytest
 import test_features as padded_cases
@@ -1220,6 +1221,16 @@ def test_wrong_block_mask(device):
     assert_refused(cutlass_ext.fmha, "block_mask", V, valid(device) | {"block_mask": block_mask})
     every = torch.ones(1, 1, 1, N, dtype=BOOL, device=device)
     assert_refused(cutlass_ext.fmha, "block_mask", V, valid(device) | {"block_mask": block_mask, "mask": every})
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile has no compiler here")
+def test_compiled_dropout_mask():
+    """By C++, whose signed numbers do not wrap around."""
+    draw = lambda seed: cutlass_ext.dropout_mask(2, 2, 16, 40, 0.3, seed, key_start=5)  # noqa: E731
+    fast = torch.compile(draw, fullgraph=True)
+    for seed in ([3, 4], [-(2**63), 2**63 - 1], [-1, -2]):
+        seed = torch.tensor(seed)
+        assert torch.equal(fast(seed), draw(seed))
 
 
 @pytest.mark.parametrize(

@@ -236,9 +236,18 @@ def test_cuda_without_cuda():
     cutlass_ext.deactivate()
 
 
-def test_another_device():
-    with pytest.raises(ValueError, match="device"):
-        cutlass_ext.activate("mps")
+@pytest.mark.parametrize("device", ["mps", torch.device("meta"), "CPU", None])
+def test_another_device(device):
+    for switch_ in (cutlass_ext.activate, cutlass_ext.deactivate):
+        with pytest.raises(ValueError, match=r"^device: "):
+            switch_(device)
+
+
+def test_a_device_of_torch():
+    with cutlass_ext.activate(torch.device("cpu")):
+        assert "cpu" in switch._on
+        cutlass_ext.deactivate(torch.device("cpu", 0))
+        assert "cpu" not in switch._on
 
 
 # ------------------------------------------------------------------------------------------------ the operators alone

@@ -569,8 +569,8 @@ def check_dense(mesh):
         cut = [distribute_tensor(x.detach(), mesh, [rows]) for x in leaves[:3]]
         cut.append(distribute_tensor(leaves[3].detach(), mesh, [of_heads]))
         cut = [x.requires_grad_() for x in cut]
-        options = {"seqused_k": used, "alibi_slopes": slopes}
-        places = {"seqused_k": of_sequences, "alibi_slopes": of_heads}
+        options = {"seqused_k": used, "alibi_slopes": slopes, "key_start": torch.tensor([1, 3], dtype=torch.int32)}
+        places = {"seqused_k": of_sequences, "alibi_slopes": of_heads, "key_start": of_sequences}
         cut_options = {name: distribute_tensor(x, mesh, [places[name]]) for name, x in options.items()}
         plain = cutlass_ext.fmha(*cut[:3], sink=cut[3], **cut_options)  # whose lse is empty, and remembered so
         out, lse = cutlass_ext.fmha(*cut[:3], sink=cut[3], return_lse=True, **cut_options)
