@@ -273,8 +273,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (weights @ v).transpose(1, 2), weights
 
 
-_OWN = {"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v"}
-_OWN |= {"out_proj"}
+_OWN = {
+    "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v", "out_proj",
+}  # fmt: skip
 _HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",

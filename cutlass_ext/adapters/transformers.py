@@ -309,6 +309,7 @@ def attention(
     Raises:
         ValueError: a mask that is none of these.
     """
+    sink = None if s_aux is None else s_aux.to(dtype_of_scores(query))
     if cache is not None:
         places = others | {"cu_seq_lens_k": cu_seq_lens_k, "max_length_k": max_length_k}
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=places)
@@ -319,7 +320,7 @@ def attention(
             out = flash_attn_with_kvcache(
                 q, places["k_cache"], places["v_cache"], k, v, block_table=places["block_table"],
                 cache_seqlens=cu_seq_lens_k.diff()[: len(q)] - 1, softmax_scale=scaling, softcap=softcap or 0.0,
-                sink=None if s_aux is None else s_aux.to(dtype_of_scores(q)),
+                sink=sink,
             )  # fmt: skip
             return out.transpose(0, 1), None
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -335,7 +336,6 @@ def attention(
             visible["start_pos"] = "end"  # a row alone is the last of its sequence
     else:
         visible = _visible(attention_mask, query, key)
-    sink = None if s_aux is None else s_aux.to(dtype_of_scores(query))
     options = visible | {"softcap": softcap, "sink": sink, "dropout_p": dropout}
     if position_bias is not None:
         options["bias"] = position_bias + visible["bias"] if "bias" in visible else position_bias
