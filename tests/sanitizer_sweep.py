@@ -228,6 +228,8 @@ def gradient_cases():
             yield dtype, [n] * MANY, [150] * MANY, 64, 64, CAUSAL
         for features in (PLAIN, CAUSAL):  # more rows than that, and tiles enough for three warpgroups
             yield dtype, [260] * MANY, [150] * MANY, 64, 64, features
+        # tiles in three waves: dQ is made beside them
+        yield dtype, 520, 96 * torch.cuda.get_device_properties(0).multi_processor_count + 28, 64, 64, PLAIN
         for features in (PLAIN, CAUSAL):  # so few tiles that CTAs share them, of keys and of rows
             yield dtype, 520, 140, 256, 256, features
             yield dtype, 140, 520, 128, 128, features

@@ -58,6 +58,14 @@ class Scheduler {
     return {batch, head, first_ + tile * step_, split};
   }
 
+  /// How many sections there are, and how many pairs and items each but the last has.
+  CUTE_HOST_DEVICE int sections() const {
+    return full_sections_ + (last_section_.divisor != section_.divisor && size_ > 0);
+  }
+  CUTE_HOST_DEVICE int pairs_a_section() const { return section_.divisor; }
+  CUTE_HOST_DEVICE int items_a_section() const { return items_of_section_.divisor; }
+  CUTE_HOST_DEVICE int section_of(int index) const { return items_of_section_.div(index); }
+
  private:
   static cutlass::FastDivmod divisor(int64_t n) {
     return cutlass::FastDivmod(static_cast<int>(n < 1 ? 1 : n < INT32_MAX ? n : INT32_MAX));

@@ -52,8 +52,17 @@ int64_t resident_ctas(Kernel const& kernel, Device const& device) {
   return int64_t(occupancy_of(kernel, device).ctas_a_multiprocessor) * device.multiprocessors;
 }
 
-/// The launch of a kernel, or of none.
-GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& device) {
+/// Whether its CTAs may make dQ of sums beside their tiles (Traits::Sectioned there).
+bool takes_sections(Kernel const& kernel) { return takes_any_order(kernel) && kernel.head_dim <= 128; }
+
+/// Whether the copy engine can write rows of dQ.
+bool takes_rows_of_dq(BackwardParams const& params) {
+  Strides const& stride = params.dq_stride;
+  return reinterpret_cast<uintptr_t>(params.dq) % 16 == 0 && (stride.batch | stride.row | stride.head) % 8 == 0;
+}
+
+/// The launch of a kernel, or of none. `finishes`: whether its CTAs can make dQ of its sums.
+GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& device, bool finishes = false) {
   GradientLaunch launch;
   launch.kernel = kernel;
   if (!kernel) return launch;
@@ -71,11 +80,16 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   int64_t const tiles = int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all();
   launch.is_mirrored =
       takes_any_order(*kernel) && takes_mirrored(p, block, launch.splits.all(), bytes_a_head, resident, device);
+  launch.is_sectioned = finishes && takes_sections(*kernel) && !launch.is_mirrored && launch.splits.all() == 1 &&
+                        finishes_beside(p, *kernel, device);
   // A CTA that has all of a head finds its tiles one after the other.
-  int64_t const section =
-      kind == Kind::HeadGradients || launch.is_mirrored
-          ? 1
-          : gradient_section_for(p, wants_hopper(*kernel), int64_t(p.batch) * heads, tiles, bytes_a_head, device);
+  int64_t const all_heads = int64_t(p.batch) * heads;
+  int64_t section = 1;
+  if (launch.is_sectioned) {
+    section = section_beside(all_heads, tiles, device);
+  } else if (kind != Kind::HeadGradients && !launch.is_mirrored) {
+    section = gradient_section_for(p, wants_hopper(*kernel), all_heads, tiles, bytes_a_head, device);
+  }
   // Of mirrored tiles the first half is taken.
   int const taken = launch.is_mirrored ? ceil_div(Scheduler::tiles_of(length, block), 2) * block : length;
   launch.scheduler =
@@ -99,8 +113,8 @@ Kernel const* kernel_of(Call const& call, Kind kind) {
   return cheapest({kind}, call.request.dtype, runs, cost);
 }
 
-GradientLaunch launch_of(Call const& call, Kind kind) {
-  return launch_with(kernel_of(call, kind), call.params, call.device);
+GradientLaunch launch_of(Call const& call, Kind kind, bool finishes = false) {
+  return launch_with(kernel_of(call, kind), call.params, call.device, finishes);
 }
 
 /// What Hopper's kernels want of a mask: which tiles it hides, shows or cuts, and its bits from the side of keys.
@@ -175,7 +189,7 @@ BackwardPlan plan_backward(BackwardParams const& params, Request const& request)
   if (of_heads && holds_queries(params, *of_heads, resident_ctas(*of_heads, any.device), request.deterministic))
     plan.of_keys = launch_with(of_heads, params, any.device);
   if (!plan.of_keys.kernel && !request.deterministic && adds_to_queries(params))
-    plan.of_keys = launch_of(call, Kind::AllGradients);
+    plan.of_keys = launch_of(call, Kind::AllGradients, takes_rows_of_dq(params));
   if (!plan.of_keys.kernel) {
     plan.of_keys = launch_of(call, Kind::KeyGradients);
     plan.of_queries = launch_of(call, Kind::QueryGradients);
@@ -211,24 +225,46 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   size_t const rows = StatisticsRows(params).size(params);  // with those that fill up tiles
   if (rows > 0) params.row_statistics = static_cast<RowStatistics*>(allocate(rows * sizeof(RowStatistics)));
   if (rows > 0 && changes_scores(params)) params.empty_rows = static_cast<uint32_t*>(allocate(rows / 8));
+  Scheduler const& scheduler = plan.of_keys.scheduler;
+  bool const is_sectioned = plan.of_keys.is_sectioned && rows > 0;
   float* to_clear = nullptr;
   size_t cleared = 0;
   if (plan.is_one()) {
-    // Cleared together: the sums, and, in four more, how many tiles have been taken.
-    size_t const sums = plan.adds_to_queries() ? rows * plan.of_keys.kernel->head_dim : 0;
-    cleared = sums + 4;
+    // Cleared together: the sums, how many tiles and jobs have been taken, in four more, and the counts of sections.
+    int64_t const heads_a_section = int64_t(scheduler.pairs_a_section()) * params.heads_per_kv.divisor,
+                  rows_a_section = heads_a_section * StatisticsRows(params).of_a_head,
+                  sums_rows = is_sectioned ? std::min(kSectionsOfSums, scheduler.sections()) * rows_a_section : rows;
+    size_t const sums = plan.adds_to_queries() ? sums_rows * plan.of_keys.kernel->head_dim : 0;
+    size_t const counts = is_sectioned ? (scheduler.sections() * sizeof(SectionCounts) + 15) / 16 * 4 : 0;
+    cleared = sums + 4 + counts;
     to_clear = static_cast<float*>(allocate(cleared * sizeof(float)));
     if (plan.adds_to_queries()) params.dq_sums = to_clear;
     params.counters = reinterpret_cast<unsigned*>(to_clear + sums);
+    if (is_sectioned) {
+      params.sections = reinterpret_cast<SectionCounts*>(params.counters + 4);
+      auto& jobs = params.section_jobs;
+      jobs.of_a_head = Scheduler::tiles_of(params.n_q, TiledRows::kTile);
+      jobs.of_a_section = heads_a_section * jobs.of_a_head;
+      jobs.size = (scheduler.sections() - 1) * jobs.of_a_section;
+    }
   }
   bool const of_first_heads = plan.of_keys.kernel->kind == Kind::HeadGradients && makes_rows_known(params);
-  if (of_first_heads) params.scheduler = plan.of_keys.scheduler;
+  if (of_first_heads) params.scheduler = scheduler;
   compute_row_statistics(plan.of_keys.kernel->dtype, params, of_first_heads ? plan.of_keys.ctas : 0, to_clear, cleared,
                          stream);
   if (params.dbias) compute_dbias(plan.of_keys.kernel->dtype, plan.of_bias, params, stream, allocate);
   if (plan.is_one()) {
     launch(plan.of_keys, params, stream, allocate);
-    if (plan.adds_to_queries()) finish_dq(*plan.of_keys.kernel, params, stream);
+    if (!plan.adds_to_queries()) return;
+    int64_t head0 = 0;
+    if (is_sectioned) {  // the last section is left
+      int64_t const last = scheduler.sections() - 1,
+                    heads_a_section = int64_t(scheduler.pairs_a_section()) * params.heads_per_kv.divisor;
+      head0 = last * heads_a_section;
+      params.dq_sums +=
+          last % kSectionsOfSums * heads_a_section * StatisticsRows(params).of_a_head * plan.of_keys.kernel->head_dim;
+    }
+    finish_dq(*plan.of_keys.kernel, params, head0, stream);
     return;
   }
   std::optional<BackwardParams> exact;

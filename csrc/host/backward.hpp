@@ -18,7 +18,8 @@ struct GradientLaunch {
   Scheduler scheduler;
   GradientSplits splits;
   int64_t ctas = 0;
-  bool is_mirrored = false;  // as in Gradients
+  bool is_mirrored = false;   // as in Gradients
+  bool is_sectioned = false;  // whether CTAs make dQ of sums beside their tiles (sm90/sections.hpp)
 };
 
 /// Two launches: dK and dV, then dQ; or one that has them all, with sums for dQ that a small launch finishes, or, heads

@@ -20,8 +20,9 @@ void compute_row_statistics(DType dtype, BackwardParams const& params, int64_t c
 void turn_mask(BackwardParams const& params, cudaStream_t stream);
 void map_tiles(BackwardParams const& params, bool of_keys, int held, int step, cudaStream_t stream);
 
-/// dQ from what `kernel`, of Kind::AllGradients, has summed up in `params.dq_sums`.
-void finish_dq(Kernel const& kernel, BackwardParams const& params, cudaStream_t stream);
+/// dQ from what `kernel`, of Kind::AllGradients, has summed up in `params.dq_sums`, which begin with head `head0`,
+/// those of all sequences counted.
+void finish_dq(Kernel const& kernel, BackwardParams const& params, int64_t head0, cudaStream_t stream);
 
 /// dK and dV, or dQ, from what the splits of the launch of `kernel` have left in `params.split_sums`.
 void finish_splits(Kernel const& kernel, BackwardParams const& params, cudaStream_t stream);

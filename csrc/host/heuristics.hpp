@@ -382,6 +382,23 @@ inline bool holds_queries(Params const& p, Kernel const& kernel, int64_t residen
          5 * tiles * ceil_div(heads, resident_ctas) <= (deterministic ? 7 : 6) * ceil_div(heads * tiles, resident_ctas);
 }
 
+/// Tiles in hand of a head, and the tiles that pass by them: all, and by the one that sees most.
+struct Turns {
+  int tiles;
+  int64_t sum = 0, longest = 0;
+};
+inline Turns turns_of_tiles(Params const& p, bool of_keys, int block, int step) {
+  Turns turns{
+      Scheduler::tiles_of(of_keys ? std::min(p.n_kv, p.stored_keys()) : std::min(p.n_q, p.stored_rows()), block)};
+  Visibility const visibility = visibility_of_longest(p);
+  for (int tile = 0; tile < turns.tiles; ++tile) {
+    int64_t const seen = of_keys ? visibility.row_tiles_of(tile * block, block, step).size()
+                                 : visibility.tiles_of(tile * block, block, step).size();
+    turns.sum += seen, turns.longest = std::max(turns.longest, seen);
+  }
+  return turns;
+}
+
 /// Splits of the tiles in hand of a launch of gradients: of the query heads that a tile goes through, and of the tiles
 /// for each.
 struct GradientSplits {
@@ -406,13 +423,7 @@ inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, boo
   int64_t const of_a_head = int64_t(p.batch) * tiles,
                 in_all = heads_held * (p.packed() ? std::min<int64_t>(of_a_head, stored / block + p.batch) : of_a_head);
   if (in_all == 0 || 2 * in_all >= kTilesACta * resident_ctas) return {};
-  Visibility const visibility = visibility_of_longest(p);
-  int64_t sum = 0, longest = 0;
-  for (int tile = 0; tile < tiles; ++tile) {
-    int64_t const seen = of_keys ? visibility.row_tiles_of(tile * block, block, step).size()
-                                 : visibility.tiles_of(tile * block, block, step).size();
-    sum += seen, longest = std::max(longest, seen);
-  }
+  auto const [of_tiles, sum, longest] = turns_of_tiles(p, of_keys, block, step);
   double const columns = kernel.head_dim + kernel.head_dim_v,
                turn = (of_keys ? 1 : 2 / 3.) * (kFixed + kAMillion * 1e-6 * kernel.block_r * kernel.block_c * columns),
                turns = double(sum) / tiles * in_all * heads;
@@ -439,6 +450,40 @@ inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, boo
   return best;
 }
 
+/// `heads` fall into sections of `wanted` or a little more: the last one is no shorter.
+inline int64_t level_section(int64_t heads, int64_t wanted) {
+  int64_t const least = std::min(std::max<int64_t>(wanted, 1), std::max<int64_t>(heads, 1));
+  int64_t section = least;
+  while (heads % section > 0 && heads % section < least) ++section;
+  return section;
+}
+
+/// The section of one that makes dQ of its sums beside its tiles (sm90/sections.hpp): a wave of CTAs.
+inline int64_t section_beside(int64_t heads, int64_t tiles, Device const& device) {
+  return level_section(heads, device.multiprocessors / std::max<int64_t>(tiles, 1));
+}
+
+/// Whether it is to do so, and not a launch after it: where the sums of the sections under way stay in L2, and tiles
+/// take longer than the one warp that a CTA has for it. An H200's ms, with a launch and beside: (16, 1024, 16, 128)
+/// 0.699 and 0.671, causal 0.475 and 0.524; (8, 2048, 16, 128) 1.168 and 1.105, causal 0.708 and 0.690; (9, 1500, 16,
+/// 128) 0.836 and 0.781, causal 0.504 and 0.518; (5, 700, 64, 128) 0.527 and 0.557; (2, 8192, 16, 128) 4.52 and 4.47,
+/// causal 2.25 and 2.19. Of narrow heads (32, 1024, 12, 64) 0.638 and 0.585, causal 0.431 and 0.398; (40, 600, 16, 64),
+/// causal, 0.365 and 0.343; with three warpgroups, which leave the warp less memory, (8, 2048, 32, 64) 1.342 and 1.267,
+/// causal 0.804 and 0.773, (9, 1500, 32, 64) 0.898 and 0.837, causal 0.586 and 0.613, (5, 700, 64, 64) 0.298 and 0.344.
+/// Grouped (8, 1024, 32 on 16, 64) 0.408 and 0.384, causal 0.276 and 0.259, but (3, 1024, 32 on 16, 128) 0.262 and
+/// 0.266, (8, 1024, 32 on 8, 64), causal, 0.270 and 0.274.
+inline bool finishes_beside(Params const& p, Kernel const& kernel, Device const& device) {
+  // Rows that a tile goes by, in the mean.
+  int const least_rows = kernel.head_dim > 64 || kernel.block_c > 128 ? 960 : 256;
+  if (!have_one_length(p) || p.n_q == 0) return false;
+  Turns const turns = turns_of_tiles(p, true, kernel.block_c, kernel.block_r);
+  int64_t const heads = int64_t(p.batch) * p.heads_kv;
+  if (heads * turns.tiles < 3 * device.multiprocessors) return false;
+  int64_t const sums = section_beside(heads, turns.tiles, device) * (p.heads_q / p.heads_kv) * p.n_q * kernel.head_dim *
+                       int64_t(sizeof(float));
+  return kSectionsOfSums * sums <= device.l2_bytes && turns.sum * kernel.block_r >= int64_t(least_rows) * turns.tiles;
+}
+
 /// The section of a launch of gradients of `heads` heads, all sequences' counted, that have `tiles` tiles and work on
 /// `bytes_a_head` each: what fits half of L2, or, under a causal mask, so many waves. No section is smaller, the last
 /// one included: its long tiles would begin when all else is nearly done.
@@ -448,10 +493,7 @@ inline int64_t gradient_section_for(Params const& p, bool is_hopper, int64_t hea
   int const waves = waves_a_section(p, is_hopper);
   int64_t const level = waves * device.multiprocessors / std::max<int64_t>(tiles, 1);
   int64_t const wanted = !has_unequal_tiles(p) ? fits : waves == 3 ? std::max(fits, level) : level;
-  int64_t const least = std::min(std::max<int64_t>(wanted, 1), std::max<int64_t>(heads, 1));
-  int64_t section = least;
-  while (heads % section > 0 && heads % section < least) ++section;
-  return section;
+  return level_section(heads, wanted);
 }
 
 }  // namespace cutlass_ext

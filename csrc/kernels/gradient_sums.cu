@@ -8,38 +8,38 @@
 namespace cutlass_ext {
 namespace {
 
-void finish(DType dtype, BackwardParams const& params, GradientSums const& gradients, cudaStream_t stream) {
-  bool const of_keys = gradients.side == Axis::Keys;
-  int const tiles = Scheduler::tiles_of(of_keys ? params.n_kv : params.n_q, kSumsRows);
-  dim3 const ctas(tiles * (gradients.first.panels() + gradients.second.panels()),
-                  of_keys ? params.heads_kv : params.heads_q, params.batch);
-  if (ctas.x == 0 || ctas.z == 0) return;
+/// Of as many heads.
+void finish(DType dtype, BackwardParams const& params, GradientSums gradients, int64_t heads, cudaStream_t stream) {
+  int const tiles = Scheduler::tiles_of(gradients.side == Axis::Keys ? params.n_kv : params.n_q, kSumsRows);
+  gradients.ctas_a_head = tiles * (gradients.first.panels() + gradients.second.panels());
+  int64_t const ctas = heads * gradients.ctas_a_head;
+  if (ctas == 0) return;
   auto const run =
       dtype == DType::Float16 ? gradient_sums_kernel<cutlass::half_t> : gradient_sums_kernel<cutlass::bfloat16_t>;
-  run<<<ctas, kSumsThreads, 0, stream>>>(params, gradients);
+  run<<<static_cast<unsigned>(ctas), kSumsThreads, 0, stream>>>(params, gradients);
   check_cuda(cudaGetLastError(), "launching the last step of gradients");
 }
 
 }  // namespace
 
-void finish_dq(Kernel const& kernel, BackwardParams const& params, cudaStream_t stream) {
-  GradientSums gradients{Axis::Rows, 1, 0, factor_of_gradients(params), {}, {}};
+void finish_dq(Kernel const& kernel, BackwardParams const& params, int64_t head0, cudaStream_t stream) {
+  GradientSums gradients{Axis::Rows, head0, 1, 1, 0, factor_of_gradients(params), {}, {}};
   gradients.first = {params.dq_sums, kernel.head_dim, params.dq, params.dq_stride, params.head_dim};
-  finish(kernel.dtype, params, gradients, stream);
+  finish(kernel.dtype, params, gradients, int64_t(params.batch) * params.heads_q - head0, stream);
 }
 
 void finish_splits(Kernel const& kernel, BackwardParams const& params, cudaStream_t stream) {
   bool const of_keys = kernel.kind != Kind::QueryGradients;
   Axis const side = of_keys ? Axis::Keys : Axis::Rows;
   SplitSums const splits(params, side);
-  GradientSums gradients{side, params.splits(), splits.of_a_split, 1.f, {}, {}};
+  GradientSums gradients{side, 0, 1, params.splits(), splits.of_a_split, 1.f, {}, {}};
   gradients.first = {params.split_sums, kernel.head_dim, of_keys ? params.dk : params.dq,
                      of_keys ? params.dk_stride : params.dq_stride, params.head_dim};
   if (of_keys) {
     gradients.second = {params.split_sums + splits.size(params.splits(), kernel.head_dim), kernel.head_dim_v, params.dv,
                         params.dv_stride, params.head_dim_v};
   }
-  finish(kernel.dtype, params, gradients, stream);
+  finish(kernel.dtype, params, gradients, int64_t(params.batch) * (of_keys ? params.heads_kv : params.heads_q), stream);
 }
 
 }  // namespace cutlass_ext

@@ -19,28 +19,25 @@ auto kernel_of_rows(int cols) {
 
 void compute_row_statistics(DType dtype, BackwardParams const& params, int64_t ctas_of_heads, float* to_clear,
                             size_t floats, cudaStream_t stream) {
-  if (params.batch > 65535 || params.heads_q > 65535)
-    fail("ValueError", "q: has ", params.batch, " sequences of ", params.heads_q,
-         " heads; the backward pass takes 65,535 of each at most");
-  int const tiles = Scheduler::tiles_of(params.n_q, StatisticsRows::kTile);
-  dim3 ctas(tiles, params.heads_q, params.batch);
+  int64_t heads = int64_t(params.batch) * params.heads_q;
   int tiles_a_head = 0;
   if (ctas_of_heads > 0) {
-    ctas = dim3(tiles, params.heads_q / params.heads_kv, static_cast<unsigned>(ctas_of_heads));
+    heads = ctas_of_heads * (params.heads_q / params.heads_kv);
     tiles_a_head = static_cast<int>(params.scheduler.size() / (int64_t(params.batch) * params.heads_kv));
   }
   int const cols = params.head_dim_v;
   auto const kernel = dtype == DType::Float32   ? kernel_of_rows<float>(cols)
                       : dtype == DType::Float16 ? kernel_of_rows<cutlass::half_t>(cols)
                                                 : kernel_of_rows<cutlass::bfloat16_t>(cols);
-  if (ctas.x > 0 && ctas.z > 0) {
+  int64_t const ctas = heads * Scheduler::tiles_of(params.n_q, StatisticsRows::kTile);
+  if (ctas > INT32_MAX) fail("ValueError", "q: has ", ctas, " tiles of rows; a launch has room for fewer than 2^31");
+  if (ctas > 0) {
     ToClear clear{reinterpret_cast<float4*>(to_clear), static_cast<int64_t>(floats / 4)};
-    int64_t const all = int64_t(ctas.x) * ctas.y * ctas.z;
-    clear.of_a_cta = (clear.size + all - 1) / all;
-    kernel<<<ctas, kStatisticsThreads, 0, stream>>>(params, tiles_a_head, clear);
+    clear.of_a_cta = (clear.size + ctas - 1) / ctas;
+    kernel<<<static_cast<unsigned>(ctas), kStatisticsThreads, 0, stream>>>(params, tiles_a_head, clear);
     check_cuda(cudaGetLastError(), "launching the statistics of rows");
     if (params.empty_rows) {
-      empty_rows_kernel<<<ctas, kStatisticsThreads, 0, stream>>>(params);
+      empty_rows_kernel<<<static_cast<unsigned>(ctas), kStatisticsThreads, 0, stream>>>(params);
       check_cuda(cudaGetLastError(), "looking for rows without keys");
     }
   }

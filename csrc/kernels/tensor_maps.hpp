@@ -40,15 +40,16 @@ struct MapDimension {
   int box = 1;
 };
 
-/// A map whose copies are boxes of 64 columns, row after row of 128 bytes, swizzled over as many; what lies outside the
-/// tensor (rows past its end, columns past `cols`) arrives as zeros.
+/// A map whose copies are boxes of 64 columns, or of 32, row after row of as many, swizzled over as many; what lies
+/// outside the tensor (rows past its end, columns past `cols`) arrives as zeros.
 template <size_t N>
-CUtensorMap tensor_map(CUtensorMapDataType dtype, void const* data, int64_t cols, MapDimension const (&dimensions)[N]) {
+CUtensorMap tensor_map(CUtensorMapDataType dtype, void const* data, int64_t cols, MapDimension const (&dimensions)[N],
+                       int box_cols = 64) {
   auto const encode = tensor_map_encoder();
   if (!encode) fail("RuntimeError", "the driver has no cuTensorMapEncodeTiled: update it");
   auto const size = [](int64_t n) { return static_cast<uint64_t>(n > 0 ? n : 1); };  // an empty tensor is never read
   uint64_t sizes[N + 1] = {size(cols)}, strides[N];
-  uint32_t box[N + 1] = {64}, steps[N + 1] = {1};
+  uint32_t box[N + 1] = {static_cast<uint32_t>(box_cols)}, steps[N + 1] = {1};
   for (size_t i = 0; i < N; ++i) {
     auto const& dimension = dimensions[i];
     sizes[i + 1] = size(dimension.size);
@@ -59,7 +60,8 @@ CUtensorMap tensor_map(CUtensorMapDataType dtype, void const* data, int64_t cols
   CUtensorMap map;
   CUresult const result =
       encode(&map, dtype, N + 1, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             box_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) fail("RuntimeError", "encoding a tensor map: CUDA driver error ", int(result));
   return map;
 }
@@ -130,10 +132,18 @@ template <class Traits>
 struct Argument<sm90::GradientMaps, Traits> {
   static sm90::GradientMaps of(Params const& params) {
     constexpr bool in_parts = Traits::Parts > 1;
+    auto const& p = static_cast<BackwardParams const&>(params);
     auto const [q, dout, k, v] = maps_of_sides<typename Traits::Part>(
-        static_cast<BackwardParams const&>(params), in_parts ? Traits::ColumnsQK : params.head_dim,
-        in_parts ? Traits::ColumnsV : params.head_dim_v, Traits::B_r, Traits::OfKeys ? Traits::HeldBox : Traits::B_c);
-    return Traits::OfKeys ? sm90::GradientMaps{k, v, q, dout} : sm90::GradientMaps{q, dout, k, v};
+        p, in_parts ? Traits::ColumnsQK : params.head_dim, in_parts ? Traits::ColumnsV : params.head_dim_v, Traits::B_r,
+        Traits::OfKeys ? Traits::HeldBox : Traits::B_c);
+    sm90::GradientMaps maps =
+        Traits::OfKeys ? sm90::GradientMaps{k, v, q, dout, {}} : sm90::GradientMaps{q, dout, k, v, {}};
+    if (Traits::Sectioned && p.sections) {
+      maps.dq = tensor_map(map_dtype<typename Traits::Part>, p.dq, p.head_dim,
+                           {{p.n_q, p.dq_stride.row, 16}, {p.heads_q, p.dq_stride.head}, {p.batch, p.dq_stride.batch}},
+                           Traits::ColumnsBeside);
+    }
+    return maps;
   }
 };
 

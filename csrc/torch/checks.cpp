@@ -51,13 +51,13 @@ void check_heads(char const* name, Tensor const& t, Arguments const& a, int dims
   }
   if (t.dtype != q.dtype) {
     fail("TypeError", name, ": has dtype ", dtype_name(t.dtype), " and q ", dtype_name(q.dtype),
-         "; give q, k and v one dtype");
+         "; give all operands one dtype");
   }
   check_same_device(name, t, q);
   int64_t const step = t.dtype == kFloat16 || t.dtype == kBFloat16 ? 8 : 4, d = t.size(-1);
   if (d < step || d > 256 || d % step != 0) {
-    fail("ValueError", name, ": has head_dim ", d, "; expected a multiple of ", step, " from ", step,
-         " to 256: pad the last dimension with zeros");
+    fail("ValueError", name, ": has head_dim ", d, "; expected a multiple of ", step, " from ", step, " to 256",
+         d < 256 ? ": pad the last dimension with zeros" : "");
   }
   if (t.stride(-1) != 1 && !t.empty()) {
     fail("ValueError", name, ": its last dimension has stride ", t.stride(-1),
@@ -113,6 +113,9 @@ void check_packing(Arguments const& a) {
                          {"cu_seqlens_k", bool(a.cu_seqlens_k), !paged},
                          {"max_seqlen_q", a.max_seqlen_q.has_value(), true},
                          {"max_seqlen_k", a.max_seqlen_k.has_value(), !paged}};
+  for (auto const& [name, n] : {std::pair("max_seqlen_q", a.max_seqlen_q), std::pair("max_seqlen_k", a.max_seqlen_k)}) {
+    if (n.value_or(0) < 0) fail("ValueError", name, ": is ", *n, "; expected the length of the longest sequence");
+  }
   bool any = false;
   for (auto const& x : arguments) any |= x.given && (x.needed || !paged);
   if (paged && a.cu_seqlens_k) {
@@ -133,10 +136,6 @@ void check_packing(Arguments const& a) {
   }
   check_vector("cu_seqlens_q", a.cu_seqlens_q, a.q, kInt32, ends.size(0), "[batch + 1]");
   check_vector("cu_seqlens_k", a.cu_seqlens_k, a.q, kInt32, ends.size(0), "[batch + 1] of cu_seqlens_q");
-  for (auto const& [name, n] :
-       {std::pair("max_seqlen_q", *a.max_seqlen_q), std::pair("max_seqlen_k", a.max_seqlen_k.value_or(0))}) {
-    if (n < 0) fail("ValueError", name, ": is ", n, "; expected the length of the longest sequence");
-  }
 }
 
 /// Pages, or a cache, of a call with `batch` sequences.

@@ -24,6 +24,7 @@ namespace cutlass_ext {
 static std::vector<std::string> done;
 static BackwardParams of_statistics;
 static int64_t first_heads;  // 0: all
+static float const* finished_sums;
 void compute_row_statistics(DType, BackwardParams const& params, int64_t ctas_of_heads, float* to_clear, size_t floats,
                             cudaStream_t) {
   EXPECT_EQ(to_clear, params.dq_sums ? params.dq_sums : reinterpret_cast<float*>(params.counters));
@@ -45,9 +46,10 @@ void map_tiles(BackwardParams const&, bool, int, int, cudaStream_t) {}
 void compute_dbias(DType, Kernel const* hopper, BackwardParams, cudaStream_t, Allocate const&) {
   done.emplace_back(hopper ? "dBias by " + std::string(hopper->family) : "dBias");
 }
-void finish_dq(Kernel const&, BackwardParams const& params, cudaStream_t) {
+void finish_dq(Kernel const&, BackwardParams const& params, int64_t head0, cudaStream_t) {
   EXPECT_NE(params.dq_sums, nullptr);
-  done.emplace_back("dQ");
+  done.emplace_back(head0 > 0 ? "dQ from head " + std::to_string(head0) : "dQ");
+  finished_sums = params.dq_sums;
 }
 void finish_splits(Kernel const&, BackwardParams const& params, cudaStream_t) {
   EXPECT_NE(params.split_sums, nullptr);
@@ -190,6 +192,38 @@ TEST(BackwardPlan, MirrorsTilesWhereGroupsAreLargerThanL2) {
   EXPECT_FALSE(is_mirrored(Call(4, 2048, 4096, 28, 4, 128).in_any_order().causal())) << "the first tiles see all rows";
   EXPECT_FALSE(is_mirrored(causal(4, 2048, 28, 4, 128).lengths()));
   EXPECT_FALSE(is_mirrored(Call(4, 2048, 2048, 28, 4, 128).causal())) << "which adds to nothing";
+}
+
+TEST(BackwardPlan, MakesDqBesideTilesThatTakeLongEnough) {
+  auto const is_sectioned = [](Call const& call) {
+    BackwardParams p;
+    BackwardPlan const plan = plan_of(call, &p);
+    // A wave of tiles.
+    if (plan.of_keys.is_sectioned) EXPECT_GE(plan.of_keys.scheduler.items_a_section(), 132 - 15);
+    return plan.of_keys.is_sectioned;
+  };
+  auto const of = [](int batch, int n, int heads, int heads_kv, int head_dim) {
+    return Call(batch, n, n, heads, heads_kv, head_dim).in_any_order();
+  };
+  EXPECT_TRUE(is_sectioned(of(16, 1024, 16, 16, 128)));
+  EXPECT_TRUE(is_sectioned(of(8, 2048, 16, 16, 128)));
+  EXPECT_TRUE(is_sectioned(of(8, 2048, 16, 16, 128).causal()));
+  EXPECT_TRUE(is_sectioned(of(9, 1500, 16, 16, 104)));
+  EXPECT_TRUE(is_sectioned(of(8, 1024, 12, 12, 64).causal()));
+  EXPECT_TRUE(is_sectioned(of(8, 1024, 32, 16, 64)));
+  EXPECT_FALSE(is_sectioned(of(16, 1024, 16, 16, 128).causal())) << "tiles see half of the rows";
+  EXPECT_FALSE(is_sectioned(of(5, 700, 64, 64, 128)));
+  EXPECT_FALSE(is_sectioned(of(8, 1024, 32, 8, 64))) << "68 MB of sums";
+  EXPECT_FALSE(is_sectioned(of(1, 2048, 16, 16, 128))) << "two waves";
+  EXPECT_FALSE(is_sectioned(of(8, 2048, 8, 8, 256))) << "no shared memory";
+  EXPECT_TRUE(is_sectioned(of(8, 2048, 32, 32, 64))) << "three warpgroups";
+  EXPECT_FALSE(is_sectioned(of(9, 1500, 32, 32, 64).causal())) << "which leave the warp less of it";
+  EXPECT_FALSE(is_sectioned(of(8, 2048, 16, 16, 128).lengths()));
+  EXPECT_FALSE(is_sectioned(of(8, 2048, 16, 16, 128).packed(16384, 16384)));
+  EXPECT_FALSE(is_sectioned(Call(8, 2048, 2048, 16, 16, 128))) << "which adds to nothing";
+  Call unaligned = of(8, 2048, 16, 16, 128);
+  unaligned.p.dq = somewhere<char>() + 8;
+  EXPECT_FALSE(is_sectioned(unaligned)) << "the copy engine writes dQ";
 }
 
 TEST(BackwardPlan, TakesAWaveOfCausalTilesAtATime) {
@@ -535,9 +569,18 @@ TEST(BackwardRun, ClearsTheSumsOfQueriesAndFinishesThem) {
   EXPECT_EQ(workspace, fake::cleared_bytes + 32u * 8 * 1024 * sizeof(RowStatistics));
 }
 
+TEST(BackwardRun, HasRoomForSumsOfSectionsAndFinishesTheLast) {
+  size_t workspace;
+  // 16 sections of 8 heads.
+  EXPECT_EQ(run_of(Call(8, 2048, 2048, 16, 16, 128).in_any_order(), &workspace), "statistics, keys, dQ from head 120");
+  size_t const of_a_section = 8 * 2048 * 128 * sizeof(float);
+  EXPECT_EQ(fake::cleared_bytes, kSectionsOfSums * of_a_section + 16 + 16 * sizeof(SectionCounts));
+  EXPECT_EQ(finished_sums, somewhere<float>() + 15 % kSectionsOfSums * of_a_section / sizeof(float));
+}
+
 TEST(BackwardRun, TakesTilesOfKeysOneAfterTheOther) {
   size_t workspace;
-  EXPECT_EQ(run_of(Call(8, 2048, 2048, 16, 16, 64).in_any_order(), &workspace), "statistics, keys, dQ");
+  EXPECT_EQ(run_of(Call(8, 2048, 2048, 16, 16, 64).in_any_order(), &workspace), "statistics, keys, dQ from head 112");
 }
 
 TEST(BackwardRun, AddsUpWhatSplitsLeave) {

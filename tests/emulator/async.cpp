@@ -256,6 +256,28 @@ void tensor_load(Warp& w, Instruction const& i, Lanes mask) {
   });
 }
 
+/// cp.async.bulk.tensor from shared memory. many: the coordinates. What lies outside the tensor is left out.
+void tensor_store(Warp& w, Instruction const& i, Lanes mask) {
+  each(mask, [&](int lane) {
+    auto const* const map = reinterpret_cast<TensorMap const*>(w.at<uint64_t>(i.operands[0], lane));
+    uint64_t const from = w.at<uint32_t>(i.operands[1], lane) + i.offset_2;
+    if (map->magic != TensorMap::kMagic) fault("a tensor map that nobody encoded");
+    if (map->rank != i.many.size()) fault("a tensor map of another rank");
+    if (from % 128) fault("a box that does not begin at a multiple of 128 bytes");
+    std::array<int32_t, 5> at{};
+    for (size_t n = 0; n < i.many.size(); ++n) at[n] = w.at<int32_t>(i.many[n], lane);
+    begin(w, w.bulk_copies[lane], [&cta = w.cta, map, at, from] {
+      cta.async_read(from, bytes_of_box(*map));
+      auto const [owner, begin] = cta.cluster.owner(cta, from, bytes_of_box(*map));
+      of_box(*map, at, begin, [&, shared = owner->shared.data()](char* to, uint64_t place) {
+        if (!to) return;
+        if (!is_allocated(to, map->element_bytes)) fault("the copy engine writes what no tensor has");
+        std::memcpy(to, shared + place, map->element_bytes);
+      });
+    });
+  });
+}
+
 /// st.async: numbers to a CTA's shared memory, whose barrier counts their bytes. many: the numbers.
 void store_async(Warp& w, Instruction const& i, Lanes mask) {
   each(mask, [&](int lane) {
@@ -549,7 +571,16 @@ bool decode_async(Instruction& i, Words const& op, Words const& operands, Reader
     i.kind = has(op, "noinc");
     i.run = arrive_after_copies;
   } else if (name == "cp" && has(op, "tensor")) {
-    if (!has(op, "global") || op[5] != "shared::cluster") return false;
+    bool const stores = has(op, "bulk_group");
+    if (!has(op, "global") || (!stores && op[5] != "shared::cluster") || has(op, "reduce")) return false;
+    if (stores) {
+      auto const parts = inside(operands[0]);
+      i.operands[0] = reader.value(parts[0], 8, false).place;
+      for (size_t n = 1; n < parts.size(); ++n) i.many.push_back(word(parts[n]));
+      address(operands[1], 1, i.offset_2);
+      i.run = tensor_store;
+      return true;
+    }
     address(operands[0], 0, i.offset);
     auto const parts = inside(operands[1]);
     i.operands[1] = reader.value(parts[0], 8, false).place;

@@ -463,6 +463,36 @@ def test_mirrored_tiles(kernels, batch, n, heads, d):
     check(kernels, *kernels.qkv(batch, n, heads, d, heads_kv=1), causal=True, small=True)
 
 
+# n_q, n_kv, heads, heads_kv, d, d_v: of so many sequences that tiles of keys come in three waves and more, dQ is made
+# of its sums beside them, a wave's heads after the other's.
+SECTIONS = {
+    "narrow": (520, 1000, 6, 6, 64, 64),
+    "narrow, grouped": (600, 1025, 8, 4, 40, 64),
+    "wide": (1000, 1100, 6, 6, 128, 128),
+    "columns that no panel fills": (1030, 900, 5, 5, 104, 72),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "start_pos": 480}, {"softmax_scale": 0.3}], ids=str)
+@pytest.mark.parametrize("shape", SECTIONS)
+def test_dq_beside_tiles(hopper, shape, options):
+    n_q, n_kv, heads, heads_kv, d, d_v = SECTIONS[shape]
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    batch = 3 * multiprocessors // (heads_kv * (n_kv // 128)) + 1
+    tensors = hopper.qkv(batch, n_q, heads, d, n_kv=n_kv, heads_kv=heads_kv, d_v=d_v)
+    check(hopper, *tensors, small=True, sink=hopper.vector(heads), **options)
+
+
+def test_dk_and_dv_beside_dq_have_the_same_bits(hopper):
+    """With more sections than there are places for sums."""
+    q, k, v = hopper.qkv(9, 1100, 16, 128)
+    dout, _ = of_out(hopper, q, v)
+    first, *rest = (hopper.gradients(q, k, v, dout, None) for _ in range(10))
+    for got in rest:
+        assert_same_bits(got[1:3], first[1:3])
+        torch.testing.assert_close(got[0], first[0], rtol=0.02, atol=0.02)
+
+
 # ------------------------------------------------------------------------------------------------ tiles that CTAs share
 # batch, n_q, n_kv, heads, heads_kv, d, d_v: so few tiles of keys, or of rows too, that Hopper's kernels split them: of
 # the heads, of the rows or keys that a tile goes through, of both; in parts that differ, and of which some are empty.

@@ -21,6 +21,16 @@ struct ToClear {
   int64_t size = 0, of_a_cta = 0;
 };
 
+/// What a CTA sees to, of launches with one for each tile of rows of each head.
+struct RowsOfHead {
+  int b, head, row0;
+};
+CUTE_DEVICE RowsOfHead rows_of_cta(Params const& params) {
+  constexpr unsigned kTile = StatisticsRows::kTile;
+  unsigned const tiles = (params.n_q + kTile - 1) / kTile, head = blockIdx.x / tiles, b = head / params.heads_q;
+  return {int(b), int(head - b * params.heads_q), int((blockIdx.x - head * tiles) * kTile)};
+}
+
 /// The statistics of a tile of rows of one head: a CTA each. With `tiles_a_head` only of the heads that the CTAs of a
 /// launch of whole heads begin with, which has so many tiles for each: these see to the others while they work.
 template <class Element, int Lanes>
@@ -28,15 +38,15 @@ __global__ void __launch_bounds__(kStatisticsThreads)
     row_statistics_kernel(__grid_constant__ BackwardParams const params, int const tiles_a_head,
                           ToClear const to_clear) {
   constexpr int kTile = StatisticsRows::kTile, kRowsAPass = kStatisticsThreads / Lanes;
-  int64_t const begin = ((int64_t(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * to_clear.of_a_cta,
-                end = min(begin + to_clear.of_a_cta, to_clear.size);
+  int64_t const begin = int64_t(blockIdx.x) * to_clear.of_a_cta, end = min(begin + to_clear.of_a_cta, to_clear.size);
   for (int64_t i = begin + threadIdx.x; i < end; i += kStatisticsThreads)
     to_clear.data[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  int const row0 = blockIdx.x * kTile, lane = threadIdx.x % Lanes;
-  int b = blockIdx.z, head = blockIdx.y;
+  auto [b, head, row0] = rows_of_cta(params);
+  int const lane = threadIdx.x % Lanes;
   if (tiles_a_head > 0) {
-    WorkItem const work = params.scheduler(blockIdx.z * tiles_a_head);
-    b = work.batch, head += work.head * params.heads_per_kv.divisor;
+    int const group = params.heads_per_kv.divisor, of_launch = b * params.heads_q + head;
+    WorkItem const work = params.scheduler(of_launch / group * tiles_a_head);
+    b = work.batch, head = work.head * group + of_launch % group;
   }
   Sequence const sequence = sequence_of(params, b);
   int const n_q = sequence.visibility.n_q;
@@ -91,7 +101,8 @@ CUTE_DEVICE bool sees_some(BackwardParams const& params, Sequence const& sequenc
 inline __global__ void __launch_bounds__(kStatisticsThreads)
     empty_rows_kernel(__grid_constant__ BackwardParams const params) {
   constexpr int kTile = StatisticsRows::kTile;
-  int const b = blockIdx.z, head = blockIdx.y, row0 = blockIdx.x * kTile, lane = threadIdx.x % 16;
+  auto const [b, head, row0] = rows_of_cta(params);
+  int const lane = threadIdx.x % 16;
   Sequence const sequence = sequence_of(params, b);
   int const n_q = sequence.visibility.n_q;
   if (row0 >= n_q) return;  // the place of such rows may be another sequence's

@@ -23,9 +23,12 @@ struct SummedGradient {
   CUTE_HOST_DEVICE int panels() const { return (cols + kSumsColumns - 1) / kSumsColumns; }
 };
 
-/// What a launch finishes, of rows of one side: one gradient, or two.
+/// What a launch finishes, of rows of one side: one gradient, or two; of heads, all sequences' counted, from `head0`
+/// on, which the sums begin with.
 struct GradientSums {
   Axis side;
+  int64_t head0 = 0;
+  unsigned ctas_a_head = 1;
   int splits = 1;
   int64_t of_a_split = 0;  // rows
   float scale = 1.f;
@@ -42,15 +45,20 @@ __global__ void __launch_bounds__(kSumsThreads) gradient_sums_kernel(__grid_cons
   constexpr int kPitch = kSumsColumns + 8;    // of a row in shared memory: 16 bytes more spread rows over the banks
   __shared__ __align__(16) Element tile[kSumsRows * kPitch];
   int const panels = gradients.first.panels() + gradients.second.panels();
-  int const b = blockIdx.z, head = blockIdx.y, row0 = blockIdx.x / panels * kSumsRows, panel = blockIdx.x % panels;
+  bool const of_keys = gradients.side == Axis::Keys;
+  unsigned const head_of_launch = blockIdx.x / gradients.ctas_a_head,
+                 cta = blockIdx.x - head_of_launch * gradients.ctas_a_head;
+  int const heads = of_keys ? params.heads_kv : params.heads_q, row0 = cta / panels * kSumsRows, panel = cta % panels;
+  int64_t const head_of_all = gradients.head0 + head_of_launch;
+  int const b = head_of_all / heads, head = head_of_all - int64_t(b) * heads;
   bool const is_second = panel >= gradients.first.panels();
   SummedGradient const of = is_second ? gradients.second : gradients.first;
   int const panel_of = panel - (is_second ? gradients.first.panels() : 0);
   Sequence const sequence = sequence_of(params, b);
-  bool const of_keys = gradients.side == Axis::Keys;
   int const rows = (of_keys ? sequence.visibility.len_kv : sequence.visibility.n_q) - row0;
   if (rows <= 0) return;
-  int64_t const first = TiledRows(params, gradients.side).first(params, sequence, b, head) + row0;
+  TiledRows const tiled(params, gradients.side);
+  int64_t const first = tiled.first(params, sequence, b, head) - gradients.head0 * tiled.of_a_head + row0;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp * 16 + lane / 4;
   auto const* from =
       reinterpret_cast<float4 const*>(of.sums + first * of.columns) + Order::first(panel_of, warp) + lane;

@@ -20,6 +20,7 @@ struct TensorMapsOfPairs : TensorMaps {
 struct GradientMaps {
   CUtensorMap held, held_v;
   CUtensorMap streamed, streamed_v;
+  CUtensorMap dq;  // to write 16 rows, where CTAs make it of sums themselves
 };
 
 /// What the gradient of the bias reads: of rows, and of keys.

@@ -633,6 +633,13 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       }
     }
     store_results<Traits, What>(params, tile, cA, cV, staging);
+    if constexpr (Traits::Sectioned) {
+      if (params.sections && turns > 0) {
+        if constexpr (Traits::StagesSums) wait_for_bulk_writes();
+        __syncwarp();
+        release(shared.added);
+      }
+    }
     if constexpr (Traits::HoldsSums) {
       if (tile.ends_head()) store_held_sums(params, due.sums, tile, row_block);
     }

@@ -13,6 +13,7 @@
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "beside.hpp"
 #include "consumer.hpp"
 #include "producer.hpp"
 
@@ -64,6 +65,10 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       if constexpr (Traits::AddsApart) {
         for (auto* barrier : {&shared.p_full, &shared.p_empty}) barrier->init(4);
       }
+      if constexpr (Traits::Sectioned) {
+        shared.added.init(kReaders);
+        for (auto& barrier : shared.beside_full) barrier.init(1);
+      }
       if constexpr (Traits::HoldsSums) shared.head_taken.init(1), shared.rows_known.init(2 * 32);
       for (auto& barrier : shared.tile_full) barrier.init(1);
       for (auto& barrier : shared.tile_empty)
@@ -90,9 +95,16 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       }
     }
     TileReader<Traits> tiles{shared};
-    if (warp == 1) tiles.for_each(StreamCopy<Traits, true>(params, maps, shared));
+    if (warp == 1) {
+      StreamCopy<Traits, true> copy(params, maps, shared);
+      tiles.for_each(copy);
+      if constexpr (Traits::Sectioned) copy.count_ended();
+    }
     if constexpr (Traits::FoldsStatistics) {
       if (warp == 2) tiles.for_each(StatisticsCopy<Traits>(params, shared));
+    }
+    if constexpr (Traits::Sectioned) {
+      if (warp >= 2 + Traits::FoldsStatistics && params.sections) SectionWork<Traits>(params, maps.dq, shared)();
     }
     if constexpr (Traits::HoldsSums) {
       if (warp >= 2) know_rows<Traits>(params, shared);

@@ -7,6 +7,7 @@
 
 #include "../../sm90/tensor_maps.hpp"
 #include "../row_product.hpp"
+#include "sections.hpp"
 #include "traits.hpp"
 
 namespace cutlass_ext::sm90 {
@@ -47,18 +48,24 @@ struct StatisticsCopy {
   typename Traits::SharedStorage& shared;
   float per_scale;
   RingPosition<Traits::Stages> ring{};
+  int section = 0;  // of a launch by sections: that before whose place is free
 
   CUTE_DEVICE StatisticsCopy(BackwardParams const& params, typename Traits::SharedStorage& shared)
       : params(params), shared(shared), per_scale(1.f / ScoreMod::query_scale(params)) {}
 
   CUTE_DEVICE void operator()(GradientTile<Traits> const& tile) {
     StreamOrder<Traits> order(params, tile, tile.tiles);
-    bool const is_first = tile.begins_head() && threadIdx.x % 32 == 0;
+    bool const is_first = !params.sections && tile.begins_head() && threadIdx.x % 32 == 0;
+    if (Traits::Sectioned && params.sections && tile.section != section) {  // nobody works on the tile before
+      section = tile.section;
+      while (!is_ready(params, section)) __nanosleep(100);
+    }
     for (int left = tile.turns(params); left > 0; --left, order.advance(params, tile, tile.tiles)) {
       int64_t const row =
           StatisticsRows(params).first(params, tile.sequence, tile.work.batch, order.head) + order.t() * Traits::Step;
       if (is_first)
-        prefetch_bulk(params.dq_sums + row * Traits::HeadDim, Traits::Step * Traits::HeadDim * sizeof(float));
+        prefetch_bulk(sums_of_tile(params, tile, order.head, order.t()),
+                      Traits::Step * Traits::HeadDim * sizeof(float));
       bring(params.row_statistics + row);
     }
   }
@@ -99,12 +106,19 @@ struct StreamCopy {
   Shared& shared;
   TailCopy tail;
   RingPosition<Traits::Stages> ring{};
+  int ended = -1;  // the section of the tile before, until it is counted
+  uint32_t added_phase = 0;
 
   CUTE_DEVICE StreamCopy(BackwardParams const& params, GradientMaps const& maps, Shared& shared)
       : params(params), maps(maps), shared(shared), tail{OfValues ? shared.tail_v : shared.tail} {}
 
   CUTE_DEVICE void operator()(GradientTile<Traits> const& tile) {
-    if (tile.turns(params) == 0) return;
+    int const turns = tile.turns(params);
+    if (turns == 0) {
+      if (Traits::Sectioned && OfValues && params.sections && threadIdx.x % 32 == 0)
+        count_done(params.sections[tile.section].added);
+      return;
+    }
     constexpr int StatisticsBytes = WithStatistics ? Step * sizeof(RowStatistics) : 0;
     CUtensorMap const& map_held = OfValues ? maps.held_v : maps.held;
     CUtensorMap const& map_streamed = OfValues ? maps.streamed_v : maps.streamed;
@@ -216,8 +230,14 @@ struct StreamCopy {
     };
     if constexpr (Traits::AnyOrder) {
       StreamOrder<Traits> order(params, tile, tile.tiles);
-      for (int left = tile.turns(params); left > 0; --left, order.advance(params, tile, tile.tiles))
+      for (int left = turns; left > 0; --left, order.advance(params, tile, tile.tiles)) {
+        // With one place left to fill, or one tile to fill it with: the tile in hand before has ended, or ends soon.
+        if constexpr (Traits::Sectioned && OfValues) {
+          if (left - 1 == max(turns - Traits::Stages, 0)) count_ended();
+        }
         copy_streamed(order.head, order.t(), statistics_of(order.head), nullptr);
+      }
+      if (Traits::Sectioned && OfValues && params.sections) ended = tile.section;
     } else {
       for (int head_q = tile.head_q; head_q < tile.head_q + tile.heads; ++head_q) {
         int64_t const statistics = statistics_of(Traits::OfKeys ? head_q : tile.head_kv);
@@ -228,6 +248,16 @@ struct StreamCopy {
         }
       }
     }
+  }
+
+  /// Tells all CTAs of what the tile before has added to dQ, once it has.
+  CUTE_DEVICE void count_ended() {
+    if (ended < 0) return;
+    shared.added.wait_for(added_phase);
+    added_phase ^= 1;
+    if (threadIdx.x % 32 == 0) count_done(params.sections[ended].added);
+    __syncwarp();
+    ended = -1;
   }
 };
 

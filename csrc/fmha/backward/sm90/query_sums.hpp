@@ -24,12 +24,8 @@ CUTE_DEVICE void add_to_memory(float* to, void const* from, int bytes) {
   tma_store_arrive();
 }
 
-/// Where the sums of dQ of a streamed tile begin.
-template <class Traits>
-CUTE_DEVICE float* sums_of_tile(BackwardParams const& params, GradientTile<Traits> const& tile, int head, int t) {
-  int64_t const row = StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) + t * Traits::Step;
-  return params.dq_sums + row * Traits::HeadDim;
-}
+/// Until all that the thread has had the copy engine add is there.
+CUTE_DEVICE void wait_for_bulk_writes() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 /// What the keys in hand add to dQ of a tile of rows: dS K, computed by all warpgroups together, of each a part of the
 /// columns, or, `AddsApart`, by one of them. `buffer` is where dS of the tile lies.

@@ -8,6 +8,7 @@
 #include "../../sm90/pipeline.hpp"
 #include "../../sm90/warpgroup.hpp"
 #include "../params.hpp"
+#include "sections.hpp"
 
 namespace cutlass_ext::sm90 {
 
@@ -28,6 +29,8 @@ struct GradientTile {
   int heads;      // query heads that are gone through
   int head_q, head_kv;
   int held_row0, streamed_row0;  // rows of the tensors that hold the side's first
+  int64_t sums_row0;             // of the sums of dQ, the first of the first head
+  int section = 0;               // of the launch's, where it goes by sections
   PairMod pairs;                 // of the first head
   bool bias_in_chunks;           // whether eight keys of a row are a vector of 16 bytes
   float bias_unit;               // of the bias in scores
@@ -59,6 +62,16 @@ struct GradientTile {
     if constexpr (Traits::Splits) {
       Range const own = split_turns(params, work.split, heads, &tiles);
       head_q += own.begin, heads = own.size();
+    }
+    if constexpr (Traits::AddsToQueries && !Traits::HoldsSums)
+      sums_row0 = StatisticsRows(params).first(params, sequence, work.batch, head_q);
+    if constexpr (Traits::Sectioned) {
+      if (params.sections) {
+        section = params.scheduler.section_of(index);
+        int const of_section = params.scheduler.pairs_a_section(),
+                  pair = work.batch * params.heads_kv + work.head - section * of_section;
+        sums_row0 = (int64_t(section % kSectionsOfSums) * of_section + pair) * heads * params.rows_a_head;
+      }
     }
     if (!Traits::Pairs || !has_pairs(params)) return;
     pairs = PairMod(params, sequence, work.batch, head_q);
@@ -94,6 +107,13 @@ struct GradientTile {
     return __reduce_add_sync(0xffffffffu, count);
   }
 };
+
+/// Where the sums of dQ of a streamed tile begin.
+template <class Traits>
+CUTE_DEVICE float* sums_of_tile(BackwardParams const& params, GradientTile<Traits> const& tile, int head, int t) {
+  int64_t const row = tile.sums_row0 + int64_t(head - tile.head_q) * params.rows_a_head + t * Traits::Step;
+  return params.dq_sums + row * Traits::HeadDim;
+}
 
 /// Where a CTA stands in the tiles that pass by the one in hand: all of a head from the first on, head after head; or,
 /// of mirrored tiles, one of each head, from the last rows on or up to them. `tiles` are the tile's, which whoever goes
@@ -172,12 +192,14 @@ struct TileTaker {
   unsigned index = 0, next_head = 0;         // of the tile, and of the first one of the next head
   uint32_t held_phase = 0, rows_phase = 0;
 
-  /// What no CTA has: a tile, or a head.
+  /// What no CTA has: a tile, or a head; but for the first, which its index says.
   CUTE_DEVICE unsigned draw(bool leader) const {
     return gridDim.x + __shfl_sync(0xffffffffu, leader ? atomicAdd(params.counters, 1u) : 0, 0);
   }
   /// The index of the next tile.
   CUTE_DEVICE unsigned take(bool leader) {
+    // Others wait for what a tile adds: no CTA may have one before it runs.
+    if (Traits::Sectioned && params.sections) return draw(leader) - gridDim.x;
     bool const is_first = !took_first;
     took_first = true;
     if (Traits::AnyOrder && params.is_mirrored && !is_first) {
@@ -221,6 +243,7 @@ struct TileTaker {
         slot = GradientTile<Traits>(params, index, at_image);
         slot.held_phase = held_phase;
         if (Traits::HoldsSums && slot.rows() <= 0) slot.tiles = {0, 0};  // a head without keys, whose dQ is 0
+        if (Traits::Sectioned && params.sections && slot.rows() <= 0) count_done(params.sections[slot.section].added);
       }
       __syncwarp();
       if (Traits::HoldsSums && exists) goes_on = !slot.ends_head();

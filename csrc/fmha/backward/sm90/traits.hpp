@@ -9,6 +9,7 @@
 #include "columns.hpp"
 #include "pairs.hpp"
 #include "parts.hpp"
+#include "sections.hpp"
 #include "tiles.hpp"
 
 namespace cutlass_ext::sm90 {
@@ -74,6 +75,14 @@ struct BackwardTraits {
   static constexpr bool ReadsStatistics = OfKeys && !FoldsStatistics;
   /// Whether rows may pass by in either order (StreamOrder).
   static constexpr bool AnyOrder = AddsToQueries && !HoldsSums && !Mods;
+  /// How many parts of the sums of dQ, and of how many columns, are on their way to a warp that makes dQ of them beside
+  /// the tiles (beside.hpp): what there is room for. 0: none does.
+  static constexpr int PartsBeside = !AnyOrder || AddsApart ? 0
+                                     : Crowded              ? 1
+                                     : HeadDim <= 64        ? 4
+                                                            : 2,
+                       ColumnsBeside = Crowded ? 32 : kPanel;
+  static constexpr bool Sectioned = PartsBeside > 0;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
   // 504 are there, as in traits.hpp, 512 of four warpgroups.
   static constexpr int ProducerRegisters = HoldsSums             ? 56
@@ -163,6 +172,7 @@ struct BackwardTraits {
     alignas(1024) Part streamed_v[Stages * Step * ColumnsV];
     alignas(1024) Part ds[AddsToQueries ? BuffersDS * B_r * B_c : 8];
     alignas(HoldsSums ? 16 : 1024) Part held_v[HoldsSums ? 8 : Held * ColumnsV];
+    PartsOfSums<Element, PartsBeside, ColumnsBeside> beside;
     alignas(16) float4 sums[VectorsOfSums];  // of dQ: tiles of rows of a head, in the order of SumsOfTile
     // 16 rows of a panel for each consumer warp; a warp's part of dS, or of what else it passes on, serves as such.
     alignas(256) Part staging[Parts == 1 && !EmptiesDS && !StagesInDS ? 4 * Consumers * Staged : 8];
@@ -179,6 +189,8 @@ struct BackwardTraits {
     Barrier ds_full[BuffersDS];
     Barrier tail, tail_v;  // the copy of a tile whose rows past the last are to be zeroed before anyone sees it
     Barrier ds_empty[EmptiesDS ? BuffersDS : 1], p_full, p_empty;
+    Barrier added;  // all of what the tile adds to dQ
+    Barrier beside_full[Sectioned ? PartsBeside : 1];
     Barrier head_taken, rows_known;  // the CTA's next head, of whole ones, and the statistics of its rows
     unsigned next_head;              // its first tile's index
     alignas(16) float4 p[AddsApart ? VectorsOfP * kWarpgroup : 1];

@@ -1,0 +1,132 @@
+// dQ of the sums that Hopper's kernels over tiles of keys leave in memory, made by a spare warp of each CTA beside the
+// tiles of a launch that goes through its heads section for section: of the section before, whose place it clears for
+// one that comes. So the sums never leave L2, and no launch clears or reads them before and after. Used by kernel.hpp.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "../../operand.hpp"
+#include "../../registers.hpp"
+#include "../../rows.hpp"
+#include "sections.hpp"
+#include "traits.hpp"
+
+namespace cutlass_ext::sm90 {
+
+/// A warp that does one job after the other. The copy engine brings the sums and takes dQ, part for part: beside the
+/// others the warp issues an instruction in twenty clocks, and one that reads or writes shared memory in a hundred, so
+/// that these are to be few. An H200's clocks for a job of 128 columns, (8, 2048, 16, 128): 72,000, and as many with
+/// loads and stores instead, which slow the others down.
+template <class Traits>
+struct SectionWork {
+  using Element = typename Traits::Element;
+  using Shared = decltype(Traits::SharedStorage::beside);
+  using Order = SumsOfTile<Traits::HeadDim>;
+  static constexpr int kParts = Traits::PartsBeside, kRows = Shared::kRows, kColumns = Shared::kColumns,
+                       kChunks = kColumns / 8, kVectors = kRows * kColumns / 4, kPartsOfPanel = kPanel / kColumns,
+                       kPartsOfJob = TiledRows::kTile / kRows * Order::kParts * kPartsOfPanel;
+  static_assert(Order::kOfAWarp == kVectors * kPartsOfPanel);
+  static_assert(kPartsOfJob % (2 * kParts) == 0, "every job begins with the same phase");
+
+  BackwardParams const& params;
+  CUtensorMap const& map;
+  Shared& shared;
+  Barrier* const full;  // of its parts
+
+  CUTE_DEVICE SectionWork(BackwardParams const& params, CUtensorMap const& map, typename Traits::SharedStorage& shared)
+      : params(params), map(map), shared(shared.beside), full(shared.beside_full) {}
+
+  CUTE_DEVICE void operator()() const {
+    SectionJobs const& jobs = params.section_jobs;
+    while (true) {
+      unsigned job = threadIdx.x % 32 == 0 ? atomicAdd(params.counters + 1, 1u) : 0;
+      job = __shfl_sync(0xffffffffu, job, 0);
+      if (job >= jobs.size) break;
+      int const section = job / jobs.of_a_section;
+      job -= section * jobs.of_a_section;
+      int const heads = jobs.of_a_section / jobs.of_a_head, in_section = job / jobs.of_a_head,
+                head = section * heads + in_section, batch = head / params.heads_q,
+                row0 = (job - in_section * jobs.of_a_head) * TiledRows::kTile;
+      SectionCounts& counts = params.sections[section];
+      while (!has_counted(counts.added, params.scheduler.items_a_section())) __nanosleep(200);
+      int64_t const place = section % kSectionsOfSums * heads + in_section;
+      finish(params.dq_sums + (place * params.rows_a_head + row0) * Traits::HeadDim, batch,
+             head - batch * params.heads_q, row0);
+      asm volatile("fence.proxy.async.global;" ::: "memory");  // the copy engine may be what adds to them next
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) count_done(counts.finished);
+    }
+    tma_store_wait<0>();  // shared memory is read until then
+  }
+
+ private:
+  /// Four sums, from shared memory, where the code says so: the compiler would load them one after the other.
+  CUTE_DEVICE static float4 load(uint32_t address) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(address));
+    return x;
+  }
+
+  /// dQ of rows whose sums begin at `sums`, which are zero then.
+  CUTE_DEVICE void finish(float* sums, int batch, int head, int row0) const {
+    int const lane = threadIdx.x % 32;
+    auto* of_part = reinterpret_cast<float4*>(sums) + lane;
+    uint32_t const shared_sums = cast_smem_ptr_to_uint(shared.sums);
+    auto const bring = [&](float4* from, int part) {  // by lane 0
+      auto& barrier = full[part % kParts];
+      barrier.arrive_and_expect_tx(kVectors * sizeof(float4));
+      SM90_BULK_COPY_G2S::copy(from, reinterpret_cast<uint64_t*>(&barrier), shared.sums[part % kParts],
+                               kVectors * sizeof(float4));
+    };
+    asm volatile("fence.proxy.async.global;" ::: "memory");  // others have added to them
+    __syncwarp();
+    if (lane == 0) {
+      for (int part = 0; part < kParts; ++part) bring(of_part + part * kVectors, part);
+    }
+    float const scale = factor_of_gradients(params);
+    CUTE_NO_UNROLL
+    for (int part = 0; part < kPartsOfJob; ++part, of_part += kVectors) {
+      tma_store_wait<0>();  // what was left there before has been read
+      full[part % kParts].wait_for(part / kParts % 2);
+      __syncwarp();
+      // The lane leaves a row of a matrix: of four, rows 0 to 7 and the eight after them, of eight columns and of the
+      // eight after them.
+      unsigned const thread = static_cast<unsigned>(anew(threadIdx.x)) % 32;
+      uint32_t const from = shared_sums + (part % kParts * kVectors + thread) * sizeof(float4),
+                     to = cast_smem_ptr_to_uint(shared.dq) + thread % 16 * (kColumns * sizeof(Element)) +
+                          ((thread / 16) ^ (thread / (8 / kChunks) % kChunks)) * 16;
+      constexpr int kUnderWay = 3;
+      float4 x[kUnderWay];
+      CUTE_UNROLL
+      for (int i = 0; i < kUnderWay; ++i) x[i] = load(from + i * 32 * sizeof(float4));
+      uint32_t words[4];
+      CUTE_UNROLL
+      for (int i = 0; i < kChunks; ++i) {
+        float4& of = x[i % kUnderWay];
+        words[i % 2 * 2] = pack<Element>(of.x * scale, of.y * scale);
+        words[i % 2 * 2 + 1] = pack<Element>(of.z * scale, of.w * scale);
+        if (i + kUnderWay < kChunks) of = load(from + (i + kUnderWay) * 32 * sizeof(float4));
+        if (i % 2 == 0) continue;
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to ^ (i / 2 * 32)),
+                     "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                     : "memory");
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < kChunks; ++i) of_part[i * 32] = make_float4(0.f, 0.f, 0.f, 0.f);
+      cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+      if (lane == 0) {
+        if (part + kParts < kPartsOfJob) bring(of_part + kParts * kVectors, part + kParts);
+        // A warp's 16 rows of a panel after those of the one before; panel after panel; tile after tile.
+        int const sixteen = part / kPartsOfPanel;
+        SM90_TMA_STORE_4D::copy(&map, shared.dq, sixteen / 4 % Order::kParts * kPanel + part % kPartsOfPanel * kColumns,
+                                row0 + sixteen / (4 * Order::kParts) * Order::kRows + sixteen % 4 * kRows, head, batch);
+        tma_store_arrive();
+      }
+    }
+  }
+};
+
+}  // namespace cutlass_ext::sm90
