@@ -226,14 +226,14 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   if (rows > 0) params.row_statistics = static_cast<RowStatistics*>(allocate(rows * sizeof(RowStatistics)));
   if (rows > 0 && changes_scores(params)) params.empty_rows = static_cast<uint32_t*>(allocate(rows / 8));
   Scheduler const& scheduler = plan.of_keys.scheduler;
-  bool const is_sectioned = plan.of_keys.is_sectioned && rows > 0;
+  bool const is_sectioned = plan.of_keys.is_sectioned;
+  int64_t const heads_a_section = int64_t(scheduler.pairs_a_section()) * params.heads_per_kv.divisor,
+                rows_a_section = heads_a_section * StatisticsRows(params).of_a_head;
   float* to_clear = nullptr;
   size_t cleared = 0;
   if (plan.is_one()) {
     // Cleared together: the sums, how many tiles and jobs have been taken, in four more, and the counts of sections.
-    int64_t const heads_a_section = int64_t(scheduler.pairs_a_section()) * params.heads_per_kv.divisor,
-                  rows_a_section = heads_a_section * StatisticsRows(params).of_a_head,
-                  sums_rows = is_sectioned ? std::min(kSectionsOfSums, scheduler.sections()) * rows_a_section : rows;
+    size_t const sums_rows = is_sectioned ? std::min(kSectionsOfSums, scheduler.sections()) * rows_a_section : rows;
     size_t const sums = plan.adds_to_queries() ? sums_rows * plan.of_keys.kernel->head_dim : 0;
     size_t const counts = is_sectioned ? (scheduler.sections() * sizeof(SectionCounts) + 15) / 16 * 4 : 0;
     cleared = sums + 4 + counts;
@@ -258,11 +258,9 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
     if (!plan.adds_to_queries()) return;
     int64_t head0 = 0;
     if (is_sectioned) {  // the last section is left
-      int64_t const last = scheduler.sections() - 1,
-                    heads_a_section = int64_t(scheduler.pairs_a_section()) * params.heads_per_kv.divisor;
+      int const last = scheduler.sections() - 1;
       head0 = last * heads_a_section;
-      params.dq_sums +=
-          last % kSectionsOfSums * heads_a_section * StatisticsRows(params).of_a_head * plan.of_keys.kernel->head_dim;
+      params.dq_sums += last % kSectionsOfSums * rows_a_section * plan.of_keys.kernel->head_dim;
     }
     finish_dq(*plan.of_keys.kernel, params, head0, stream);
     return;

@@ -483,6 +483,20 @@ def test_dq_beside_tiles(hopper, shape, options):
     check(hopper, *tensors, small=True, sink=hopper.vector(heads), **options)
 
 
+@pytest.mark.parametrize("batch,heads,dim", [(66_000, 1, 0), (1, 66_000, 2)], ids=["sequences", "heads"])
+def test_more_than_a_grid_has_in_y_and_z(kernels, batch, heads, dim):
+    """As in two calls that have fewer."""
+    tensors = kernels.qkv(batch, 3, heads, 8)
+    dout, dlse = of_out(kernels, tensors[0], tensors[2])
+    whole = kernels.gradients(*tensors, dout, dlse, causal=True)
+    halves = [t.tensor_split([40_000], dim) for t in (*tensors, dout)], dlse.tensor_split([40_000], min(dim, 1))
+    for part in (0, 1):
+        q, k, v, g = (t[part].contiguous() for t in halves[0])
+        got = kernels.gradients(q, k, v, g, halves[1][part].contiguous(), causal=True)
+        for x, y in zip(whole, got, strict=True):
+            torch.testing.assert_close(x.tensor_split([40_000], dim)[part], y)
+
+
 def test_dk_and_dv_beside_dq_have_the_same_bits(hopper):
     """With more sections than there are places for sums."""
     q, k, v = hopper.qkv(9, 1100, 16, 128)

@@ -5,9 +5,11 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "../../mma/mma_sync.hpp"
 #include "../../operand.hpp"
 #include "../../registers.hpp"
 #include "../../rows.hpp"
+#include "query_sums.hpp"
 #include "sections.hpp"
 #include "traits.hpp"
 
@@ -32,45 +34,35 @@ struct SectionWork {
   CUtensorMap const& map;
   Shared& shared;
   Barrier* const full;  // of its parts
+  JobBeside& of_job;    // the first lane's, which has no registers for it
 
   CUTE_DEVICE SectionWork(BackwardParams const& params, CUtensorMap const& map, typename Traits::SharedStorage& shared)
-      : params(params), map(map), shared(shared.beside), full(shared.beside_full) {}
+      : params(params), map(map), shared(shared.beside), full(shared.beside_full), of_job(shared.job_beside) {}
 
   CUTE_DEVICE void operator()() const {
     SectionJobs const& jobs = params.section_jobs;
+    int const heads = jobs.of_a_section / jobs.of_a_head;
     while (true) {
-      unsigned job = threadIdx.x % 32 == 0 ? atomicAdd(params.counters + 1, 1u) : 0;
-      job = __shfl_sync(0xffffffffu, job, 0);
+      unsigned job = draw(params.counters + 1);
       if (job >= jobs.size) break;
       int const section = job / jobs.of_a_section;
       job -= section * jobs.of_a_section;
-      int const heads = jobs.of_a_section / jobs.of_a_head, in_section = job / jobs.of_a_head,
-                head = section * heads + in_section, batch = head / params.heads_q,
+      int const in_section = job / jobs.of_a_head, head = section * heads + in_section, batch = head / params.heads_q,
                 row0 = (job - in_section * jobs.of_a_head) * TiledRows::kTile;
-      SectionCounts& counts = params.sections[section];
-      while (!has_counted(counts.added, params.scheduler.items_a_section())) __nanosleep(200);
+      if (threadIdx.x % 32 == 0) of_job = {section, batch, head - batch * params.heads_q, row0};
+      while (!has_counted(params.sections[section].added, params.scheduler.items_a_section())) __nanosleep(200);
       int64_t const place = section % kSectionsOfSums * heads + in_section;
-      finish(params.dq_sums + (place * params.rows_a_head + row0) * Traits::HeadDim, batch,
-             head - batch * params.heads_q, row0);
+      finish(params.dq_sums + (place * params.rows_a_head + row0) * Traits::HeadDim);
       asm volatile("fence.proxy.async.global;" ::: "memory");  // the copy engine may be what adds to them next
       __syncwarp();
-      if (threadIdx.x % 32 == 0) count_done(counts.finished);
+      if (threadIdx.x % 32 == 0) count_done(params.sections[of_job.section].finished);
     }
     tma_store_wait<0>();  // shared memory is read until then
   }
 
  private:
-  /// Four sums, from shared memory, where the code says so: the compiler would load them one after the other.
-  CUTE_DEVICE static float4 load(uint32_t address) {
-    float4 x;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(address));
-    return x;
-  }
-
   /// dQ of rows whose sums begin at `sums`, which are zero then.
-  CUTE_DEVICE void finish(float* sums, int batch, int head, int row0) const {
+  CUTE_DEVICE void finish(float* sums) const {
     int const lane = threadIdx.x % 32;
     auto* of_part = reinterpret_cast<float4*>(sums) + lane;
     uint32_t const shared_sums = cast_smem_ptr_to_uint(shared.sums);
@@ -97,21 +89,21 @@ struct SectionWork {
       uint32_t const from = shared_sums + (part % kParts * kVectors + thread) * sizeof(float4),
                      to = cast_smem_ptr_to_uint(shared.dq) + thread % 16 * (kColumns * sizeof(Element)) +
                           ((thread / 16) ^ (thread / (8 / kChunks) % kChunks)) * 16;
-      constexpr int kUnderWay = 3;
-      float4 x[kUnderWay];
+      // Loaded where the code says so: the compiler would do it one after the other.
+      constexpr int kUnderWay = 2;
+      auto const load = [&](int i) { return sm80::load_shared(from + i * 32 * sizeof(float4)); };
+      uint4 x[kUnderWay];
       CUTE_UNROLL
-      for (int i = 0; i < kUnderWay; ++i) x[i] = load(from + i * 32 * sizeof(float4));
+      for (int i = 0; i < kUnderWay; ++i) x[i] = load(i);
       uint32_t words[4];
       CUTE_UNROLL
       for (int i = 0; i < kChunks; ++i) {
-        float4& of = x[i % kUnderWay];
-        words[i % 2 * 2] = pack<Element>(of.x * scale, of.y * scale);
-        words[i % 2 * 2 + 1] = pack<Element>(of.z * scale, of.w * scale);
-        if (i + kUnderWay < kChunks) of = load(from + (i + kUnderWay) * 32 * sizeof(float4));
+        auto& of = x[i % kUnderWay];
+        words[i % 2 * 2] = pack<Element>(__uint_as_float(of.x) * scale, __uint_as_float(of.y) * scale);
+        words[i % 2 * 2 + 1] = pack<Element>(__uint_as_float(of.z) * scale, __uint_as_float(of.w) * scale);
+        if (i + kUnderWay < kChunks) of = load(i + kUnderWay);
         if (i % 2 == 0) continue;
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to ^ (i / 2 * 32)),
-                     "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-                     : "memory");
+        store_matrices(to ^ (i / 2 * 32), words[0], words[1], words[2], words[3]);
       }
       CUTE_UNROLL
       for (int i = 0; i < kChunks; ++i) of_part[i * 32] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -121,8 +113,10 @@ struct SectionWork {
         if (part + kParts < kPartsOfJob) bring(of_part + kParts * kVectors, part + kParts);
         // A warp's 16 rows of a panel after those of the one before; panel after panel; tile after tile.
         int const sixteen = part / kPartsOfPanel;
+        JobBeside const job = of_job;
         SM90_TMA_STORE_4D::copy(&map, shared.dq, sixteen / 4 % Order::kParts * kPanel + part % kPartsOfPanel * kColumns,
-                                row0 + sixteen / (4 * Order::kParts) * Order::kRows + sixteen % 4 * kRows, head, batch);
+                                job.row0 + sixteen / (4 * Order::kParts) * Order::kRows + sixteen % 4 * kRows, job.head,
+                                job.batch);
         tma_store_arrive();
       }
     }

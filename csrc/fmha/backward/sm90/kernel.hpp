@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       if (warp == 2) tiles.for_each(StatisticsCopy<Traits>(params, shared));
     }
     if constexpr (Traits::Sectioned) {
-      if (warp >= 2 + Traits::FoldsStatistics && params.sections) SectionWork<Traits>(params, maps.dq, shared)();
+      if (warp == 3 && params.sections) SectionWork<Traits>(params, maps.dq, shared)();
     }
     if constexpr (Traits::HoldsSums) {
       if (warp >= 2) know_rows<Traits>(params, shared);

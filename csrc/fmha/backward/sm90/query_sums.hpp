@@ -9,6 +9,13 @@
 
 namespace cutlass_ext::sm90 {
 
+/// Four matrices of 8 x 8, a row of one for each lane: to what begins at the lane's byte address in shared memory.
+CUTE_DEVICE void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
 /// Adds four numbers that lie side by side to as many in memory.
 CUTE_DEVICE void add_to_memory(float* to, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
@@ -54,9 +61,7 @@ struct QuerySums {
     uint32_t const at = ds_at + buffer * Traits::B_c * (kPanel * sizeof(Element));
     CUTE_UNROLL
     for (int m = 0; m < Traits::B_r / 16; ++m) {
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at ^ (m * 32)),
-                   "r"(words(4 * m)), "r"(words(4 * m + 1)), "r"(words(4 * m + 2)), "r"(words(4 * m + 3))
-                   : "memory");
+      store_matrices(at ^ (m * 32), words(4 * m), words(4 * m + 1), words(4 * m + 2), words(4 * m + 3));
     }
     if constexpr (!Traits::Apart) cutlass::arch::fence_view_async_shared();  // WGMMA reads it there
     __syncwarp();

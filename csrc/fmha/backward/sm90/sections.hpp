@@ -21,6 +21,16 @@ struct PartsOfSums {
 template <class Element, int Columns>
 struct PartsOfSums<Element, 0, Columns> {};
 
+/// What such a warp works on.
+struct alignas(16) JobBeside {
+  int section, batch, head, row0;
+};
+
+/// By a whole warp: the number of what nobody has drawn yet.
+CUTE_DEVICE unsigned draw(unsigned* counter) {
+  return __shfl_sync(0xffffffffu, threadIdx.x % 32 == 0 ? atomicAdd(counter, 1u) : 0, 0);
+}
+
 /// Counts one more, by one thread: who sees it sees what that thread, and those that it has been synchronized with,
 /// did before.
 CUTE_DEVICE void count_done(unsigned& count) {

@@ -192,14 +192,12 @@ struct TileTaker {
   unsigned index = 0, next_head = 0;         // of the tile, and of the first one of the next head
   uint32_t held_phase = 0, rows_phase = 0;
 
-  /// What no CTA has: a tile, or a head; but for the first, which its index says.
-  CUTE_DEVICE unsigned draw(bool leader) const {
-    return gridDim.x + __shfl_sync(0xffffffffu, leader ? atomicAdd(params.counters, 1u) : 0, 0);
-  }
+  /// What no CTA has: a tile, or a head. The first of each is that of its index.
+  CUTE_DEVICE unsigned draw_next() const { return gridDim.x + draw(params.counters); }
   /// The index of the next tile.
   CUTE_DEVICE unsigned take(bool leader) {
     // Others wait for what a tile adds: no CTA may have one before it runs.
-    if (Traits::Sectioned && params.sections) return draw(leader) - gridDim.x;
+    if (Traits::Sectioned && params.sections) return draw(params.counters);
     bool const is_first = !took_first;
     took_first = true;
     if (Traits::AnyOrder && params.is_mirrored && !is_first) {
@@ -209,7 +207,7 @@ struct TileTaker {
     if constexpr (Traits::HoldsSums) {
       return goes_on ? index + 1 : take_head(leader, is_first);
     } else {
-      return is_first ? blockIdx.x : draw(leader);
+      return is_first ? blockIdx.x : draw_next();
     }
   }
   /// That of the next head's first tile, once the statistics of its rows are there. The head behind it is drawn, so
@@ -222,7 +220,7 @@ struct TileTaker {
       rows_phase ^= 1;
       first = next_head;
     }
-    next_head = draw(leader) * tiles;
+    next_head = draw_next() * tiles;
     if (leader) {
       shared.next_head = next_head;
       shared.head_taken.arrive();
@@ -243,7 +241,6 @@ struct TileTaker {
         slot = GradientTile<Traits>(params, index, at_image);
         slot.held_phase = held_phase;
         if (Traits::HoldsSums && slot.rows() <= 0) slot.tiles = {0, 0};  // a head without keys, whose dQ is 0
-        if (Traits::Sectioned && params.sections && slot.rows() <= 0) count_done(params.sections[slot.section].added);
       }
       __syncwarp();
       if (Traits::HoldsSums && exists) goes_on = !slot.ends_head();

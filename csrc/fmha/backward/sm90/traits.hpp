@@ -191,6 +191,7 @@ struct BackwardTraits {
     Barrier ds_empty[EmptiesDS ? BuffersDS : 1], p_full, p_empty;
     Barrier added;  // all of what the tile adds to dQ
     Barrier beside_full[Sectioned ? PartsBeside : 1];
+    JobBeside job_beside;
     Barrier head_taken, rows_known;  // the CTA's next head, of whole ones, and the statistics of its rows
     unsigned next_head;              // its first tile's index
     alignas(16) float4 p[AddsApart ? VectorsOfP * kWarpgroup : 1];
