@@ -240,6 +240,26 @@ def cases_beside_tiles():
         yield dtype, 520, keys, 64, 64, PLAIN
 
 
+def small_head_cases():
+    """The same of heads that a CTA has all pairs of; of (128, 100) gradients alone."""
+    dropout = {"dropout_p": 0.3, "dropout_seed": torch.tensor([3, -5]), "key_start": 5}
+    for dtype, (n_q, n_kv, d, d_v) in itertools.product(
+        HALVES, ((49, 49, 32, 32), (64, 37, 64, 40), (128, 100, 64, 64))
+    ):
+        bias, mask = torch.randn(1, 4, n_q, n_kv), torch.rand(2, 1, n_q, n_kv) < 0.6
+        lengths = {"seqused_k": torch.tensor([n_kv, 20], dtype=torch.int32)}
+        lengths["leftpad_k"] = torch.tensor([0, 3], dtype=torch.int32)
+        yield dtype, n_q, n_kv, d, d_v, {"alibi_slopes": torch.rand(4)} | lengths
+        yield dtype, n_q, n_kv, d, d_v, {"bias": bias.to(dtype), "mask": mask, "sink": torch.randn(4)} | dropout
+        yield dtype, n_q, n_kv, d, d_v, {"softcap": 20.0, "mask": mask, "causal": True, "start_pos": "end"}
+        yield dtype, n_q, n_kv, d, d_v, {"bias": bias, "window": (17, 5)} | SM80
+        yield dtype, n_q, n_kv, d, d_v, {"start_pos": -9, "causal": True} | SM80
+
+
+def compare_small_heads(*case) -> None:
+    compare_gradients(*case, heads_kv=4)
+
+
 def for_racecheck(dtype, n_q, n_kv, d, d_v, features) -> tuple | None:
     """The case, where one of Hopper's kernels for all gradients would load keys to registers that a warp has zeroed, or
     P that another warpgroup has stored, in those for each; none where a CTA has all keys of a head in any case, and may
@@ -255,13 +275,13 @@ def for_racecheck(dtype, n_q, n_kv, d, d_v, features) -> tuple | None:
     return dtype, n_q, n_kv, d, d_v, features
 
 
-def compare_gradients(dtype, n_q, n_kv, d, d_v, features) -> None:
+def compare_gradients(dtype, n_q, n_kv, d, d_v, features, heads_kv=2) -> None:
     """`fmha_backward` on the results of `fmha` on the CPU."""
     options, rows, keys = dict(features), (2, n_q), (2, n_kv)
     if isinstance(n_q, list):
         rows, keys = (sum(n_q),), (sum(n_kv),)
         options |= packing(q=n_q, k=n_kv)
-    shapes = (*rows, 4, d_v), (*rows, 4, d), (*keys, 2, d), (*keys, 2, d_v)
+    shapes = (*rows, 4, d_v), (*rows, 4, d), (*keys, heads_kv, d), (*keys, heads_kv, d_v)
     dout, q, k, v = (torch.randn(shape).to(dtype) for shape in shapes)
     on_cpu = {name: x for name, x in options.items() if name not in ("backend", "precision")}
     out, lse = cutlass_ext.fmha(q, k, v, **on_cpu, return_lse=True)
@@ -270,7 +290,7 @@ def compare_gradients(dtype, n_q, n_kv, d, d_v, features) -> None:
     def tolerance_of(t):  # sums of many terms, each rounded
         return tolerance(dtype, 1 + (t.abs().max().item() if t.numel() else 0.0))
 
-    case = dtype, n_q, n_kv, d, d_v, features
+    case = dtype, n_q, n_kv, d, d_v, features, heads_kv
     agree(case, cutlass_ext.fmha_backward, (dout, q, k, v, out, lse), options, tolerance_of)
 
 
@@ -303,6 +323,7 @@ def pair_cases(many):
             keys = 888 if d == 64 else 904  # an odd and an even number of tiles, of which a cluster has two
             yield dtype, 900, keys, d, d, {"bias": torch.randn(2, 4, 900, keys).to(dtype), "window": (300, 100)}
         yield dtype, 130, 72, d, d, {"bias": torch.randn(1, 1, 1, 72).to(dtype)}
+        yield dtype, 130, 137, d, d, {"bias": torch.randn(130, 137, 4).to(dtype).permute(2, 0, 1)[None]}
 
 
 # ------------------------------------------------------------------------------------------------ caches
@@ -366,6 +387,8 @@ def calls(tool: str):
         (compare_cache, cache_cases()),
         (compare_padded, pair_cases(many)),
         (compare_gradients, pair_cases(many)),
+        (compare_padded, small_head_cases()),
+        (compare_small_heads, small_head_cases()),
         (compare_gradients, cases_beside_tiles() if tool == "memcheck" else ()),
     ):
         for case in cases:

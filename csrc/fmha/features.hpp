@@ -15,6 +15,7 @@ enum class Kind {
   Persistent,      ///< CTAs that take query tiles until there are none left
   Tiles,           ///< a CTA for each query tile and split
   Short,           ///< a CTA for each query tile, for launches that are over before a pipeline is full
+  Heads,           ///< a CTA for each query head, of few rows and keys
   Decode,          ///< few query rows, those of all heads that share a key head in one tile
   Narrow,          ///< the same of at most decode::kNarrowRows such rows, reading only
   Cluster,         ///< the same, a cluster of CTAs for each sequence and key head

@@ -25,6 +25,11 @@ CUTE_HOST_DEVICE bool is_in_vectors(Bias const& bias) {
          reinterpret_cast<uintptr_t>(bias.data) % 16 == 0;
 }
 
+/// Whether a copy of it can be (align_bias.hpp): one of 16 bits with more than one row, and an element for each key.
+CUTE_HOST_DEVICE bool is_alignable(Bias const& bias) {
+  return bias.data && bias.type != BiasType::Float32 && bias.row != 0 && bias.key != 0;
+}
+
 /// Whether the copy engine (TMA) can bring tiles of the bias: it wants more than one row, too.
 CUTE_HOST_DEVICE bool is_copyable(Bias const& bias) { return is_in_vectors(bias) && bias.row != 0; }
 
@@ -417,6 +422,18 @@ struct PairMod {
     return of_lane(half == 0 ? own : others) | of_lane(half == 0 ? others : own) << 4;
   }
 
+  /// Which of 64 keys and 16 rows, from these on, dropout keeps, of a lane's columns and rows in accumulators, by the
+  /// whole warp: each lane draws for a block and trades with seven others for the bits of its own.
+  CUTE_DEVICE uint32_t kept_of_rows(uint32_t threshold, int row, int key, int lane) const {
+    uint32_t const block = kept_of_two(threshold, row + lane / 8 * 2 + lane / 4 % 2 * 8, key + lane % 4 * kBlockKeys);
+    return trade<0, 4>(trade<1, 2>(trade<2, 0>(block, lane), lane), lane);
+  }
+  /// Where the bit of a pair lies there: of the lane's first or second row, `i`, and of its first or second key, `odd`,
+  /// of the keys 8 m to 8 m + 7.
+  CUTE_HOST_DEVICE static constexpr int bit_of_rows(int m, int odd, int i) {
+    return m / 2 % 2 * 16 + odd * 8 + m / 4 % 2 * 4 + m % 2 * 2 + i;
+  }
+
   /// Makes 0 of what it does not keep of them.
   CUTE_DEVICE void drop_in_quad(float (&p)[kQuadColumns], uint32_t threshold, int row, int key, int lane) const {
     uint32_t const of_columns = columns_kept(threshold, row, key, lane);
@@ -470,10 +487,10 @@ struct PairMod {
 
 #if defined(__CUDACC__)
 
-/// Changes scores in accumulators by the columns that lie in 32 keys: `change(scores, row, first column)`. They go
-/// through local memory: unrolled, the changes would spill what is in registers.
-template <class ScoreTensor, class Change>
-CUTE_DEVICE void change_in_memory(ScoreTensor& S, Change const& change) {
+/// Changes scores in accumulators by the columns that lie in 32 keys: `change(scores, row, first column)`. Unless
+/// `Unrolled` they go through local memory: where registers are few the changes would spill what these hold.
+template <bool Unrolled, class ScoreTensor, class Change>
+CUTE_DEVICE void change_by_columns(ScoreTensor& S, Change const& change) {
   constexpr int Rows = decltype(cute::size<0>(S))::value, Columns = decltype(cute::size<1>(S))::value;
   constexpr int Words = (Columns + kQuadColumns - 1) / kQuadColumns;
   float scores[Rows * Words][kQuadColumns];
@@ -482,8 +499,14 @@ CUTE_DEVICE void change_in_memory(ScoreTensor& S, Change const& change) {
     CUTE_UNROLL
     for (int j = 0; j < Columns; ++j) scores[i * Words + j / kQuadColumns][j % kQuadColumns] = S(i, j);
   }
-  CUTE_NO_UNROLL
-  for (int word = 0; word < Rows * Words; ++word) change(scores[word], word / Words, word % Words * kQuadColumns);
+  auto const change_word = [&](int word) { change(scores[word], word / Words, word % Words * kQuadColumns); };
+  if constexpr (Unrolled) {
+    CUTE_UNROLL
+    for (int word = 0; word < Rows * Words; ++word) change_word(word);
+  } else {
+    CUTE_NO_UNROLL
+    for (int word = 0; word < Rows * Words; ++word) change_word(word);
+  }
   CUTE_UNROLL
   for (int i = 0; i < Rows; ++i) {
     CUTE_UNROLL

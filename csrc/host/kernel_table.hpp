@@ -18,9 +18,9 @@ inline char const* name_of(DType dtype) {
 }
 
 inline char const* name_of(Kind kind) {
-  constexpr char const* kNames[] = {"persistent",    "tiles",          "short",         "decode",
-                                    "narrow",        "cluster",        "key_gradients", "query_gradients",
-                                    "all_gradients", "head_gradients", "bias_gradients"};
+  constexpr char const* kNames[] = {"persistent",      "tiles",         "short",          "heads",
+                                    "decode",          "narrow",        "cluster",        "key_gradients",
+                                    "query_gradients", "all_gradients", "head_gradients", "bias_gradients"};
   return kNames[static_cast<int>(kind)];
 }
 

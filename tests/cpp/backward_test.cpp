@@ -289,6 +289,20 @@ TEST(BackwardPlan, HasACtaForAllOfAHeadWhereThatFillsTheGpu) {
     EXPECT_NE(line_of(call).substr(0, 6), "heads ");
 }
 
+TEST(BackwardPlan, HasACtaForASmallHeadWhateverTheCall) {
+  EXPECT_EQ(line_of(Call(1024, 49, 49, 6, 6, 32).in_any_order()), "heads sm80 64x64 d64, 6144 tiles");
+  EXPECT_EQ(line_of(Call(1024, 49, 64, 6, 6, 32).bias().dropout()), "heads sm80 64x64 d64, 6144 tiles");
+  EXPECT_EQ(line_of(Call(64, 64, 64, 6, 6, 64).on(fake::kA100)), "heads sm80 64x64 d64, 384 tiles");
+  // Of up to 128 rows and keys Hopper's are faster, where they take the call.
+  EXPECT_EQ(line_of(Call(64, 128, 100, 12, 12, 64)), "heads sm90 64x128 d64, 768 tiles");
+  EXPECT_EQ(line_of(Call(64, 128, 100, 12, 12, 64).dropout()), "heads sm90 64x128 d64, 768 tiles");
+  EXPECT_EQ(line_of(Call(64, 128, 100, 12, 12, 64).bias()), "heads sm80 128x128 d64, 768 tiles");
+  EXPECT_EQ(line_of(Call(64, 128, 100, 12, 12, 64).on(fake::kA100)), "heads sm80 128x128 d64, 768 tiles");
+  for (Call const& call : {Call(64, 128, 129, 12, 12, 64).bias(), Call(64, 49, 49, 12, 12, 72),
+                           Call(64, 49, 49, 12, 12, 64).unaligned_dout(), Call(64, 49, 0, 12, 12, 64)})
+    EXPECT_NE(line_of(call).substr(0, 10), "heads sm80");
+}
+
 TEST(BackwardPlan, MultipliesFloat32InPartsWhereThatIsAskedFor) {
   auto const call = [](int d) { return Call(2, 1000, 1000, 8, 4, d); };
   std::string const in_parts = "keys sm90 64x128 d64, 64 tiles, rows sm90 128x64 d64, 128 tiles",
@@ -525,7 +539,7 @@ std::string run_of(Call const& call, size_t* workspace) {
     done.emplace_back("rows");
   };
   plan.of_keys.kernel = &of_keys, plan.of_queries.kernel = &of_queries;
-  done.clear(), *workspace = 0, fake::cleared_bytes = 0;
+  done.clear(), *workspace = 0, fake::cleared_bytes = 0, fake::biases_seen = 0;
   run_backward(plan, p, nullptr, [&](size_t bytes) {
     *workspace += bytes;
     return somewhere<void>();
@@ -560,6 +574,18 @@ TEST(BackwardRun, LeavesStatisticsToTheCtasThatHaveWholeHeads) {
   for (Call call : {lse, delta, unaligned, Call(plain).sink()}) EXPECT_EQ(heads_of(call), 0);
   run_of(Call(8, 2048, 2048, 16, 16, 64).in_any_order(), &workspace);
   EXPECT_EQ(first_heads, 0) << "another kernel";
+}
+
+TEST(BackwardRun, HasNoLaunchBeforeSmallHeadsButForWhatOthersAreToKnow) {
+  size_t workspace;
+  Call const small(1024, 49, 49, 6, 6, 32);
+  EXPECT_EQ(run_of(small, &workspace), "keys");
+  EXPECT_EQ(workspace, 0u);
+  EXPECT_EQ(run_of(Call(small).sink(), &workspace), "statistics, keys");
+  EXPECT_EQ(run_of(Call(small).bias(), &workspace), "statistics, dBias by sm90, keys");
+  EXPECT_EQ(run_of(Call(small).bias().on(fake::kA100), &workspace), "statistics, dBias, keys");
+  EXPECT_EQ(run_of(Call(small).lengths(), &workspace), "keys");
+  EXPECT_EQ(fake::cleared_bytes, 2u * 1024 * 49 * 6 * 32 * 2) << "keys behind the last of a sequence";
 }
 
 TEST(BackwardRun, ClearsTheSumsOfQueriesAndFinishesThem) {
@@ -633,6 +659,21 @@ TEST(BackwardRun, ComputesTheGradientOfTheBiasBehindTheStatistics) {
   size_t workspace;
   EXPECT_EQ(run_of(Call(2, 1000, 1000, 8, 4, 128).bias(), &workspace), "statistics, dBias by sm90, rows, keys");
   EXPECT_EQ(run_of(Call(2, 1000, 1000, 8, 4, 128).bias().backend("sm80"), &workspace), "statistics, dBias, rows, keys");
+}
+
+TEST(BackwardRun, HasABiasLookedAtForHoppersKernels) {
+  size_t workspace;
+  auto const seen = [&](Call const& call) {
+    run_of(call, &workspace);
+    return fake::biases_seen;
+  };
+  Call const call = Call(2, 1000, 1000, 8, 4, 128).bias(), small = Call(1024, 49, 49, 6, 6, 32).bias();
+  EXPECT_EQ(seen(call), 1);
+  EXPECT_EQ(seen(Call(call).backend("sm80")), 0);
+  EXPECT_EQ(seen(small), 1) << "for its gradient's";
+  Call fixed = small;
+  fixed.p.dbias = nullptr;
+  EXPECT_EQ(seen(fixed), 0);
 }
 
 TEST(BackwardRun, LaunchesWhatThereIs) {

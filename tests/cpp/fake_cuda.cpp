@@ -25,6 +25,7 @@ int current = cutlass_ext::fake::kH200;
 
 void cutlass_ext::fake::use(Gpu gpu) { current = gpu; }
 size_t cutlass_ext::fake::cleared_bytes = 0;
+int cutlass_ext::fake::biases_seen = 0;
 
 extern "C" {
 

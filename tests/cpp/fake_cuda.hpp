@@ -15,4 +15,7 @@ void use(Gpu gpu);
 /// Bytes that were set to 0 since the test last said so.
 extern size_t cleared_bytes;
 
+/// How many biases `align_bias` was given since then, to copy or not.
+extern int biases_seen;
+
 }  // namespace cutlass_ext::fake

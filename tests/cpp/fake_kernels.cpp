@@ -111,6 +111,13 @@ Kernel of_heads(DType dtype, int d, Features more = 0) {
   kernel.takes_shape = [](Params const& p) { return (p.n_q + 63) / 64 * (p.heads_q / p.heads_kv) <= 8; };
   return kernel;
 }
+/// Of heads of `most` rows and keys at most, without a launch before them.
+template <int most>
+Kernel whole_heads(Kind kind, DType dtype, int shared) {
+  auto const takes_shape = [](Params const& p) { return p.n_q <= most && p.n_kv <= most; };
+  Features const takes = kMods | Sink | Packed | kUnlike;
+  return {"sm80", kind, dtype, 64, 64, most, most, takes, 2 * most, shared, new_entry(), takes_shape, nullptr};
+}
 Entered of_gradients(DType t) {
   constexpr Features kPlain = Sink | Packed | kUnlike, kAll = kPlain | kScoreMods | kPairs | UnalignedRows;
   constexpr Kind kKeys = Kind::KeyGradients, kRows = Kind::QueryGradients;
@@ -129,6 +136,8 @@ Entered of_gradients(DType t) {
       gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain | feature::Dropout),
       of_heads(t, 64),
       of_heads(t, 64, feature::Dropout),
+      whole_heads<64>(Kind::HeadGradients, t, 49152),
+      whole_heads<128>(Kind::HeadGradients, t, 98304),
       gradients(Kind::BiasGradients, "sm90", t, 64, 128, 128, Sink | kUnlike | Alibi | kPairs),
       gradients(Kind::BiasGradients, "sm90", t, 128, 128, 128, Sink | kUnlike | Alibi | kPairs),
       gradients(kKeys, "sm80", t, 256, 32, 32, kAll),  // and there is no dQ of so large a head_dim
@@ -165,6 +174,7 @@ Entered of_16_bits(DType t) {
       sm90(t, 192, 192, 128, 80, 205824, kScoreMods),
       sm90(t, 256, 256, 128, 64, 230400),
       sm90(t, 256, 256, 128, 64, 230400, kScoreMods),
+      whole_heads<64>(Kind::Heads, t, 24576),
       brief(t, 64, 1, 25600),
       brief(t, 64, 2, 93184),
       brief(t, 128, 1, 50176),

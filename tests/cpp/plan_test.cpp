@@ -17,6 +17,7 @@
 #include "host/counters.hpp"
 #include "host/fork.hpp"
 #include "host/merge.hpp"
+#include "host/align_bias.hpp"
 #include "host/operand_parts.hpp"
 #include "host/plan.hpp"
 
@@ -34,6 +35,10 @@ unsigned* zero_counters(int, cudaStream_t, size_t count, Allocate const&) {
 void zero_again(unsigned*, size_t count, cudaStream_t) {
   counters_zeroed = count;
   EXPECT_EQ(forked, 0) << "before what runs beside the call's stream has joined it";
+}
+Pairs align_bias(Params const& params, cudaStream_t, Allocate const&) {
+  fake::biases_seen += params.bias.data != nullptr;
+  return params;
 }
 void merge_splits(DType, Params const&, cudaStream_t) {
   ++merges;
@@ -228,7 +233,11 @@ TEST(Plan, OfManyQueryRows) {
       CASE(fmha(1, 384, 384, 32, 8, 128), "sm90 persistent 128x128 d128 plain, 1 split, grid 96, 2 counters"),
       CASE(fmha(1, 256, 256, 32, 8, 128).causal(), "sm90 short 64x64 d128 by 2, 1 split, grid 32 4 1"),
       CASE(fmha(32, 197, 197, 32, 8, 64).causal().sink(), "sm90 short 64x64 d64 by 1, 1 split, grid 32 4 32"),
-      CASE(fmha(8, 64, 64, 32, 8, 64).softcap(), "sm80 tiles 64x64 d64, 1 split, grid 256"),
+      CASE(fmha(8, 64, 64, 32, 8, 64).softcap(), "sm80 heads 64x64 d64, 1 split, grid 256"),
+      CASE(fmha(8, 64, 65, 32, 8, 64).softcap(), "sm80 tiles 64x64 d64, 1 split, grid 256"),
+      CASE(fmha(256, 49, 64, 32, 8, 64).bias().dropout(), "sm80 heads 64x64 d64, 1 split, grid 8192"),
+      CASE(fmha(256, 49, 64, 32, 8, 64), "sm90 short 64x64 d64 by 1, 1 split, grid 32 1 256"),
+      CASE(fmha(256, 49, 64, 32, 8, 64).on(fake::kA100), "sm80 heads 64x64 d64, 1 split, grid 8192"),
       CASE(fmha(8, 64, 64, 32, 8, 64).softcap().splits(1),
            "sm90 persistent 128x128 d64, 1 split, grid 128, 2 counters"),
       CASE(fmha(8, 64, 64, 32, 8, 64).softcap().backend("sm90"),
@@ -837,6 +846,21 @@ TEST(Run, GivesAKernelTheWorkspaceThatItWants) {
   launch_of(fmha(1, 256, 256, 32, 8, 128), &bytes);
   EXPECT_EQ(launched.times, 1);
   EXPECT_EQ(counters_asked + bytes + merges, 0u);
+}
+
+TEST(Run, LooksAtABiasThatIsSharedForHoppersKernels) {
+  size_t bytes;
+  auto const seen = [&](Call call, int64_t batch, int64_t head) {
+    call.p.bias.batch = batch, call.p.bias.head = head, call.p.bias.row = call.p.bias.key = 1;
+    fake::biases_seen = 0;
+    launch_of(call, &bytes);
+    return fake::biases_seen;
+  };
+  Call const call = fmha(2, 1000, 1001, 8, 8, 64).bias();
+  EXPECT_EQ(seen(call, 0, 1), 1);
+  EXPECT_EQ(seen(call, 1, 0), 1);
+  EXPECT_EQ(seen(call, 1, 1), 0) << "a copy would take what it wins";
+  EXPECT_EQ(seen(fmha(2, 1000, 1001, 8, 8, 256).bias(), 0, 1), 0) << "other kernels read it element by element";
 }
 
 TEST(Run, MakesPartsAndHasALaunchStandBy) {

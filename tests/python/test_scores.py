@@ -129,6 +129,7 @@ def test_mask(target, dims):
 STRIDES = {
     "rows apart": lambda make, shape: make((*shape[:3], shape[3] + 13))[..., 5:-8],
     "transposed": lambda make, shape: make((shape[1], shape[3], shape[0], shape[2])).permute(2, 0, 3, 1),
+    "heads last": lambda make, shape: make((shape[2], shape[3], shape[1], shape[0])).permute(3, 2, 0, 1),
     "every other key": lambda make, shape: make((*shape[:3], 2 * shape[3]))[..., ::2],
     "expanded": lambda make, shape: make((1, shape[1], 1, shape[3])).expand(shape),
     "one for all keys": lambda make, shape: make((*shape[:3], 1)).expand(shape),
@@ -165,6 +166,77 @@ def test_gradients_of_a_bias_over_several_tiles(target, dims, d):
             {"mask": mask, "key_start": 3} | lengths | dropout,
         ):
             check(target, q, k, v, **bias, **options, skips=False)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize("of", ["odd rows", "transposed", "heads last"])
+def test_a_bias_that_is_laid_anew(target, of, d, deterministic):
+    """Rows that are no whole vectors, or lie across, of which Hopper's kernels want a copy; beside what else changes
+    scores, padding in front, and dropout."""
+    q, k, v = target.qkv(2, 200, 4, d, n_kv=201, heads_kv=2)
+    make = functools.partial(bias_of, target, dtype=target.dtype, hidden=0.1)
+    for dims in ("1hi", "bhi"):
+        shape = shape_of(dims, q, k)
+        bias = make(shape) if of == "odd rows" else STRIDES[of](make, shape)
+        for options in (
+            {},
+            {"softcap": 2.0, "causal": True, "start_pos": "end"},
+            {"leftpad_k": target.int32([3, 100]), "seqused_k": target.int32([201, 180])},
+            {"dropout_p": 0.3, "dropout_seed": seed_of(target), "mask": mask_of(target, (2, 1, 1, 201))},
+        ):
+            check(target, q, k, v, bias=bias, deterministic=deterministic, skips=False, **options)
+
+
+@pytest.mark.parametrize("n_q,n_kv", [(49, 49), (64, 64), (1, 50), (64, 7), (17, 33), (65, 64), (128, 128), (30, 100)])
+@pytest.mark.parametrize("d,d_v", [(32, 32), (64, 64), (40, 24)])
+def test_small_heads(target, n_q, n_kv, d, d_v):
+    """Whose pairs a CTA has all at once, with everything that changes them."""
+    q, k, v = target.qkv(3, n_q, 2, d, n_kv=n_kv, d_v=d_v)
+    mask, sink = mask_of(target, (3, 1, n_q, n_kv)), target.randn(2).float()
+    mask[0, :, n_q // 2 :] = False  # rows without keys
+    lengths = {"seqused_k": target.int32([n_kv, n_kv // 2, 0]), "leftpad_k": target.int32([0, n_kv // 4, 0])}
+    dropout = {"dropout_p": 0.2, "dropout_seed": seed_of(target), "key_start": 3}
+    bias = {"bias": bias_of(target, (1, 2, n_q, n_kv), target.dtype, 0.1)}
+    for options in (
+        {},
+        {"causal": True, "start_pos": "end", "sink": sink},
+        {"causal": True, "start_pos": -(n_q // 2), "softcap": 2.0, "mask": mask},
+        {"window": (9, 5), "alibi_slopes": torch.rand(2, device=target.device)} | lengths,
+        bias | {"mask": mask, "sink": sink} | dropout,
+        {"bias": bias_of(target, (3, 1, 1, n_kv))} | lengths | dropout,
+        bias | {"softcap": 2.0, "causal": True, "start_pos": 3},
+    ):
+        check(target, q, k, v, skips=False, **options)
+
+
+@pytest.mark.parametrize("n", [49, 100])
+def test_what_small_heads_hold_where_nobody_looks(target, n):
+    """NaN in rows that see no key, by padding, by position or by a mask, and in keys past the last of a sequence or in
+    front of its first, beside rows that do not fill a tile."""
+    q, k, v = target.qkv(3, n, 2, 32, n_kv=n)
+    dout, _ = of_out(target, q, v)
+    mask = mask_of(target, (3, 1, n, n))
+    mask[..., 0], mask[1, :, 5:9] = True, False
+    used, pad = target.int32([n, n - 7, n]), target.int32([0, 0, 11])
+    bias = bias_of(target, (1, 2, n, n), target.dtype)
+    for options in ({}, {"mask": mask}, {"bias": bias, "mask": mask}, {"causal": True, "start_pos": -6}):
+        options = options | {"seqused_k": used, "leftpad_k": pad}
+        want = attempt(target, lambda o=options: target.gradients(q, k, v, dout, None, **o), backward=True)
+        if want is None:
+            continue
+        x = [t.clone() for t in (q, k, v, dout)]
+        for t in x[1:3]:
+            t[1, n - 7 :] = NAN
+            t[2, :11] = NAN
+        for t in (x[0], x[3]):
+            if "mask" in options:
+                t[1, 5:9] = NAN
+            if "causal" in options:
+                t[:, :6] = NAN
+        got = target.gradients(*x[:3], x[3], None, **options)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b), list(options)
 
 
 @pytest.mark.parametrize("n_kv", [888, 904])

@@ -167,13 +167,13 @@ __global__ void __launch_bounds__(kBiasThreads)
         .template apply<(sizeof(Element) == 2)>(S, visibility.offset(first_row, first_key + column),
                                                 [](int i, int j) { return sm80::row_of(i) - sm80::key_of(j); });
     if (pairs.changes_scores()) {
-      change_in_memory(S, [&](float (&x)[kQuadColumns], int i, int j) {
+      change_by_columns<false>(S, [&](float (&x)[kQuadColumns], int i, int j) {
         pairs.apply(x, params, visibility, first_row + sm80::row_of(i), first_key + column + sm80::key_of(j),
                     key_of_quad);
       });
     }
     if (has_dropout(params)) {
-      change_in_memory(dP, [&](float (&x)[kQuadColumns], int i, int j) {
+      change_by_columns<false>(dP, [&](float (&x)[kQuadColumns], int i, int j) {
         pairs.drop_in_quad(x, threshold_of(params), first_row + sm80::row_of(i), first_key + sm80::key_of(j), lane);
       });
     }

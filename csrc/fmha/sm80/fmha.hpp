@@ -375,7 +375,7 @@ class MainLoop {
     PairMod const& pairs = shared_.pairs;
     int const first_row = warp_row0_ + place_.lane / 4, first_key = tile * B_c + place_.part * Traits::WarpKeys;
     Tensor S = rows_and_columns(S_);
-    change_in_memory(S, [&](float (&x)[kQuadColumns], int i, int j) {
+    change_by_columns<false>(S, [&](float (&x)[kQuadColumns], int i, int j) {
       change(pairs, x, first_row + row_of(i), first_key + key_of(j));
     });
   }

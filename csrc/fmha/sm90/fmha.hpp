@@ -325,7 +325,7 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Tr
       job.score_mod.template apply<Traits::Parts == 1>(S, job.visibility.start_pos + token - first_key,
                                                        [&](int i, int j) { return row_of(i) - key_of(j); });
       if (Traits::has_bias(params) && ScoreMod::caps(params) && !copies_bias) {
-        change_in_memory(S, [&](float (&x)[kQuadColumns], int i, int j) {
+        change_by_columns<false>(S, [&](float (&x)[kQuadColumns], int i, int j) {
           job.pairs.add_bias(x, params, job.visibility, token + row_of(i), first_key + key_of(j), key_of_quad);
         });
       }

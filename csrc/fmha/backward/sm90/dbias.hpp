@@ -485,7 +485,10 @@ struct BiasGradients {
   static constexpr auto kernel = &bias_gradients_kernel<Traits>;
   static constexpr Features kTakes = Traits::kTakes;
   /// Scores that are changed cannot begin with the bias, as those of one that is not kept in shared memory do.
-  static bool takes_shape(Params const& params) { return is_in_vectors(bias_of(params)) || !ScoreMod::changes(params); }
+  static bool takes_shape(Params const& params) {
+    Bias const& of = bias_of(params);
+    return is_in_vectors(of) || is_alignable(of) || !ScoreMod::changes(params);
+  }
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
 };
 

@@ -231,29 +231,44 @@ class TilePairs {
     }
   }
 
-  /// The same of a bias that is fp32, or that vectors cannot be read of: each thread reads its own, and the scores go
-  /// through local memory, since they would spill if the loop were unrolled.
+  /// The same of a bias that is fp32, or that vectors cannot be read of, or that all rows share: each thread reads its
+  /// own elements.
   template <class ScoreTensor, class Place>
   CUTE_DEVICE static void add_elements(ScoreTensor& S, float factor, BackwardParams const& params, Place const& place,
                                        PairMod const& pairs) {
-    constexpr int Columns = Step / 4;
+    Bias const& of = bias_of(params);
     Visibility const& visibility = place.tile.sequence.visibility;
-    int const along = place.thread.lane / 4, across = place.thread.lane % 4 * 2;
-    float scores[Columns][2];
-    CUTE_UNROLL
-    for (int j = 0; j < Columns; ++j) scores[j][0] = S(0, j), scores[j][1] = S(1, j);
-    CUTE_NO_UNROLL
-    for (int j = 0; j < Columns; ++j) {
-      CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        int const held = along + row_of(i), streamed = across + key_of(j);
-        float const x = pairs.bias_of(params, visibility, place.row + (OfKeys ? streamed : held),
-                                      place.key + (OfKeys ? held : streamed));
-        scores[j][i] = fmaf(x, factor, scores[j][i]);
+    int const held = place.thread.lane / 4, streamed = place.thread.lane % 4 * 2;
+    int const row = place.row + (OfKeys ? streamed : held), key = place.key + (OfKeys ? held : streamed);
+    auto const add = [&](auto const* elements, auto const& float_of) {
+      auto const element = [&](int rows, int keys) {
+        auto const* const from = elements + min(row + rows, visibility.n_q - 1) * of.row + (key + keys) * of.key;
+        return key + keys < visibility.len_kv ? float_of(__ldg(from)) : 0.f;
+      };
+      if (OfKeys && of.row == 0) {
+        float const x[2] = {element(0, row_of(0)), element(0, row_of(1))};
+        CUTE_UNROLL
+        for (int e = 0; e < size(S); ++e) S(e % 2, e / 2) = fmaf(x[e % 2], factor, S(e % 2, e / 2));
+        return;
       }
+      // Unrolled, it would spill beside what else changes scores.
+      change_by_columns<!Traits::ScoreMods>(S, [&](float (&scores)[kQuadColumns], int i, int j) {
+        float x[kQuadColumns];
+        CUTE_UNROLL
+        for (int e = 0; e < kQuadColumns; ++e) {
+          int const of_held = row_of(i), of_streamed = key_of(j) + key_of_quad(e);
+          x[e] = element(OfKeys ? of_streamed : of_held, OfKeys ? of_held : of_streamed);
+        }
+        CUTE_UNROLL
+        for (int e = 0; e < kQuadColumns; ++e) scores[e] = fmaf(x[e], factor, scores[e]);
+      });
+    };
+    void const* const first = pairs.bias_row(params, 0, 0);
+    if (of.type == BiasType::Float32) {
+      add(static_cast<float const*>(first), [](float x) { return x; });
+    } else {
+      add(static_cast<uint16_t const*>(first), [&](uint16_t x) { return floats_of(x, of.type).x; });
     }
-    CUTE_UNROLL
-    for (int j = 0; j < Columns; ++j) S(0, j) = scores[j][0], S(1, j) = scores[j][1];
   }
 
   template <class Place>
@@ -285,23 +300,20 @@ class TilePairs {
   /// Where the bit of an element of the eight `m` lies in its word of `kept_`: of the side in hand the thread's first
   /// or second, `i`, of the other `odd`. As the draws leave it.
   CUTE_DEVICE static constexpr int bit_of(int m, int odd, int i) {
-    return OfKeys ? m % 4 * 8 + m / 4 % 2 * 4 + 2 * i + odd : m / 2 % 2 * 16 + odd * 8 + m / 4 % 2 * 4 + m % 2 * 2 + i;
+    return OfKeys ? m % 4 * 8 + m / 4 % 2 * 4 + 2 * i + odd : PairMod::bit_of_rows(m, odd, i);
   }
 
-  /// Each lane draws for blocks of the warp's 16 rows and 64 keys at a time, and trades with seven others for the bits
-  /// of its own scores.
+  /// Draws for the warp's 16 rows.
   template <class Place>
   CUTE_DEVICE void draw(uint32_t threshold, Place const& place, PairMod const& pairs) {
     static_assert(OfKeys || Step % 64 == 0, "whole words");
-    int const lane = place.thread.lane, row = lane / 8 * 2 + lane / 4 % 2 * 8, key = lane % 4 * kBlockKeys;
     CUTE_UNROLL
-    for (int word = 0; word < Step / 64; ++word) {
-      uint32_t const block = pairs.kept_of_two(threshold, place.row + row, place.key + word * 64 + key);
-      kept_[word] = trade<0, 4>(trade<1, 2>(trade<2, 0>(block, lane), lane), lane);
-    }
+    for (int word = 0; word < Step / 64; ++word)
+      kept_[word] = pairs.kept_of_rows(threshold, place.row, place.key + word * 64, place.thread.lane);
   }
 
-  /// The same from the side of keys: of the warp's 16 keys and 64 rows.
+  /// The same from the side of keys, of the warp's 16 keys and 64 rows: each lane draws for two rows, and trades with
+  /// seven others for the bits of its own scores.
   template <class Place>
   CUTE_DEVICE void draw_across(uint32_t threshold, Place const& place, PairMod const& pairs) {
     static_assert(!OfKeys || Step == 64, "two rows for each lane");

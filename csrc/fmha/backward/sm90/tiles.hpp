@@ -32,7 +32,7 @@ struct GradientTile {
   int64_t sums_row0;             // of the sums of dQ, the first of the first head
   int section = 0;               // of the launch's, where it goes by sections
   PairMod pairs;                 // of the first head
-  bool bias_in_chunks;           // whether eight keys of a row are a vector of 16 bytes
+  bool bias_in_chunks;           // whether eight keys of a row are a vector of 16 bytes, which is copied ahead
   float bias_unit;               // of the bias in scores
   int seen_tiles;                // turns, where a mask hides tiles
   uint32_t held_phase = 0;       // of the barriers of the tile in hand
@@ -75,7 +75,7 @@ struct GradientTile {
     }
     if (!Traits::Pairs || !has_pairs(params)) return;
     pairs = PairMod(params, sequence, work.batch, head_q);
-    bias_in_chunks = pairs.bias_in_chunks(params, heads);
+    bias_in_chunks = pairs.bias_in_chunks(params, heads) && !(Traits::OfKeys && bias_of(params).row == 0);
     bias_unit = ScoreMod::changes(params) ? kLog2e : 1.f / ScoreMod::gradient_scale(params);
   }
 
