@@ -906,19 +906,28 @@ def test_fmha_backward_is_what_autograd_calls(target):
             torch.testing.assert_close(a, b, **peer_tolerance(target.dtype))
 
 
-def test_parts_of_the_keys(target):
-    """As sequence parallelism has them: with lse and delta of all keys, gradients of a part are those of all."""
-    q, k, v = target.qkv(2, 70, 4, 64, n_kv=150, heads_kv=2)
+@pytest.mark.parametrize("known", ["delta", "out"])
+@pytest.mark.parametrize("n_q,n_kv,heads_kv", [(70, 150, 2), (40, 60, 4), (100, 150, 4)])
+def test_parts_of_the_keys(target, n_q, n_kv, heads_kv, known):
+    """As sequence parallelism has them: with lse and delta of all keys, or lse and out, from which delta follows,
+    gradients of a part are those of all."""
+    q, k, v = target.qkv(2, n_q, 4, 64, n_kv=n_kv, heads_kv=heads_kv)
     dout, dlse = of_out(target, q, v)
     options = {"backend": target.backend, "window": (60, -1)}
-    cuts = [(0, 50), (50, 90), (90, 150)]
+    cuts = [(0, n_kv // 3), (n_kv // 3, n_kv * 3 // 5), (n_kv * 3 // 5, n_kv)]
     parts = [(k[:, a:b], v[:, a:b], {"start_pos": 20 - a}) for a, b in cuts]
     out, lse = cutlass_ext.merge_attention(
         *zip(*(target.fmha(q, *kv, **start, **options) for *kv, start in parts), strict=True)
     )
     expect(q, k, v, start_pos=20, window=(60, -1)).check(out.to(q.dtype), lse, small=True)
-    delta = ((dout.float() * out.float()).sum(-1).transpose(1, 2) - dlse).contiguous()
-    got = [cutlass_ext.fmha_backward(dout, q, *kv, None, lse, delta=delta, **start, **options) for *kv, start in parts]
+    if known == "delta":
+        of_all = {"delta": ((dout.float() * out.float()).sum(-1).transpose(1, 2) - dlse).contiguous()}
+    else:
+        of_all = {"dlse": dlse}
+    known_out = out.to(q.dtype) if known == "out" else None
+    got = [
+        cutlass_ext.fmha_backward(dout, q, *kv, known_out, lse, **of_all, **start, **options) for *kv, start in parts
+    ]
     want = expect_gradients(q, k, v, dout, dlse, start_pos=20, window=(60, -1))
     dq = sum(t[0].float() for t in got).to(q.dtype)
     joined = (dq, *(torch.cat([t[i] for t in got], 1) for i in (1, 2)))

@@ -16,8 +16,6 @@ struct HeadGradientTraits : WholeHeadTraits<Rows, Piece, HeadDim_, Element_, Res
     alignas(128) Element_ dout[Whole::kTile];
     alignas(128) Element_ p[Rows * kPanel], ds[Rows * kPanel];
   };
-  // Whether delta follows from P and dP, of which a warp then has whole rows: it is P dP summed up, as much as dO O.
-  static constexpr bool SumsDelta = Whole::kPieces == 1;
   // Whether a warp makes dV or dK of 16 keys, and not both.
   static constexpr bool Apart = Whole::Warps == 8;
   static_assert(Apart || Whole::Warps == 4, "a warp for 16 of 64 keys");
@@ -80,13 +78,11 @@ class GradientsOfHead : WholeHead<Traits> {
       bool const exists = row < this->rows();
       int64_t const result_row = sequence_.result_row0(params, work_.head, 0) + row;
       lse_[i] = exists ? params.lse[result_row] : -INFINITY;
-      delta_[i] = 0.f;
-      if constexpr (!Traits::SumsDelta) {
-        bool const has_product = lse_[i] > -INFINITY && !params.delta;  // all lanes take part in the sum
-        delta_[i] = row_product<4>(row_of_head(params.dout, params.dout_stride, row),
-                                   row_of_head(params.o, params.o_stride, row), has_product ? params.head_dim_v : 0,
-                                   is_aligned<Element>(params.o, params.o_stride), place_.lane % 4);
-      }
+      // Not the sum of P dP, though all keys are here: lse and O may be those of more keys.
+      bool const has_product = lse_[i] > -INFINITY && !params.delta;  // all lanes take part in the sum
+      delta_[i] = row_product<4>(row_of_head(params.dout, params.dout_stride, row),
+                                 row_of_head(params.o, params.o_stride, row), has_product ? params.head_dim_v : 0,
+                                 is_aligned<Element>(params.o, params.o_stride), place_.lane % 4);
       if (exists && params.delta) delta_[i] = params.delta[result_row];
       if (exists && params.dlse) delta_[i] -= params.dlse[result_row];
     }
@@ -140,7 +136,6 @@ class GradientsOfHead : WholeHead<Traits> {
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         float const lse_log2 = lse_[i] > -INFINITY ? lse_[i] * kLog2e : INFINITY;
-        float delta = delta_[i], sum = 0.f;
         if (!Plain && lse_[i] == -INFINITY) {  // keys that hold NaN have it in the scores of rows that do not exist
           CUTE_UNROLL
           for (int j = 0; j < size<1>(S); ++j) S(i, j) = -INFINITY;
@@ -159,12 +154,10 @@ class GradientsOfHead : WholeHead<Traits> {
               dp = is_kept ? dp * params.dropout.scale : 0.f;
               if (!is_kept) weights[e] = 0.f;
             }
-            if (Traits::SumsDelta && (Plain || weight > 0.f)) sum = fmaf(weight, dp, sum);
           }
           p[i][j / 2] = pack<Element>(weights[0], weights[1]);
         }
-        if (Traits::SumsDelta && !params.delta) delta += warp_sum<4, 1>(sum);
-        auto const ds_of = [&](int j) { return Plain || S(i, j) > 0.f ? S(i, j) * (dP(i, j) - delta) : 0.f; };
+        auto const ds_of = [&](int j) { return Plain || S(i, j) > 0.f ? S(i, j) * (dP(i, j) - delta_[i]) : 0.f; };
         CUTE_UNROLL
         for (int j = 0; j < size<1>(S); j += 2) ds[i][j / 2] = pack<Element>(ds_of(j), ds_of(j + 1));
       }
