@@ -94,7 +94,8 @@ class GradientsOfHead : WholeHead<Traits> {
     BackwardParams const& params = params_of_gradients_;
     float const logit = params.sink_of(work_.head),
                 least = logit == -INFINITY ? logit : logit + 1e-4f * (1.f + fabsf(logit));
-    bool const asked = this->first_row() < this->rows() && (!(lse_[0] > least) || !(lse_[1] > least));
+    auto const is_asked = [&](int i) { return this->first_row() + row_of(i) < this->rows() && !(lse_[i] > least); };
+    bool const asked = is_asked(0) || is_asked(1);
     if (!__any_sync(0xffffffffu, asked)) return;
     float largest[2] = {-INFINITY, -INFINITY};
     CUTE_NO_UNROLL
