@@ -26,7 +26,8 @@ def kinds(features):
 
 def test_every_kind_is_there():
     gradients = {"key_gradients", "query_gradients", "all_gradients", "head_gradients"}
-    assert kinds(0) == {"persistent", "tiles", "short", "decode", "narrow", "cluster", "bias_gradients"} | gradients
+    forward = {"persistent", "tiles", "short", "heads", "decode", "narrow", "cluster"}
+    assert kinds(0) == forward | gradients | {"bias_gradients"}
     rows = kernels_taking(0).splitlines()
     assert len(rows) > 80
     families = {row.split()[0] for row in rows}
@@ -42,26 +43,26 @@ def test_a_new_feature_is_refused_by_every_kernel(bits):
 def test_who_takes_what(bits):
     """What a kernel must not be given in silence; a kernel that learns a feature is entered here."""
     tiles, cache = {"persistent", "tiles"}, {"decode", "narrow", "cluster"}
+    tiles_and_heads = tiles | {"heads"}
     of_both = {"key_gradients", "query_gradients"}
-    gradients, of_bias = of_both | {"all_gradients"}, {"bias_gradients"}
-    plain = gradients | {"head_gradients"}
+    gradients, of_bias = of_both | {"all_gradients", "head_gradients"}, {"bias_gradients"}
     expected = {
-        "Softcap": tiles | {"decode"} | gradients,
-        "Alibi": tiles | {"decode"} | gradients | of_bias,
-        "Sink": tiles | {"short", "decode"} | plain | of_bias,
-        "Packed": tiles | {"decode", "narrow"} | plain,
-        "KeyLengths": tiles | cache | plain | of_bias,
-        "LeftPadding": tiles | {"decode"} | plain | of_bias,
-        "StartPositions": tiles | cache | plain | of_bias,
+        "Softcap": tiles_and_heads | {"decode"} | gradients,
+        "Alibi": tiles_and_heads | {"decode"} | gradients | of_bias,
+        "Sink": tiles_and_heads | {"short", "decode"} | gradients | of_bias,
+        "Packed": tiles_and_heads | {"decode", "narrow"} | gradients,
+        "KeyLengths": tiles_and_heads | cache | gradients | of_bias,
+        "LeftPadding": tiles_and_heads | {"decode"} | gradients | of_bias,
+        "StartPositions": tiles_and_heads | cache | gradients | of_bias,
         "FewerKeys": tiles | cache,
         "Pages": tiles | cache,
         "BatchIndex": {"decode"},
         "NewKeys": {"decode", "cluster"},
         "RotaryEmbedding": {"decode", "cluster"},
         "FixedSplits": tiles | {"decode"},
-        "Bias": tiles | gradients | of_bias,
-        "Mask": tiles | gradients | of_bias,
-        "Dropout": tiles | plain | of_bias,
+        "Bias": tiles_and_heads | gradients | of_bias,
+        "Mask": tiles_and_heads | gradients | of_bias,
+        "Dropout": tiles_and_heads | gradients | of_bias,
         "Float32Results": tiles | {"decode"},
         "UnalignedRows": {"tiles", "decode"} | of_both,
     }
