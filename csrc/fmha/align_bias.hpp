@@ -15,20 +15,22 @@ constexpr int kAlignVectors = kAlignTile / kBiasVector;  // of a row of that
 /// What is copied: [batch, heads, rows, keys], as many as lie in memory for themselves.
 struct BiasCopy {
   Bias from;
-  int batch = 0, heads = 0, rows = 0, keys = 0;
+  int batch, heads, rows, keys;
+  int down, along;  // tiles of the rows, and of the keys
 
   BiasCopy(Bias const& from, Params const& p)
       : from(from),
         batch(from.batch == 0 ? 1 : p.batch),
         heads(from.head == 0 ? 1 : p.heads_q),
         rows(p.n_q),
-        keys(p.n_kv) {}
+        keys(p.n_kv),
+        down(Scheduler::tiles_of(rows, kAlignTile)),
+        along(Scheduler::tiles_of(keys, kAlignTile)) {}
 
   /// Elements of a row of the copy, with zeros behind the last key.
   CUTE_HOST_DEVICE int64_t row() const { return (int64_t(keys) + kBiasVector - 1) / kBiasVector * kBiasVector; }
-  CUTE_HOST_DEVICE int64_t size() const { return int64_t(batch) * heads * rows * row(); }
-  CUTE_HOST_DEVICE int tiles_of(int length) const { return length / kAlignTile + (length % kAlignTile != 0); }
-  int64_t ctas() const { return int64_t(batch) * heads * tiles_of(rows) * tiles_of(keys); }
+  int64_t size() const { return int64_t(batch) * heads * rows * row(); }
+  int64_t ctas() const { return int64_t(batch) * heads * down * along; }
 
   /// The copy, where that lies at `data`.
   Bias at(void const* data) const {
@@ -46,9 +48,9 @@ struct BiasCopy {
 /// A thread makes vectors. Its neighbours have those of the same row, or where keys lie farther apart than rows those
 /// of the next rows: either way a warp reads elements that lie together.
 inline __global__ void __launch_bounds__(kAlignThreads) align_bias_kernel(BiasCopy const copy, uint16_t* to) {
-  int const along = copy.tiles_of(copy.keys), down = copy.tiles_of(copy.rows);
-  int const key0 = blockIdx.x % along * kAlignTile, above = blockIdx.x / along, row0 = above % down * kAlignTile;
-  int const of_head = above / down, head = of_head % copy.heads, batch = of_head / copy.heads;
+  int const key0 = blockIdx.x % copy.along * kAlignTile, above = blockIdx.x / copy.along,
+            row0 = above % copy.down * kAlignTile;
+  int const of_head = above / copy.down, head = of_head % copy.heads, batch = of_head / copy.heads;
   Bias const& from = copy.from;
   auto const* const source = static_cast<uint16_t const*>(from.data) + batch * from.batch + head * from.head +
                              row0 * from.row + key0 * from.key;

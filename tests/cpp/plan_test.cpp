@@ -860,6 +860,9 @@ TEST(Run, LooksAtABiasThatIsSharedForHoppersKernels) {
   EXPECT_EQ(seen(call, 0, 1), 1);
   EXPECT_EQ(seen(call, 1, 0), 1);
   EXPECT_EQ(seen(call, 1, 1), 0) << "a copy would take what it wins";
+  Call padded = call;
+  padded.p.leftpad_k = somewhere();
+  EXPECT_EQ(seen(padded, 0, 1), 0) << "which the copy engine does not bring";
   EXPECT_EQ(seen(fmha(2, 1000, 1001, 8, 8, 256).bias(), 0, 1), 0) << "other kernels read it element by element";
 }
 

@@ -7,6 +7,7 @@
 #include "../rows.hpp"
 #include "../score.hpp"
 #include "../softmax.hpp"
+#include "empty_rows.hpp"
 #include "params.hpp"
 #include "row_product.hpp"
 
@@ -96,8 +97,7 @@ CUTE_DEVICE bool sees_some(BackwardParams const& params, Sequence const& sequenc
 }
 
 /// `params.empty_rows` of a tile of rows of one head, a CTA each, behind their statistics: rows that see keys, but none
-/// that bias and mask leave. Their lse is -inf; or the sink's logit but for rounding, or NaN where NaN met a bias of
-/// -inf, as that of other rows may be, too.
+/// that bias and mask leave.
 inline __global__ void __launch_bounds__(kStatisticsThreads)
     empty_rows_kernel(__grid_constant__ BackwardParams const params) {
   constexpr int kTile = StatisticsRows::kTile;
@@ -108,7 +108,7 @@ inline __global__ void __launch_bounds__(kStatisticsThreads)
   if (row0 >= n_q) return;  // the place of such rows may be another sequence's
   int64_t const first = StatisticsRows(params).first(params, sequence, b, head) + row0,
                 result_row0 = sequence.result_row0(params, head, 0);
-  float const logit = params.sink_of(head), least = logit == -INFINITY ? logit : logit + 1e-4f * (1.f + fabsf(logit));
+  float const least = lse_without_keys(params, head);
   __shared__ uint32_t empty[kTile / 32];
   if (threadIdx.x < kTile / 32) empty[threadIdx.x] = 0;
   __syncthreads();

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../sm80/whole_heads.hpp"
+#include "empty_rows.hpp"
 #include "params.hpp"
 #include "row_product.hpp"
 
@@ -88,12 +89,9 @@ class GradientsOfHead : WholeHead<Traits> {
     }
   }
 
-  /// Zeroes the warp's rows of Q and dO that see no key: they may hold anything. Their lse is -inf, or the sink's logit
-  /// but for rounding, or NaN where NaN met a bias of -inf, as that of other rows may be, too.
+  /// Zeroes the warp's rows of Q and dO that see no key: they may hold anything.
   CUTE_DEVICE void zero_empty_rows() {
-    BackwardParams const& params = params_of_gradients_;
-    float const logit = params.sink_of(work_.head),
-                least = logit == -INFINITY ? logit : logit + 1e-4f * (1.f + fabsf(logit));
+    float const least = lse_without_keys(params_of_gradients_, work_.head);
     auto const is_asked = [&](int i) { return this->first_row() + row_of(i) < this->rows() && !(lse_[i] > least); };
     bool const asked = is_asked(0) || is_asked(1);
     if (!__any_sync(0xffffffffu, asked)) return;
