@@ -9,6 +9,7 @@
 #include <cute/tensor.hpp>
 
 #include "params.hpp"
+#include "registers.hpp"
 #include "score.hpp"
 #include "sequence.hpp"
 
@@ -246,13 +247,16 @@ struct PairMod {
     }
   }
 
-  /// The same of another head, `heads` further.
+  /// Goes on to another head, `heads` further.
+  CUTE_DEVICE void advance(Params const& params, int heads) {
+    int const bytes = params.bias.type == BiasType::Float32 ? 4 : 2;
+    if (bias) bias = static_cast<char const*>(bias) + heads * params.bias.head * bytes;
+    if (mask) mask += heads * params.mask.head;
+    head += heads;
+  }
   CUTE_DEVICE PairMod of_head(Params const& params, int heads) const {
     PairMod other = *this;
-    int const bytes = params.bias.type == BiasType::Float32 ? 4 : 2;
-    if (bias) other.bias = static_cast<char const*>(bias) + heads * params.bias.head * bytes;
-    if (mask) other.mask += heads * params.mask.head;
-    other.head += heads;
+    other.advance(params, heads);
     return other;
   }
 
@@ -277,9 +281,10 @@ struct PairMod {
   CUTE_DEVICE uint32_t seen(Params const& params, Visibility const& visibility, int row, int key) const {
     int const at = (key + leftpad) / 32, shift = (key + leftpad) % 32;
     uint32_t const* const of_row = mask + min(row, visibility.n_q - 1) * params.mask.row;
-    uint32_t const low = at < words ? __ldg(of_row + at) : 0;
-    if (shift == 0) return low;
-    return __funnelshift_r(low, at + 1 < words ? __ldg(of_row + at + 1) : 0, shift);
+    uint32_t low = 0, high = 0;  // without a branch: of several rows all loads are under way at once
+    if (at < words) low = __ldg(of_row + at);
+    if (shift != 0 && at + 1 < words) high = __ldg(of_row + at + 1);
+    return __funnelshift_r(low, high, shift);
   }
 
   /// Which of 128 keys a row sees by the mask, of those from `key` on, a multiple of 128: of a lane's columns in
@@ -347,16 +352,6 @@ struct PairMod {
     return word;
   }
 
-  /// The bias of a pair; 0 of a key that does not exist. A row that does not has what the last one has.
-  CUTE_DEVICE float bias_of(Pairs const& pairs, Visibility const& visibility, int row, int key) const {
-    if (key >= visibility.len_kv) return 0.f;
-    Bias const& of = pairs.bias;
-    int64_t const at = min(row, visibility.n_q - 1) * of.row + key * of.key;
-    if (of.type == BiasType::Float32) return __ldg(static_cast<float const*>(bias) + at);
-    if (of.type == BiasType::Float16) return __half2float(__ldg(static_cast<__half const*>(bias) + at));
-    return __bfloat162float(__ldg(static_cast<__nv_bfloat16 const*>(bias) + at));
-  }
-
   /// Where eight keys of the bias lie that are a vector; `bytes`: those of keys that exist.
   CUTE_DEVICE uint16_t const* bias_chunk(Pairs const& pairs, Visibility const& visibility, int row, int key,
                                          int& bytes) const {
@@ -408,54 +403,35 @@ struct PairMod {
     for (int e = 0; e < Count; ++e) p[e] = of_keys >> e & 1 ? p[e] * scale : 0.f;
   }
 
-  /// Which of 32 keys of a row dropout keeps, of a lane's columns in accumulators, a bit each. By the lanes of a quad,
-  /// which share the row: each draws for half of the keys.
-  CUTE_DEVICE uint32_t columns_kept(uint32_t threshold, int row, int key, int lane) const {
-    if ((key + origin) % kBlockKeys != 0) return columns_of_word(kept(threshold, row, key, 32), lane);
-    int const half = lane % 2;
-    uint32_t const own = block_of(threshold, row, ((key + origin) >> 4) + half),
-                   others = __shfl_xor_sync(0xffffffffu, own, 1);
-    auto const of_lane = [&](uint32_t block) {  // keys 2 c, 2 c + 1 and those eight further
-      uint32_t const x = block >> bit_of_pair(lane % 4 * 2, 0);
-      return (x & 5) | (x >> 7 & 10);
-    };
-    return of_lane(half == 0 ? own : others) | of_lane(half == 0 ? others : own) << 4;
-  }
-
-  /// Which of 64 keys and 16 rows, from these on, dropout keeps, of a lane's columns and rows in accumulators, by the
-  /// whole warp: each lane draws for a block and trades with seven others for the bits of its own.
+  /// Which of 1024 pairs, from these on, dropout keeps, by the whole warp: a bit for each of the lane's in accumulators
+  /// of rows, those of 16 rows and 64 keys, or of 32 and 32. Each lane draws for a block and trades with seven others
+  /// for the bits of its own.
+  template <int Keys = 64>
   CUTE_DEVICE uint32_t kept_of_rows(uint32_t threshold, int row, int key, int lane) const {
-    uint32_t const block = kept_of_two(threshold, row + lane / 8 * 2 + lane / 4 % 2 * 8, key + lane % 4 * kBlockKeys);
+    static_assert(Keys == 64 || Keys == 32, "a block a lane");
+    int const far = lane / 2 % 2;
+    uint32_t const block = kept_of_two(threshold, row + lane / 8 * 2 + lane / 4 % 2 * 8 + (Keys == 32 ? far * 16 : 0),
+                                       key + lane % 2 * kBlockKeys + (Keys == 64 ? far * 32 : 0));
     return trade<0, 4>(trade<1, 2>(trade<2, 0>(block, lane), lane), lane);
   }
   /// Where the bit of a pair lies there: of the lane's first or second row, `i`, and of its first or second key, `odd`,
-  /// of the keys 8 m to 8 m + 7.
+  /// of the keys 8 m to 8 m + 7. Keys from 32 on share their place with rows from 16 on.
   CUTE_HOST_DEVICE static constexpr int bit_of_rows(int m, int odd, int i) {
-    return m / 2 % 2 * 16 + odd * 8 + m / 4 % 2 * 4 + m % 2 * 2 + i;
+    return m / 2 % 2 * 16 + odd * 8 + (m / 4 + i / 2) % 2 * 4 + m % 2 * 2 + i % 2;
   }
 
-  /// Makes 0 of what it does not keep of them.
-  CUTE_DEVICE void drop_in_quad(float (&p)[kQuadColumns], uint32_t threshold, int row, int key, int lane) const {
-    uint32_t const of_columns = columns_kept(threshold, row, key, lane);
-    CUTE_UNROLL
-    for (int j = 0; j < kQuadColumns; ++j) p[j] = of_columns >> j & 1 ? p[j] : 0.f;
+  /// The same in accumulators of keys: of 16 keys and 64 rows, or of 32 and 32.
+  template <int Rows = 64>
+  CUTE_DEVICE uint32_t kept_of_keys(uint32_t threshold, int row, int key, int lane) const {
+    static_assert(Rows == 64 || Rows == 32, "a block a lane");
+    constexpr int kLanes = Rows / kBlockRows;
+    uint32_t const block = kept_of_two(threshold, row + lane % kLanes * kBlockRows, key + lane / kLanes * kBlockKeys);
+    return trade<4, 2>(trade<3, 4>(trade<2, 3>(block, lane), lane), lane);
   }
-
-  /// Which dropout keeps of keys `lane / 4` and those 8, 16 and 24 further, by lanes four apart, which share the row.
-  CUTE_DEVICE uint32_t rows_kept(uint32_t threshold, int row, int key, int lane) const {
-    auto const gathered = [](uint32_t x) { return (x & 1) | (x >> 7 & 2); };
-    if ((key + origin) % kBlockKeys != 0) {
-      uint32_t const x = kept(threshold, row, key, 32) >> lane / 4;
-      return gathered(x) | gathered(x >> 16) << 2;
-    }
-    int const half = lane / 4 % 2;
-    uint32_t const own = block_of(threshold, row, ((key + origin) >> 4) + half),
-                   others = __shfl_xor_sync(0xffffffffu, own, 4);
-    auto const of_lane = [&](uint32_t block) {
-      uint32_t const x = block >> bit_of_pair(lane / 4, 0);
-      return (x & 1) | (x >> 1 & 2);
-    };
-    return of_lane(half == 0 ? own : others) | of_lane(half == 0 ? others : own) << 2;
+  /// Where the bit of a pair lies there: of the lane's first or second key, `i`, and of its first or second row, `odd`,
+  /// of the rows 8 m to 8 m + 7. Rows from 32 on share their place with keys from 16 on.
+  CUTE_HOST_DEVICE static constexpr int bit_of_keys(int m, int odd, int i) {
+    return m % 4 * 8 + (m / 4 + i / 2) % 2 * 4 + i % 2 * 2 + odd;
   }
 
  private:
@@ -515,60 +491,70 @@ CUTE_DEVICE void change_by_columns(ScoreTensor& S, Change const& change) {
 }
 
 /// Makes accumulators of scores begin with the bias times `factor`: element (i, j) is row `first_row + row_of(i)` and
-/// key `first_key + key_of(j)`, columns in pairs of neighbouring keys. Its loads are then out of the way of the
-/// product, and in the registers of what comes of them. Rows that do not exist get what the last one has.
-template <class ScoreTensor, class RowOf, class KeyOf>
+/// key `first_key + key_of(j)`, columns in pairs, of neighbouring keys where these are `Neighbours`. Its loads are then
+/// out of the way of the product, and in the registers of what comes of them. Rows that do not exist get what the last
+/// one has.
+template <bool Neighbours = true, class ScoreTensor, class RowOf, class KeyOf>
 CUTE_DEVICE void load_bias(ScoreTensor& S, float factor, PairMod const& pairs, Pairs const& of,
                            Visibility const& visibility, int first_row, int first_key, RowOf row_of, KeyOf key_of) {
   constexpr int Rows = decltype(cute::size<0>(S))::value, Columns = decltype(cute::size<1>(S))::value;
   Bias const& bias = of.bias;
   int const keys = visibility.len_kv - first_key;
+  auto const row_at = [&](auto type, int i) {
+    return static_cast<decltype(type) const*>(pairs.bias) + min(first_row + row_of(i), visibility.n_q - 1) * bias.row +
+           first_key * bias.key;
+  };
   // `take(i, j, from)` with the place of the bias of elements (i, j) and (i, j + 1).
   auto const for_each_pair = [&](auto type, auto const& take) {
-    using T = decltype(type);
-    T const* of_row[Rows];
+    decltype(row_at(type, 0)) of_row[Rows];
     CUTE_UNROLL
-    for (int i = 0; i < Rows; ++i) {
-      of_row[i] = static_cast<T const*>(pairs.bias) + min(first_row + row_of(i), visibility.n_q - 1) * bias.row +
-                  first_key * bias.key;
-    }
+    for (int i = 0; i < Rows; ++i) of_row[i] = row_at(type, i);
     CUTE_UNROLL
     for (int j = 0; j < Columns; j += 2) {
       CUTE_UNROLL
-      for (int i = 0; i < Rows; ++i) take(i, j, of_row[i]);
+      for (int i = 0; i < Rows; ++i) {
+        if (key_of(j) < keys) take(i, j, of_row[i] + key_of(j));
+      }
     }
   };
+  // The same of each element. Places are walked to: multiples of the stride would be registers, for all rows at once.
+  auto const for_each_element = [&](auto type, auto const& take) {
+    CUTE_UNROLL
+    for (int i = 0; i < Rows; ++i) {
+      auto const* from = row_at(type, i) + key_of(0) * bias.key;
+      CUTE_UNROLL
+      for (int j = 0; j < Columns; ++j) {
+        if (key_of(j) < keys) take(i, j, from);
+        if (j + 1 == Columns) continue;
+        from += (key_of(j + 1) - key_of(j)) * bias.key;
+        compute_here(from);
+      }
+    }
+  };
+  bool const in_pairs = Neighbours && pairs.bias_in_pairs;
   if (bias.type == BiasType::Float32) {
-    if (pairs.bias_in_pairs) {
+    CUTE_UNROLL
+    for (int e = 0; e < cute::size(S); ++e) S(e) = 0.f;
+    if (in_pairs) {
       for_each_pair(float{}, [&](int i, int j, float const* from) {
-        float2 x = make_float2(0.f, 0.f);
-        if (key_of(j) < keys) x = __ldg(reinterpret_cast<float2 const*>(from + key_of(j)));
+        float2 const x = __ldg(reinterpret_cast<float2 const*>(from));
         S(i, j) = x.x, S(i, j + 1) = x.y;
       });
     } else {
-      for_each_pair(float{}, [&](int i, int j, float const* from) {
-        CUTE_UNROLL
-        for (int e = 0; e < 2; ++e) S(i, j + e) = key_of(j) + e < keys ? __ldg(from + (key_of(j) + e) * bias.key) : 0.f;
-      });
+      for_each_element(float{}, [&](int i, int j, float const* from) { S(i, j) = __ldg(from); });
     }
     CUTE_UNROLL
     for (int e = 0; e < cute::size(S); ++e) S(e) *= factor;
     return;
   }
-  uint32_t words[Rows][Columns / 2];
-  if (pairs.bias_in_pairs) {
+  uint32_t words[Rows][Columns / 2] = {};
+  if (in_pairs) {
     for_each_pair(uint16_t{}, [&](int i, int j, uint16_t const* from) {
-      words[i][j / 2] = 0;
-      if (key_of(j) < keys) words[i][j / 2] = __ldg(reinterpret_cast<uint32_t const*>(from + key_of(j)));
+      words[i][j / 2] = __ldg(reinterpret_cast<uint32_t const*>(from));
     });
   } else {
-    for_each_pair(uint16_t{}, [&](int i, int j, uint16_t const* from) {
-      uint32_t x[2] = {};
-      CUTE_UNROLL
-      for (int e = 0; e < 2; ++e) {
-        if (key_of(j) + e < keys) x[e] = __ldg(from + (key_of(j) + e) * bias.key);
-      }
-      words[i][j / 2] = x[0] | x[1] << 16;
+    for_each_element(uint16_t{}, [&](int i, int j, uint16_t const* from) {
+      words[i][j / 2] |= uint32_t(__ldg(from)) << j % 2 * 16;
     });
   }
   auto const convert = [&](auto const& low, auto const& high) {
@@ -587,6 +573,30 @@ CUTE_DEVICE void load_bias(ScoreTensor& S, float factor, PairMod const& pairs, P
   } else {
     convert([](uint32_t x) { return __uint_as_float(x << 16); },
             [](uint32_t x) { return __uint_as_float(x & 0xffff0000u); });
+  }
+}
+
+/// Hides what the mask hides: element (i, j) is row `first_row + row_of(i)` and, of the lane's columns in accumulators,
+/// the `j`th of the keys from `first_key` on.
+template <class ScoreTensor, class RowOf>
+CUTE_DEVICE void hide_by_mask(ScoreTensor& S, PairMod const& pairs, Params const& params, Visibility const& visibility,
+                              int first_row, int first_key, int lane, RowOf row_of) {
+  constexpr int Rows = decltype(cute::size<0>(S))::value, Columns = decltype(cute::size<1>(S))::value;
+  constexpr int Words = (Columns + kQuadColumns - 1) / kQuadColumns;
+  uint32_t seen[Rows][Words];
+  CUTE_UNROLL
+  for (int i = 0; i < Rows; ++i) {
+    CUTE_UNROLL
+    for (int word = 0; word < Words; ++word)
+      seen[i][word] =
+          columns_of_word(pairs.seen(params, visibility, first_row + row_of(i), first_key + word * 32), lane);
+  }
+  CUTE_UNROLL
+  for (int i = 0; i < Rows; ++i) {
+    CUTE_UNROLL
+    for (int j = 0; j < Columns; ++j) {
+      if (!(seen[i][j / kQuadColumns] & 1u << j % kQuadColumns)) S(i, j) = -INFINITY;
+    }
   }
 }
 

@@ -4,9 +4,13 @@
 
 namespace cutlass_ext {
 static Entered const kernels_here{
-    kernel_of<sm80::FMHA<64, 64, 256, cute::half_t, 128, 1, 2>>(),
-    kernel_of<sm80::FMHA<64, 64, 256, cute::half_t, 128, 1>>(),
-    kernel_of<sm80::FMHA<64, 64, 256, cute::bfloat16_t, 128, 1, 2>>(),
-    kernel_of<sm80::FMHA<64, 64, 256, cute::bfloat16_t, 128, 1>>(),
+    kernel_of<sm80::FMHA<false, 64, 64, 256, cute::half_t, 128, 1, 2>>(),
+    kernel_of<sm80::FMHA<true, 64, 64, 256, cute::half_t, 128, 1, 2>>(),
+    kernel_of<sm80::FMHA<false, 64, 64, 256, cute::half_t, 128, 1>>(),
+    kernel_of<sm80::FMHA<true, 64, 64, 256, cute::half_t, 128, 1>>(),
+    kernel_of<sm80::FMHA<false, 64, 64, 256, cute::bfloat16_t, 128, 1, 2>>(),
+    kernel_of<sm80::FMHA<true, 64, 64, 256, cute::bfloat16_t, 128, 1, 2>>(),
+    kernel_of<sm80::FMHA<false, 64, 64, 256, cute::bfloat16_t, 128, 1>>(),
+    kernel_of<sm80::FMHA<true, 64, 64, 256, cute::bfloat16_t, 128, 1>>(),
 };
 }  // namespace cutlass_ext

@@ -4,9 +4,13 @@
 
 namespace cutlass_ext {
 static Entered const kernels_here{
-    kernel_of<sm80::FMHA<128, 64, 64, cute::half_t, 128>>(),
-    kernel_of<sm80::FMHA<64, 64, 64, cute::half_t, 128>>(),
-    kernel_of<sm80::FMHA<128, 64, 64, cute::bfloat16_t, 128>>(),
-    kernel_of<sm80::FMHA<64, 64, 64, cute::bfloat16_t, 128>>(),
+    kernel_of<sm80::FMHA<false, 128, 64, 64, cute::half_t, 128>>(),
+    kernel_of<sm80::FMHA<true, 128, 64, 64, cute::half_t, 128>>(),
+    kernel_of<sm80::FMHA<false, 64, 64, 64, cute::half_t, 128>>(),
+    kernel_of<sm80::FMHA<true, 64, 64, 64, cute::half_t, 128>>(),
+    kernel_of<sm80::FMHA<false, 128, 64, 64, cute::bfloat16_t, 128>>(),
+    kernel_of<sm80::FMHA<true, 128, 64, 64, cute::bfloat16_t, 128>>(),
+    kernel_of<sm80::FMHA<false, 64, 64, 64, cute::bfloat16_t, 128>>(),
+    kernel_of<sm80::FMHA<true, 64, 64, 64, cute::bfloat16_t, 128>>(),
 };
 }  // namespace cutlass_ext

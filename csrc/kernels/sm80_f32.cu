@@ -4,8 +4,11 @@
 
 namespace cutlass_ext {
 static Entered const kernels_here{
-    kernel_of<sm80::FMHA<64, 64, 64, float, 128>>(),
-    kernel_of<sm80::FMHA<64, 48, 128, float, 128, 1>>(),
-    kernel_of<sm80::FMHA<64, 32, 256, float, 256, 1, 2>>(),
+    kernel_of<sm80::FMHA<false, 64, 64, 64, float, 128>>(),
+    kernel_of<sm80::FMHA<true, 64, 64, 64, float, 128>>(),
+    kernel_of<sm80::FMHA<false, 64, 48, 128, float, 128, 1>>(),
+    kernel_of<sm80::FMHA<true, 64, 48, 128, float, 128, 1>>(),
+    kernel_of<sm80::FMHA<false, 64, 32, 256, float, 256, 1, 2>>(),
+    kernel_of<sm80::FMHA<true, 64, 32, 256, float, 256, 1, 2>>(),
 };
 }  // namespace cutlass_ext

@@ -4,9 +4,13 @@
 
 namespace cutlass_ext {
 static Entered const kernels_here{
-    kernel_of<sm80::Backward<Axis::Keys, 32, 64, 64, float, 128>>(),
-    kernel_of<sm80::Backward<Axis::Rows, 64, 32, 64, float, 128, 2, 2>>(),
-    kernel_of<sm80::Backward<Axis::Keys, 32, 64, 128, float, 128, 1>>(),
-    kernel_of<sm80::Backward<Axis::Rows, 64, 32, 128, float, 128, 1>>(),
+    kernel_of<sm80::Backward<Axis::Keys, false, 32, 64, 64, float, 128>>(),
+    kernel_of<sm80::Backward<Axis::Keys, true, 32, 64, 64, float, 128>>(),
+    kernel_of<sm80::Backward<Axis::Rows, false, 64, 32, 64, float, 128, 2, 2>>(),
+    kernel_of<sm80::Backward<Axis::Rows, true, 64, 32, 64, float, 128, 2, 2>>(),
+    kernel_of<sm80::Backward<Axis::Keys, false, 32, 64, 128, float, 128, 1>>(),
+    kernel_of<sm80::Backward<Axis::Keys, true, 32, 64, 128, float, 128, 1>>(),
+    kernel_of<sm80::Backward<Axis::Rows, false, 64, 32, 128, float, 128, 1>>(),
+    kernel_of<sm80::Backward<Axis::Rows, true, 64, 32, 128, float, 128, 1>>(),
 };
 }  // namespace cutlass_ext

@@ -291,6 +291,25 @@ def test_head_dims(target, d, d_v):
                 target.gradients(q, k, v, torch.ones_like(q[..., :d_v]), **options)
 
 
+@pytest.mark.parametrize("n_kv", [200, 201])  # a bias read two keys at a time, or one
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_query_heads_that_share_keys(target, d, n_kv):
+    """Each with a bias, a mask and draws of its own, over several tiles, some of which the mask hides or leaves whole,
+    keys at positions that are no multiple of anything."""
+    q, k, v = target.qkv(2, 140, 4, d, n_kv=n_kv, heads_kv=2)
+    mask = mask_of(target, (2, 4, 140, n_kv))
+    mask[:, 1, :70] = False
+    mask[:, 2, 64:, :130] = True
+    kinds = {
+        "bias": {"bias": bias_of(target, (1, 4, 140, n_kv), target.dtype, hidden=0.1)},
+        "mask": {"mask": mask},
+        "dropout": {"dropout_p": 0.3, "dropout_seed": seed_of(target), "leftpad_k": target.int32([3, 0])},
+    }
+    backward = not (target.family == "simt" and d > 128)  # which is not there yet
+    for options in (*kinds.values(), kinds["bias"] | kinds["mask"] | kinds["dropout"] | {"softcap": 3.0}):
+        check(target, q, k, v, **options, backward=backward)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("d,dims", [(64, "bhi"), (64, "b11"), (128, "11i")])
 def test_gradients_of_hidden_tiles(target, d, dims, deterministic):

@@ -138,6 +138,9 @@ __global__ void __launch_bounds__(kBiasThreads)
     // Rows that see no key hold anything; those that see some are next to each other.
     Range const seeing = visibility.rows_with_keys();
     PairMod pairs(params, sequence, batch, head);
+    static_assert(kBiasTile == 64, "a word has the bits of a thread's pairs");
+    uint32_t kept = ~0u;  // drawn while there are no scores
+    if (has_dropout(params)) kept = pairs.kept_of_rows(threshold_of(params), first_row - lane / 4, first_key, lane);
     Scores scores = {}, dp = {};
     auto S = sm80::rows_and_columns(scores);
     auto dP = sm80::rows_and_columns(dp);
@@ -173,9 +176,13 @@ __global__ void __launch_bounds__(kBiasThreads)
       });
     }
     if (has_dropout(params)) {
-      change_by_columns<false>(dP, [&](float (&x)[kQuadColumns], int i, int j) {
-        pairs.drop_in_quad(x, threshold_of(params), first_row + sm80::row_of(i), first_key + sm80::key_of(j), lane);
-      });
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        CUTE_UNROLL
+        for (int j = 0; j < cute::size<1>(dP); ++j) {
+          if (!(kept & 1u << PairMod::bit_of_rows(j / 2, j % 2, i))) dP(i, j) = 0.f;
+        }
+      }
     }
     mask(S, visibility.counted_from(first_key + column), first_row, sm80::row_of, sm80::key_of);
     RowStatistics const* const statistics =

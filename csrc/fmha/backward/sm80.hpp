@@ -59,6 +59,12 @@ class Streams {
     aim_before(head, last);
   }
 
+  /// What plain copies are made of, where `tile` has just been copied, or its early part.
+  CUTE_DEVICE void aim_before(int head, int tile) {
+    early_next_ = part_of_thread(source<Early>(head, tile - 1));
+    late_next_ = part_of_thread(source<Late>(head, Two ? tile - 1 : tile));
+  }
+
   /// Until what is under way has landed and every warp is done with what it will be followed by.
   CUTE_DEVICE static void wait() {
     cp_async_fence();
@@ -94,7 +100,7 @@ class Streams {
     if constexpr (Two) {
       copy_next<Plain>(head, tile);
     } else if constexpr (Plain) {
-      copy_plain<Late>(late_next_);
+      copy_plain<Late>(late_next_, head, tile);
     } else {
       copy_checked<Late>(head, tile, 0);
     }
@@ -151,8 +157,8 @@ class Streams {
   template <bool Plain>
   CUTE_DEVICE void copy_next(int head, int tile) {
     if constexpr (Plain) {
-      copy_plain<Early>(early_next_);
-      if (Two) copy_plain<Late>(late_next_);
+      copy_plain<Early>(early_next_, head, tile - 1);
+      if (Two) copy_plain<Late>(late_next_, head, tile - 1);
     } else {
       if (tile-- == shared_.tiles.begin) {
         if (++head == shared_.heads_end) return;
@@ -163,29 +169,20 @@ class Streams {
       aim_before(head, tile);
     }
   }
-
-  /// What plain copies are made of, where `tile` has just been copied, or its early part.
-  CUTE_DEVICE void aim_before(int head, int tile) {
-    early_next_ = part_of_thread(source<Early>(head, tile - 1));
-    late_next_ = part_of_thread(source<Late>(head, Two ? tile - 1 : tile));
-    if (OfKeys) statistics_next_ = statistics(head, Two ? tile - 1 : tile);
-  }
   CUTE_DEVICE static Element const* part_of_thread(GlobalTile<Element> const& tile) {
     return tile.row(thread() / 8) + thread() % 8 * kVector;
   }
 
   /// A whole tile of rows that begin at multiples of 16 bytes.
   template <int Y>
-  CUTE_DEVICE void copy_plain(Element const*& from) {
-    int64_t const row_stride = stride<Y>(params_).row;
+  CUTE_DEVICE void copy_plain(Element const*& from, int head, int tile) {
+    int64_t row_stride = stride<Y>(params_).row;
+    compute_here(row_stride);  // multiples of it would be kept around the main loop
     uint32_t const at = cast_smem_ptr_to_uint(shared_.y) + 2 * chunk_offset<Streamed>(thread() / 8, thread() % 8);
     copy_whole_tile<Streamed, Columns, Threads>(from, row_stride, cols<Y>(),
                                                 at + (Y * Traits::Stages + stage_to_fill()) * TileBytes);
     from -= Streamed * row_stride;
-    if constexpr (OfKeys && Y == Late) {
-      copy_statistics(statistics_next_, true, stage_to_fill());
-      statistics_next_ -= Streamed;
-    }
+    if constexpr (OfKeys && Y == Late) copy_statistics(statistics(anew(head), tile), true, stage_to_fill());
   }
 
   template <int Y>
@@ -207,7 +204,6 @@ class Streams {
   Shared& shared_;
   uint32_t stage_ = 0;
   Element const *early_next_, *late_next_;  // the thread's part of the tiles to be copied next
-  RowStatistics const* statistics_next_;
 };
 
 /// The main loop: dX1 += dS Y1 where `First`, dX2 += P Y2 where `Second`, over all that passes by. A plain tile is one
@@ -223,6 +219,12 @@ class GradientLoop {
   using Whole = Products<0, Streamed>;
   static constexpr int RowAtoms = Whole::RowAtoms, Rows = Whole::Rows;
   static constexpr bool kInParts = Traits::Parts > 1;
+  // Of a tile that is not plain, at a time: all where they are few registers and nothing spills.
+  static constexpr bool kAtOnce = RowAtoms == 1 && (!kInParts || (Traits::Pairs && Traits::OneAfterTheOther));
+  static constexpr int kColumns = kAtOnce ? Streamed : kAtom;
+  // Whether plain tiles have a loop of their own: a mask may hide the next one. With all accumulators of keys, or of
+  // float32, it spilled; elsewhere plain calls take 10% less.
+  static constexpr bool kLoops = !Traits::Pairs && (!OfKeys || (RowAtoms == 1 && !kInParts));
   static constexpr uint32_t X2 = sizeof(Traits::SharedStorage::x[0]), Y2 = sizeof(Traits::SharedStorage::y[0]);
 
  public:
@@ -260,19 +262,23 @@ class GradientLoop {
     streams_.wait();
     Queries<Whole>{held1_, own_at_}.take();
     if (First) Queries<Products<1, Streamed>, X2>{held2_, own_at_}.take();
-    for (; head < shared_.heads_end; ++head) {
-      if (has_mask(params_)) look_at_mask(head);
+    while (true) {
+      if (has_mask()) look_at_mask();
       int tile = shared_.tiles.end - 1;
       while (tile >= shared_.tiles.begin) {
-        // Behind the first tile of a head comes the last one of another, of which rows may be missing.
-        int const plain_begin = cute::max(shared_.unmasked.begin, shared_.tiles.begin + 1);
-        if (shared_.checked || !seen(tile).all || tile >= shared_.unmasked.end || tile < plain_begin) {
+        if (!shared_.plain.contains(tile) || !seen(tile).all) {
           checked_step(head, tile--);
         } else {
           do plain_step(head, tile--);
-          while (tile >= plain_begin && seen(tile).all);
+          while (kLoops && tile >= shared_.plain.begin);
         }
       }
+      bool const more = ++head < shared_.heads_end;
+      // All threads are done with the head before. Behind the last one comes the first.
+      if (OfKeys && has_pairs() && threadIdx.x == 0)
+        shared_.pairs.advance(params_, more ? 1 : 1 - params_.heads_per_kv.divisor);
+      if (!more) return;
+      __syncthreads();
     }
   }
 
@@ -318,35 +324,48 @@ class GradientLoop {
   }
 
   CUTE_DEVICE void checked_step(int head, int tile) {
-    constexpr int Columns = kAtom;
     streams_.template during_first<false>(head, tile);
     if (!Two) streams_.wait();
     if (OfKeys && params_.empty_rows) streams_.zero_empty_rows(head, tile);
-    CUTE_NO_UNROLL
-    for (int column = 0; column < Streamed; column += Columns) {
-      if (!is_seen((tile * Streamed + column) / Columns) || !seen(tile).some) continue;
-      Scores<Columns> S, dP;
-      auto const nothing = [] {};
-      uint32_t const from = column * kPanel * sizeof(Element);
-      product1<Columns>(S, columns_at() + from, nothing);
-      if constexpr (First) product2<Columns>(dP, columns_at() + from, nothing);
-      uint32_t const kept = drop(dP, head, tile, column);
-      float const scale = finish_scores(S, dP, head, tile, column);
-      add_products<false, Columns>(S, dP, scale, column, rows_at() + from, kept);
-    }
+    Seen const here = seen(tile);
+    if (here.some) has_pairs() ? add_tile<Traits::Pairs>(head, tile, here) : add_tile<false>(head, tile, here);
     streams_.template between<false>(head, tile);
     streams_.next();
   }
 
-  CUTE_DEVICE Seen seen(int tile) const { return shared_.seen.of(has_mask(params_), tile); }
+  /// The products of a tile, some columns at a time. `Pairs`: what pairs have costs a call without it nothing.
+  template <bool Pairs>
+  CUTE_DEVICE void add_tile(int head, int tile, Seen const& here) {
+    uint32_t seen = ~0u, kept = ~0u;  // of columns that follow bits are higher up
+    if (Pairs && !here.all) seen = seen_of_tile(tile);
+    if (Pairs && has_dropout(params_)) kept = kept_of_tile(tile);
+    bool const unmasked = shared_.unmasked.contains(tile);
+    CUTE_NO_UNROLL
+    for (int column = 0; column < Streamed; column += kColumns, seen >>= kAtom, kept >>= kAtom) {
+      if (!unmasked && !is_seen((tile * Streamed + column) / kColumns)) continue;
+      Scores<kColumns> S, dP, added;
+      if (Pairs && has_bias(params_)) read_bias(added, tile, column);
+      auto const nothing = [] {};
+      uint32_t const from = column * kPanel * sizeof(Element);
+      product1<kColumns>(S, columns_at() + from, nothing);
+      if constexpr (First) product2<kColumns>(dP, columns_at() + from, nothing);
+      float const scale = finish_scores<Pairs>(S, dP, added, head, tile, column, seen, kept, unmasked);
+      add_products<false, kColumns>(S, dP, scale, column, rows_at() + from, Pairs ? kept : ~0u);
+    }
+  }
+
+  CUTE_DEVICE bool has_pairs() const { return Traits::Pairs && cutlass_ext::has_pairs(params_); }
+  CUTE_DEVICE bool has_mask() const { return Traits::Pairs && cutlass_ext::has_mask(params_); }
+
+  CUTE_DEVICE Seen seen(int tile) const { return shared_.seen.of(has_mask(), tile); }
 
   /// Which tiles the mask of a query head hides or leaves whole. All threads are done with the head before.
-  CUTE_DEVICE void look_at_mask(int head) const {
-    PairMod const pairs(params_, shared_.sequence, shared_.work.batch, head);
+  CUTE_DEVICE void look_at_mask() const {
     shared_.seen.look(shared_.tiles, [&](int tile) {
       int const own = shared_.work.row0, streamed = tile * Streamed,
                 row = shared_.first_query + (OfKeys ? streamed : own), key = OfKeys ? own : streamed;
-      return pairs.seen_of(params_, {row, row + (OfKeys ? Streamed : Own)}, {key, key + (OfKeys ? Own : Streamed)});
+      return shared_.pairs.seen_of(params_, {row, row + (OfKeys ? Streamed : Own)},
+                                   {key, key + (OfKeys ? Own : Streamed)});
     });
     __syncthreads();
   }
@@ -361,10 +380,10 @@ class GradientLoop {
     return 1.f;
   }
 
-  /// Whether some row of this warp sees some of the 16 rows `part` that pass by.
+  /// Whether some row of this warp sees some of the `kColumns` rows that pass by as part `part`.
   CUTE_DEVICE bool is_seen(int part) const {
     Visibility const view = shared_.view;
-    return view.tiles_of(shared_.work.row0 + place_.warp_row, RowAtoms * kAtom, kAtom).contains(part);
+    return view.tiles_of(shared_.work.row0 + place_.warp_row, RowAtoms * kAtom, kColumns).contains(part);
   }
 
   /// Statistics of what two elements of accumulators lie in: of keys streamed rows of column atom `n`; of rows the own
@@ -382,78 +401,72 @@ class GradientLoop {
     }
   }
 
-  /// Calls `visit(pairs, visibility, row, key, i or j)` for each query row of which the thread holds scores of 16
-  /// columns: the first of the warp's keys, and where its scores are.
-  template <class Visit>
-  CUTE_DEVICE void for_each_row(int head, int tile, int column, Visit const& visit) const {
-    int const lane = anew(place_.lane);
-    Sequence const& sequence = shared_.sequence;
-    PairMod const pairs(params_, sequence, shared_.work.batch, head);
-    int const own = shared_.work.row0 + place_.warp_row, streamed = tile * Streamed + column;
-    CUTE_NO_UNROLL
-    for (int x = 0; x < (OfKeys ? kAtom / 4 : 2 * RowAtoms); ++x) {
-      int const row = shared_.first_query + (OfKeys ? streamed + lane % 4 * 2 + key_of(x) : own + lane / 4 + row_of(x));
-      visit(pairs, sequence.visibility, row, OfKeys ? own : streamed, x);
-    }
+  /// Of a tile the query row and the key of the warp's first pair.
+  CUTE_DEVICE int first_row(int tile) const { return shared_.first_query + (OfKeys ? tile * Streamed : own_row()); }
+  CUTE_DEVICE int first_key(int tile) const { return OfKeys ? own_row() : tile * Streamed; }
+  CUTE_DEVICE int own_row() const { return shared_.work.row0 + anew(place_.warp_row); }
+
+  /// Which of the thread's pairs of a tile dropout keeps: of element (i, j) bit `bit_of(i, j)`.
+  CUTE_DEVICE uint32_t kept_of_tile(int tile) const {
+    PairMod const& pairs = shared_.pairs;
+    int const lane = anew(place_.lane), row = first_row(tile), key = first_key(tile);
+    if constexpr (OfKeys) return pairs.template kept_of_keys<Streamed>(threshold_of(params_), row, key, lane);
+    return pairs.template kept_of_rows<Streamed>(threshold_of(params_), row, key, lane);
+  }
+  CUTE_DEVICE static constexpr uint32_t bit_of(int i, int j) {
+    return 1u << (OfKeys ? PairMod::bit_of_keys(j / 2, j % 2, i) : PairMod::bit_of_rows(j / 2, j % 2, i));
   }
 
-  /// Makes dP what dropout makes of it. Returns which of the thread's pairs are kept, bit 4 i + j of element (i, j).
-  template <class ScoreArray>
-  CUTE_DEVICE uint32_t drop(ScoreArray& gradients, int head, int tile, int column) const {
-    if (!has_dropout(params_)) return ~0u;
-    int const lane = place_.lane;
-    uint32_t kept = 0;
-    for_each_row(head, tile, column, [&](PairMod const& pairs, Visibility const&, int row, int key, int x) {
-      if constexpr (OfKeys) {
-        uint32_t const of_keys = pairs.rows_kept(threshold_of(params_), row, key, lane);
-        CUTE_UNROLL
-        for (int i = 0; i < 2 * RowAtoms; ++i) kept |= (of_keys >> i & 1) << (4 * i + x);
-      } else {
-        kept |= (columns_of_word(pairs.kept(threshold_of(params_), row, key, kAtom), lane) & 15) << 4 * x;
+  /// Which of them the mask leaves, likewise.
+  CUTE_DEVICE uint32_t seen_of_tile(int tile) const {
+    int const lane = anew(place_.lane), row = first_row(tile), key = first_key(tile);
+    auto const word_of = [&](int row) { return shared_.pairs.seen(params_, shared_.sequence.visibility, row, key); };
+    uint32_t seen = 0;
+    if constexpr (OfKeys) {  // of each row the bits of four keys that are eight apart
+      CUTE_UNROLL
+      for (int j = 0; j < Streamed / 4; ++j) {
+        uint32_t const of_lane = word_of(row + lane % 4 * 2 + key_of(j)) >> lane / 4 & 0x01010101u;
+        seen |= (of_lane * 0x01041040u >> 24 & 0x55u) << (j / 2 * 8 + j % 2);
       }
-    });
-    Tensor dP = rows_and_columns(gradients);
-    CUTE_UNROLL
-    for (int i = 0; i < size<0>(dP); ++i) {
+    } else {  // of each row the bits of four pairs of keys
       CUTE_UNROLL
-      for (int j = 0; j < size<1>(dP); ++j) dP(i, j) = kept >> (4 * i + j) & 1 ? dP(i, j) * params_.dropout.scale : 0.f;
-    }
-    return kept;
-  }
-
-  /// Bias and mask of 16 columns. Through local memory: unrolled, they would spill what is in registers.
-  template <class ScoreTensor>
-  CUTE_DEVICE void apply_pairs(ScoreTensor& S, int head, int tile, int column) const {
-    constexpr int kRows = 2 * RowAtoms, kColumns = kAtom / 4, kOfRow = OfKeys ? kRows : kColumns;
-    int const lane = place_.lane;
-    float scores[OfKeys ? kColumns : kRows][kOfRow];
-    auto const at = [&](int i, int j) -> float& { return OfKeys ? scores[j][i] : scores[i][j]; };
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      CUTE_UNROLL
-      for (int j = 0; j < kColumns; ++j) at(i, j) = S(i, j);
-    }
-    for_each_row(head, tile, column, [&](PairMod const& pairs, Visibility const& visibility, int row, int key, int x) {
-      if constexpr (OfKeys) {
-        pairs.apply(scores[x], params_, visibility, row, key + lane / 4, row_of);
-      } else {
-        pairs.apply(scores[x], params_, visibility, row, key + lane % 4 * 2, key_of);
+      for (int i = 0; i < 2 * RowAtoms; ++i) {
+        uint32_t const of_lane = word_of(row + lane / 4 + row_of(i)) >> lane % 4 * 2 & 0x03030303u;
+        uint32_t const twos = (of_lane & 0x00030003u) | (of_lane >> 6 & 0x000c000cu);
+        seen |= ((twos & 0x00050005u) | (twos & 0x000a000au) << 7) << (i / 2 * 4 + i % 2);
       }
-    });
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      CUTE_UNROLL
-      for (int j = 0; j < kColumns; ++j) S(i, j) = at(i, j);
+    }
+    return seen;
+  }
+
+  /// The bias of some columns, in the log2 domain.
+  CUTE_DEVICE void read_bias(Scores<kColumns>& added, int tile, int column) const {
+    Tensor B = rows_and_columns(added);
+    int const lane = anew(place_.lane), held = lane / 4, streamed = column + lane % 4 * 2;
+    int const row = first_row(tile) + (OfKeys ? streamed : held), key = first_key(tile) + (OfKeys ? held : streamed);
+    if constexpr (OfKeys) {
+      Tensor of_rows = make_tensor(B.data(), select<1, 0>(B.layout()));
+      load_bias<false>(of_rows, kLog2e, shared_.pairs, params_, shared_.sequence.visibility, row, key, key_of, row_of);
+    } else {
+      load_bias(B, kLog2e, shared_.pairs, params_, shared_.sequence.visibility, row, key, row_of, key_of);
     }
   }
 
-  /// Score modifications with their derivatives, and masks; dP becomes dP - delta. Returns what is left to multiply
-  /// scores by.
-  template <class ScoreArray>
-  CUTE_DEVICE float finish_scores(ScoreArray& scores, ScoreArray& gradients, int head, int tile, int column) {
+  /// Score modifications with their derivatives, and masks; dP becomes dP - delta, of what dropout keeps. Returns what
+  /// is left to multiply scores by.
+  template <bool Pairs, class ScoreArray>
+  CUTE_DEVICE float finish_scores(ScoreArray& scores, ScoreArray& gradients, ScoreArray& added, int head, int tile,
+                                  int column, uint32_t seen, uint32_t kept, bool unmasked) {
     Tensor S = rows_and_columns(scores), dP = rows_and_columns(gradients);
     if constexpr (First) {
       int const lane = anew(place_.lane);  // what is read here is not kept until P is made
+      if (Pairs && has_dropout(params_)) {
+        CUTE_UNROLL
+        for (int i = 0; i < size<0>(dP); ++i) {
+          CUTE_UNROLL
+          for (int j = 0; j < size<1>(dP); ++j) dP(i, j) = kept & bit_of(i, j) ? dP(i, j) * params_.dropout.scale : 0.f;
+        }
+      }
       float const factor = scale_of_dp();
       CUTE_UNROLL
       for (int n = 0; n < size<1>(S) / 2; ++n) {
@@ -466,26 +479,39 @@ class GradientLoop {
         }
       }
     }
-    float const query_scale = of_parts(ScoreMod::query_scale(params_));
-    bool const score_mods = ScoreMod::changes(params_) || changes_scores(params_);
+    float scale = of_parts(ScoreMod::query_scale(params_));
     Visibility const view = shared_.view;
-    int const first_row = shared_.work.row0 + place_.warp_row + place_.lane / 4;
-    int const first_column = tile * Streamed + column + place_.lane % 4 * 2;
-    if (score_mods) {
+    int const lane = anew(place_.lane), first_row = own_row() + lane / 4;
+    int const first_column = tile * Streamed + column + lane % 4 * 2;
+    if (ScoreMod::changes(params_)) {
       ScoreMod const score_mod(params_, shared_.work.batch, head);
       constexpr int Sign = OfKeys ? -1 : 1;  // the view of keys counts positions the other way
       int const first_offset = Sign * view.offset(first_row, first_column);
       auto const offset = [](int i, int j) { return Sign * (row_of(i) - key_of(j)); };
       CUTE_UNROLL
-      for (int e = 0; e < size(S); ++e) S(e) *= query_scale;
+      for (int e = 0; e < size(S); ++e) S(e) *= scale;
+      scale = 1.f;
       // float32 has the hyperbolic tangent that CUDA cores have.
       score_mod.template apply<!kInParts>(S, first_offset, offset);
       if constexpr (First) score_mod.differentiate(dP, S, first_offset, offset);
-      if (changes_scores(params_)) apply_pairs(S, head, tile, column);
     }
-    if (!shared_.unmasked.contains(tile))
-      mask(S, view.counted_from(first_column).with_finite_windows(), first_row, row_of, key_of);
-    return score_mods ? 1.f : query_scale;
+    if (Pairs && has_bias(params_)) {
+      Tensor B = rows_and_columns(added);
+      CUTE_UNROLL
+      for (int e = 0; e < size(S); ++e) S(e) = fmaf(S(e), scale, B(e));
+      scale = 1.f;
+    }
+    if (Pairs && has_mask()) {
+      CUTE_UNROLL
+      for (int i = 0; i < size<0>(S); ++i) {
+        CUTE_UNROLL
+        for (int j = 0; j < size<1>(S); ++j) {
+          if (!(seen & bit_of(i, j))) S(i, j) = -INFINITY;
+        }
+      }
+    }
+    if (!unmasked) mask(S, view.counted_from(first_column).with_finite_windows(), first_row, row_of, key_of);
+    return scale;
   }
 
   /// P and dS of 16 columns as operands. `Plain`: nothing is hidden or dropped, and delta is still to be taken from dP.
@@ -517,7 +543,7 @@ class GradientLoop {
           if (!Plain && Second) {
             CUTE_UNROLL
             for (int c = 0; c < 2; ++c) {
-              if (!(kept >> (4 * (2 * a + r) + 2 * half + c) & 1)) p_of[c] = 0.f;
+              if (!(kept & bit_of(2 * a + r, 2 * n + c))) p_of[c] = 0.f;
             }
           }
           if (Second) put_operand<Element>(p[a], r, 2 * half, p_of[0], p_of[1]);
@@ -586,7 +612,7 @@ class GradientLoop {
     if constexpr (Second) {
       make_operand([&](int n, int i, float (&x)[2]) {
         CUTE_UNROLL
-        for (int c = 0; c < 2; ++c) x[c] = Plain || kept >> (4 * i + 2 * n + c) & 1 ? S[i / 2][n][i % 2 * 2 + c] : 0.f;
+        for (int c = 0; c < 2; ++c) x[c] = Plain || kept & bit_of(i, 2 * n + c) ? S[i / 2][n][i % 2 * 2 + c] : 0.f;
       });
       gemm_pv_in_parts<Whole, Y2>(dX2_, operand, rows_of, Ones{});
     }
@@ -658,12 +684,17 @@ class BackwardTile {
       int const heads = OfKeys ? params_.heads_per_kv.divisor : 1;
       shared_.work = work;
       shared_.heads_end = (work.head + 1) * heads;
-      shared_.checked = ScoreMod::changes(params_) || has_bias(params_) || has_dropout(params_) ||
-                        !Streams<Traits, 0>::aligned(params_);
       shared_.view = view;
       shared_.tiles = view.tiles_of(work.row0, Own, Streamed);
       shared_.unmasked = view.unmasked_tiles_of(work.row0, Own, Streamed);
+      // Behind the first tile of a head comes the last one of another, of which rows may be missing.
+      shared_.plain = {cute::max(shared_.unmasked.begin, shared_.tiles.begin + 1), shared_.unmasked.end};
+      if (ScoreMod::changes(params_) || !Streams<Traits, 0>::aligned(params_) ||
+          (Traits::Pairs && (has_bias(params_) || has_dropout(params_))))
+        shared_.plain = {0, 0};
       shared_.sequence = sequence;
+      if (Traits::Pairs && has_pairs(params_))
+        shared_.pairs = PairMod(params_, sequence, work.batch, work.head * heads);
       shared_.own_row0 = (OfKeys ? sequence.k_row0 : sequence.q_row0) + work.row0;
       shared_.first_query = rows.begin;
       shared_.streamed_row0 = OfKeys ? sequence.q_row0 + rows.begin : sequence.k_row0;
@@ -816,15 +847,15 @@ __global__ void __launch_bounds__(Traits::Threads) backward_kernel(__grid_consta
 }
 
 /// The kernel of one side and tile shape, launched for every tile of that side.
-template <Axis Of, int B_r, int B_c, int HeadDim, class Element, int Threads, int Stages = 2, int Held = 0>
+template <Axis Of, bool Pairs, int B_r, int B_c, int HeadDim, class Element, int Threads, int Stages = 2, int Held = 0>
 struct Backward {
-  using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, Element, Threads, Stages, Held>;
+  using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, Element, Threads, Stages, Held, Pairs>;
   static constexpr char const* kFamily = "sm80";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &backward_kernel<Traits>;
   static constexpr Kind kKind = Of == Axis::Keys ? Kind::KeyGradients : Kind::QueryGradients;
-  static constexpr Features kTakes = feature::kScoreMods | feature::kPairs | feature::Sink | feature::Packed |
-                                     feature::kUnlike | (Traits::Parts == 1 ? feature::UnalignedRows : 0);
+  static constexpr Features kTakes = feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike |
+                                     (Pairs ? feature::kPairs : 0) | (Traits::Parts == 1 ? feature::UnalignedRows : 0);
 };
 
 }  // namespace cutlass_ext::sm80

@@ -10,8 +10,9 @@ namespace cutlass_ext::sm80 {
 /// and V. Of the own tiles, the first `Held` are operands in registers. Gradients of keys with more than 128 columns
 /// are made one after the other, since dK and dV of 16 keys then fill the registers of a warp. Tiles of operands in two
 /// parts (operand.hpp) have twice the columns, the high parts first.
-template <Axis Of_, int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_, int Stages_, int Held_>
+template <Axis Of_, int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_, int Stages_, int Held_, bool Pairs_>
 struct BackwardTraits {
+  static constexpr bool Pairs = Pairs_;
   static constexpr Axis Of = Of_;
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDim_, Threads = Threads_;
   static constexpr int Stages = Stages_, Held = Held_;
@@ -35,6 +36,7 @@ struct BackwardTraits {
   static_assert(Stages == 2 || (Stages == 1 && (!OfKeys || OneAfterTheOther)),
                 "with one stage, one of the streamed tiles is wanted only once");
   static_assert(B_r <= Threads, "a thread copies the statistics of one row");
+  static_assert(Streamed == 32, "a word has the bits of a thread's pairs");
 
   struct SharedStorage {
     alignas(128) Part x[2][Own * Columns];
@@ -42,16 +44,18 @@ struct BackwardTraits {
     alignas(16) RowStatistics statistics[OfKeys ? Stages : 1][B_r];
     // Of the work item, what is wanted now and then: in registers it would spill.
     WorkItem work;
-    int heads_end;            // past the last query head
-    bool checked;             // every tile has scores to modify but by a mask, or rows not at multiples of 16 bytes
-    SeenTiles seen;           // of the query head in work, where there is a mask
-    Visibility view;          // own rows in the place of query rows, streamed ones in that of keys
-    Range tiles, unmasked;    // streamed tiles that some own row sees, and those that all see whole
-    Sequence sequence;        // with all of its query rows
-    int own_row0;             // row of X1 and X2 that the first own row is
-    int streamed_row0;        // row of Y1 and Y2 that the first streamed row is
-    int first_query;          // of the sequence's query rows the first that is looked at
-    int64_t statistics_row0;  // of the first query row of head 0
+    int heads_end;                             // past the last query head
+    PairMod pairs;                             // of the query head in work, where it has any
+    Part const* streamed[2];                   // its Y1 and Y2, from the first streamed row on
+    SeenTiles seen;                            // likewise
+    Visibility view;                           // own rows in the place of query rows, streamed ones in that of keys
+    Range tiles, unmasked;                     // streamed tiles that some own row sees, and those that all see whole
+    Range plain;                               // of these those that but for a mask have nothing more to be looked at
+    Sequence sequence;                         // with all of its query rows
+    int own_row0;                              // row of X1 and X2 that the first own row is
+    int streamed_row0;                         // row of Y1 and Y2 that the first streamed row is
+    int first_query;                           // of the sequence's query rows the first that is looked at
+    int64_t statistics_row0;                   // of the first query row of head 0
     GradientScales scales[Parts > 1 ? 1 : 0];  // where operands are in parts
   };
 };

@@ -18,7 +18,8 @@
 
 namespace cutlass_ext::sm80 {
 
-constexpr int kMaxSlack = 8;  // log2: P stays below 256, which fp16 holds with room for rounding to even
+constexpr float kLeastScale = 0x1p-64f;  // by which a bias is divided: by less it may overflow
+constexpr int kMaxSlack = 8;             // log2: P stays below 256, which fp16 holds with room for rounding to even
 // Of parts P stays below 2^15, from 2^8 at the maximum on: what is far below it keeps its bits (sm90/traits.hpp).
 constexpr int kHeadroomOfParts = 8, kMaxSlackOfParts = 15;
 
@@ -38,6 +39,7 @@ class Copies {
   static constexpr int B_r = Traits::B_r, B_c = Traits::B_c, Columns = Traits::Columns, Threads = Traits::Threads;
   static constexpr bool Two = Traits::Stages == 2, kAligned = Traits::Parts > 1;  // as parts are made
   static constexpr uint32_t TileBytes = B_c * Columns * sizeof(Element);
+  static constexpr bool kChecksKeys = Traits::HeadDim > 192;  // a second way to copy spilled 144 bytes there
   static constexpr auto moved = [](int row) { return row; };
 
  public:
@@ -85,11 +87,13 @@ class Copies {
     if (threadIdx.x == 0) {
       shared_.sequence = sequence;
       shared_.score_mod = ScoreMod(params_, work.batch, work.head);
-      if (has_pairs(params_)) shared_.pairs = PairMod(params_, sequence, work.batch, work.head);
+      if (Traits::Pairs && has_pairs(params_)) shared_.pairs = PairMod(params_, sequence, work.batch, work.head);
       shared_.keys = k.data - (first_row + last_key) * k.row_stride;
       shared_.values = v.data - (first_row + last_key) * v.row_stride;
       shared_.table = params_.pages_of(work.batch);
-      shared_.checked = ScoreMod::changes(params_) || has_bias(params_) || has_dropout(params_) || !aligned || paged();
+      shared_.copies_checked = !aligned || paged();
+      shared_.checked = ScoreMod::changes(params_) || shared_.copies_checked ||
+                        (Traits::Pairs && (has_bias(params_) || has_dropout(params_)));
       if constexpr (Traits::Parts > 1) {  // sequences without keys have none
         shared_.scales[0] =
             tiles.size() > 0 ? params_.part_scales[work.batch * params_.heads_kv + head_kv] : PartScales{1.f, 1.f};
@@ -143,7 +147,7 @@ class Copies {
   template <KeyTile Kind>
   CUTE_DEVICE void copy_keys(int tile) {
     bool const more = tile > tiles.begin;
-    if constexpr (Kind == KeyTile::Any) {
+    if (Kind == KeyTile::Any && (kChecksKeys || shared_.copies_checked)) {
       if (more) copy_checked(shared_.keys, params_.k_stride, columns(), tile - 1, shared_.k[Two ? stage_ ^ 1 : 0]);
     } else {
       copy_whole_tile<B_c, Columns, Threads>(keys_next_, params_.k_stride.row, more ? columns() : 0, at_ + there());
@@ -154,7 +158,8 @@ class Copies {
   template <KeyTile Kind>
   CUTE_DEVICE void copy_values(int tile) {
     bool const more = tile > tiles.begin;
-    if constexpr (Kind == KeyTile::Any || (Kind == KeyTile::Masked && !Two)) {
+    bool const may_lack_rows = !Two && (Kind == KeyTile::Masked || (Kind == KeyTile::Any && tile == tiles.end - 1));
+    if (may_lack_rows || (Kind == KeyTile::Any && shared_.copies_checked)) {
       if (more || !Two)
         copy_checked(shared_.values, params_.v_stride, columns_v(), Two ? tile - 1 : tile,
                      shared_.v[Two ? stage_ ^ 1 : 0]);
@@ -204,6 +209,8 @@ struct Exchange {
 template <class Traits>
 class MainLoop {
   static constexpr int B_r = Traits::B_r, B_c = Traits::B_c, Rows = Traits::Rows;
+  static constexpr int KeptKeys = 64, KeptWords = (Traits::WarpKeys + KeptKeys - 1) / KeptKeys;
+  using Kept = uint32_t[Traits::RowAtoms][KeptWords];  // bits of 16 rows and `KeptKeys` keys
 
  public:
   using Scores = float[Traits::RowAtoms][Traits::KeyAtoms][4];
@@ -226,7 +233,9 @@ class MainLoop {
         softmax_(softmax),
         warp_row0_(row0 + place.warp_row),
         params_(params),
-        score_mods_(ScoreMod::changes(params) || has_pairs(params)),
+        starts_with_bias_(Traits::Parts == 1 && has_bias() && !ScoreMod::caps(params) &&
+                          ScoreMod::query_scale(params) > kLeastScale),
+        score_mods_(ScoreMod::changes(params) || (has_bias() && !starts_with_bias_)),
         query_scale_(ScoreMod::query_scale(params)),
         keys_at_(cast_smem_ptr_to_uint(shared.k) +
                  2 * chunk_offset<B_c>(place.part * Traits::WarpKeys + place.lane % 8 + place.lane / 16 * 8,
@@ -243,7 +252,7 @@ class MainLoop {
   /// All tiles, from the last to the first; O is what dropout keeps, times its scale.
   CUTE_DEVICE void run() {
     copies_.wait();
-    if (has_mask(params_)) {
+    if (has_mask()) {
       PairMod const& pairs = shared_.pairs;
       int const row0 = warp_row0_ - place_.warp_row;
       shared_.seen.look(copies_.tiles, [&](int tile) {
@@ -266,10 +275,10 @@ class MainLoop {
         step<KeyTile::Masked>(tile--);
       } else {
         do step<KeyTile::Plain>(tile--);
-        while (tile >= plain_begin && !has_mask(params_));
+        while (tile >= plain_begin && !has_mask());
       }
     }
-    if (has_dropout(params_)) {
+    if (has_dropout()) {
       Tensor out = rows_and_columns(O_);
       CUTE_UNROLL
       for (int e = 0; e < size(out); ++e) out(e) *= params_.dropout.scale;
@@ -285,7 +294,11 @@ class MainLoop {
   }
 
  private:
-  CUTE_DEVICE Seen seen(int tile) const { return shared_.seen.of(has_mask(params_), tile); }
+  CUTE_DEVICE bool has_bias() const { return Traits::Pairs && cutlass_ext::has_bias(params_); }
+  CUTE_DEVICE bool has_mask() const { return Traits::Pairs && cutlass_ext::has_mask(params_); }
+  CUTE_DEVICE bool has_dropout() const { return Traits::Pairs && cutlass_ext::has_dropout(params_); }
+
+  CUTE_DEVICE Seen seen(int tile) const { return shared_.seen.of(has_mask(), tile); }
 
   /// The copies of a tile that nothing comes of.
   template <KeyTile Kind>
@@ -305,25 +318,51 @@ class MainLoop {
         return;
       }
     }
+    Kept kept = {};
+    if (Kind == KeyTile::Any && has_dropout()) draw(kept, tile);  // while there are no scores
     uint32_t const here = copies_.here();
-    gemm_qk_in_pieces<Traits, Traits::StepsAtOnce>(S_, queries_, keys_at_ + here, [&] {
-      if (Kind != KeyTile::Any) copies_.template during_qk<Kind>(tile);
-    });
-    if (Kind == KeyTile::Any) copies_.template during_qk<Kind>(tile);
+    auto const copy = [&] { copies_.template during_qk<Kind>(tile); };
+    if constexpr (Kind == KeyTile::Any) {
+      copy();
+      multiply_qk(tile, keys_at_ + here);
+    } else {
+      gemm_qk_in_pieces<Traits, Traits::StepsAtOnce>(S_, queries_, keys_at_ + here, copy);
+    }
     float const scale = finish_scores<Kind>(tile);
     Tensor base = make_tensor<float>(Shape<Int<Rows>>{});
     raise_maxima(base, scale);
     copies_.template between<Kind>(tile);
-    add_pv<Kind>(base, scale, here, tile);
+    add_pv<Kind>(base, scale, here, kept);
     copies_.next();
+  }
+
+  /// The warp's first key of a tile, and the lane's first row and key.
+  CUTE_DEVICE int warp_key(int tile) const { return tile * B_c + place_.part * Traits::WarpKeys; }
+  CUTE_DEVICE int first_row() const { return warp_row0_ + place_.lane / 4; }
+  CUTE_DEVICE int first_key(int tile) const { return warp_key(tile) + place_.lane % 4 * 2; }
+
+  /// S = Q K^T, and of the bias what makes one multiplication with both.
+  CUTE_DEVICE void multiply_qk(int tile, uint32_t keys_at) {
+    auto const nothing = [] {};
+    if constexpr (Traits::Parts == 1) {
+      if (starts_with_bias_) {
+        Tensor S = rows_and_columns(S_);
+        load_bias(S, kLog2e / query_scale_, shared_.pairs, params_, shared_.sequence.visibility, first_row(),
+                  first_key(tile), row_of, key_of);
+      } else {
+        clear(S_);
+      }
+      add_qk<Traits>(S_, queries_, keys_at, nothing);
+    } else {
+      gemm_qk_in_pieces<Traits, Traits::StepsAtOnce>(S_, queries_, keys_at, nothing);
+    }
   }
 
   /// Score modifications and masks; returns what is left to multiply scores by.
   template <KeyTile Kind>
   CUTE_DEVICE float finish_scores(int tile) {
     Tensor S = rows_and_columns(S_);
-    int const first_row = warp_row0_ + place_.lane / 4;
-    int const first_key = tile * B_c + place_.part * Traits::WarpKeys + place_.lane % 4 * 2;
+    int const first_row = this->first_row(), first_key = this->first_key(tile);
     if constexpr (Kind == KeyTile::Any) {
       if (score_mods_) {
         CUTE_UNROLL
@@ -332,11 +371,16 @@ class MainLoop {
         // float32 has the hyperbolic tangent that CUDA cores have.
         score_mod.template apply<Traits::Parts == 1>(S, shared_.sequence.visibility.start_pos + first_row - first_key,
                                                      [&](int i, int j) { return row_of(i) - key_of(j); });
-        if (changes_scores(params_)) {
-          change_pairs(tile, [&](PairMod const& pairs, float (&x)[kQuadColumns], int row, int key) {
-            pairs.apply(x, params_, shared_.sequence.visibility, row, key + place_.lane % 4 * 2, key_of_quad);
+        if (has_bias() && !starts_with_bias_) {
+          change_by_columns<false>(S, [&](float (&x)[kQuadColumns], int i, int j) {
+            shared_.pairs.add_bias(x, params_, shared_.sequence.visibility, first_row + row_of(i),
+                                   first_key + key_of(j), key_of_quad);
           });
         }
+      }
+      if (!seen(tile).all) {
+        hide_by_mask(S, shared_.pairs, params_, shared_.sequence.visibility, first_row, warp_key(tile), place_.lane,
+                     row_of);
       }
     }
     if (Kind == KeyTile::Masked || (Kind == KeyTile::Any && !copies_.unmasked.contains(tile)))
@@ -369,36 +413,38 @@ class MainLoop {
     }
   }
 
-  /// Changes scores, or P, as pairs have it: `change(pairs, scores, row, first of 32 keys)`.
-  template <class Change>
-  CUTE_DEVICE void change_pairs(int tile, Change const& change) {
-    PairMod const& pairs = shared_.pairs;
-    int const first_row = warp_row0_ + place_.lane / 4, first_key = tile * B_c + place_.part * Traits::WarpKeys;
-    Tensor S = rows_and_columns(S_);
-    change_by_columns<false>(S, [&](float (&x)[kQuadColumns], int i, int j) {
-      change(pairs, x, first_row + row_of(i), first_key + key_of(j));
-    });
+  /// Which pairs of a tile dropout keeps.
+  CUTE_DEVICE void draw(Kept& kept, int tile) const {
+    CUTE_UNROLL
+    for (int a = 0; a < Traits::RowAtoms; ++a) {
+      CUTE_UNROLL
+      for (int word = 0; word < KeptWords; ++word)
+        kept[a][word] = shared_.pairs.template kept_of_rows<KeptKeys>(threshold_of(params_), warp_row0_ + a * kAtom,
+                                                                      warp_key(tile) + word * KeptKeys, place_.lane);
+    }
   }
 
   /// P = exp2(scale S - base), l += its sums, O += P V, of what dropout keeps.
   template <KeyTile Kind, class RowTensor>
-  CUTE_DEVICE void add_pv(RowTensor const& base, float scale, uint32_t here, int tile) {
+  CUTE_DEVICE void add_pv(RowTensor const& base, float scale, uint32_t here, Kept const& kept) {
     float sum[Rows] = {};
     auto const p_of = [&](int i, float s) {
       float const p = exp2_approx(fmaf(s, scale, -base(i)));
       sum[i] += p;
       return p;
     };
-    if (Kind == KeyTile::Any && has_dropout(params_)) {
+    if (Kind == KeyTile::Any && has_dropout()) {
       Tensor P = rows_and_columns(S_);
       CUTE_UNROLL
       for (int i = 0; i < Rows; ++i) {
         CUTE_UNROLL
-        for (int j = 0; j < size<1>(P); ++j) P(i, j) = p_of(i, P(i, j));
+        for (int j = 0; j < size<1>(P); ++j) {
+          constexpr int kColumns = KeptKeys / 4;  // of a word
+          uint32_t const bit = 1u << PairMod::bit_of_rows(j % kColumns / 2, j % 2, i % 2);
+          P(i, j) = p_of(i, P(i, j));
+          if (!(kept[i / 2][j / kColumns] & bit)) P(i, j) = 0.f;
+        }
       }
-      change_pairs(tile, [&](PairMod const& pairs, float (&x)[kQuadColumns], int row, int key) {
-        pairs.drop_in_quad(x, threshold_of(params_), row, key, place_.lane);
-      });
       multiply_pv([](int, float p) { return p; }, here);
     } else {
       multiply_pv(p_of, here);
@@ -432,7 +478,8 @@ class MainLoop {
   Queries<Traits> const queries_;
   int const warp_row0_;  // the warp's first row, counted in the sequence
   Params const& params_;
-  bool const score_mods_;  // softcap or ALiBi, or what pairs have
+  bool const starts_with_bias_;  // scores do
+  bool const score_mods_;        // what changes them between the products
   float query_scale_;
   Scores& S_;
   Output& O_;
@@ -462,17 +509,17 @@ __global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__
 }
 
 /// The kernel of one tile shape, launched for every query tile and split.
-template <int B_r, int B_c, int HeadDim, class Element, int Threads, int Stages = 2, int Sharers = 1>
+template <bool Pairs, int B_r, int B_c, int HeadDim, class Element, int Threads, int Stages = 2, int Sharers = 1>
 struct FMHA {
-  using Traits = sm80::Traits<B_r, B_c, HeadDim, Element, Threads, Stages, Sharers>;
+  using Traits = sm80::Traits<B_r, B_c, HeadDim, Element, Threads, Stages, Sharers, Pairs>;
   static constexpr char const* kFamily = "sm80";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Tiles;
   // Whether parts hold a sequence may depend on the others of the batch; they are made of whole vectors.
   static constexpr Features kTakes =
-      feature::kScoreMods | feature::kPairs | feature::Sink | feature::Packed | feature::kUnlike | feature::FewerKeys |
-      feature::Pages |
+      feature::kScoreMods | (Pairs ? feature::kPairs : 0) | feature::Sink | feature::Packed | feature::kUnlike |
+      feature::FewerKeys | feature::Pages |
       (Traits::Parts == 1 ? feature::FixedSplits | feature::Float32Results | feature::UnalignedRows : 0);
 };
 

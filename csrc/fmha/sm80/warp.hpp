@@ -125,14 +125,13 @@ CUTE_DEVICE void multiply(float (&c)[Traits::RowAtoms][Atoms][4], float (&low)[T
   multiply<Part>(c, n, a[0], b[0]);
 }
 
-/// S = Q K^T of the warp's rows, over all columns of the tile: the copies have zeroed those past head_dim; or, 16 at a
+/// S += Q K^T of the warp's rows, over all columns of the tile: the copies have zeroed those past head_dim; or, 16 at a
 /// time, over `Steps` from `First` on. `queries(q, k)` gives 16 columns of Q; `meanwhile` is issued behind the first
 /// products.
 template <class Traits, uint32_t Beyond = 0, int First = 0, int Steps = Traits::HeadDim / kAtom, class Queries,
           class Meanwhile>
-CUTE_DEVICE void gemm_qk(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Queries const& queries, uint32_t keys_at,
-                         Meanwhile const& meanwhile) {
-  clear(S);
+CUTE_DEVICE void add_qk(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Queries const& queries, uint32_t keys_at,
+                        Meanwhile const& meanwhile) {
   float low[Traits::RowAtoms][Traits::KeyAtoms][4];
   if constexpr (Traits::Parts > 1) clear(low);
   auto const multiply_keys = [&](typename Traits::Rows16 const& q, int k, int n) {
@@ -162,6 +161,15 @@ CUTE_DEVICE void gemm_qk(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Quer
     if (Last == Steps && n == 0) meanwhile();
   }
   if constexpr (Traits::Parts > 1) add(S, low);
+}
+
+/// S = Q K^T likewise.
+template <class Traits, uint32_t Beyond = 0, int First = 0, int Steps = Traits::HeadDim / kAtom, class Queries,
+          class Meanwhile>
+CUTE_DEVICE void gemm_qk(float (&S)[Traits::RowAtoms][Traits::KeyAtoms][4], Queries const& queries, uint32_t keys_at,
+                         Meanwhile const& meanwhile) {
+  clear(S);
+  add_qk<Traits, Beyond, First, Steps>(S, queries, keys_at, meanwhile);
 }
 
 /// The same, `StepsAtOnce` times 16 columns after the others, whose sums are added up in float32: of longer ones of

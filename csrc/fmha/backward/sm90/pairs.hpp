@@ -300,7 +300,7 @@ class TilePairs {
   /// Where the bit of an element of the eight `m` lies in its word of `kept_`: of the side in hand the thread's first
   /// or second, `i`, of the other `odd`. As the draws leave it.
   CUTE_DEVICE static constexpr int bit_of(int m, int odd, int i) {
-    return OfKeys ? m % 4 * 8 + m / 4 % 2 * 4 + 2 * i + odd : PairMod::bit_of_rows(m, odd, i);
+    return OfKeys ? PairMod::bit_of_keys(m, odd, i) : PairMod::bit_of_rows(m, odd, i);
   }
 
   /// Draws for the warp's 16 rows.
@@ -312,14 +312,11 @@ class TilePairs {
       kept_[word] = pairs.kept_of_rows(threshold, place.row, place.key + word * 64, place.thread.lane);
   }
 
-  /// The same from the side of keys, of the warp's 16 keys and 64 rows: each lane draws for two rows, and trades with
-  /// seven others for the bits of its own scores.
+  /// The same from the side of keys, for the warp's 16 keys and 64 rows.
   template <class Place>
   CUTE_DEVICE void draw_across(uint32_t threshold, Place const& place, PairMod const& pairs) {
-    static_assert(!OfKeys || Step == 64, "two rows for each lane");
-    int const lane = threadIdx.x % 32;
-    uint32_t const block = pairs.kept_of_two(threshold, place.row + 2 * lane, place.key);
-    kept_[0] = trade<4, 2>(trade<3, 4>(trade<2, 3>(block, lane), lane), lane);
+    static_assert(!OfKeys || Step == 64, "as many rows as are drawn for");
+    kept_[0] = pairs.kept_of_keys(threshold, place.row, place.key, threadIdx.x % 32);
   }
 
   uint32_t seen_[2][Words];   // of a mixed tile, from the thread's first column on
