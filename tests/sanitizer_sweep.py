@@ -224,6 +224,8 @@ def gradient_cases():
             yield dtype, 65, 129, d, d, SM80
         for d, features in itertools.product((64, 128), (CAUSAL, {"softcap": 20.0})):
             yield dtype, 520, 33, d, d, features  # rows enough for the kernels that add to dQ
+        for n_kv, d, d_v in ((140, 96, 96), (33, 192, 192), (200, 192, 128)):  # two CTAs share a tile of the last two
+            yield dtype, 520, n_kv, d, d_v, CAUSAL
         for n in (64, 200):  # heads enough for the kernel whose CTAs go through all keys of one
             yield dtype, [n] * MANY, [150] * MANY, 64, 64, CAUSAL
         for features in (PLAIN, CAUSAL):  # more rows than that, and tiles enough for three warpgroups

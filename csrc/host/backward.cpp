@@ -52,8 +52,9 @@ bool takes_any_order(Kernel const& kernel) {
   return kernel.kind == Kind::AllGradients && !(kernel.takes & feature::kMods);
 }
 
-int64_t resident_ctas(Kernel const& kernel, Device const& device) {
-  return int64_t(occupancy_of(kernel, device).ctas_a_multiprocessor) * device.multiprocessors;
+/// How many tiles are worked on at once.
+int64_t resident_tiles(Kernel const& kernel, Device const& device) {
+  return int64_t(occupancy_of(kernel, device).ctas_a_multiprocessor) * device.multiprocessors / ctas_a_tile(kernel);
 }
 
 /// Whether its CTAs may make dQ of sums beside their tiles (Traits::Sectioned there).
@@ -79,7 +80,7 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   int64_t const rows_a_head = of_keys ? int64_t(p.n_q) * (p.heads_q / p.heads_kv) : p.n_kv;
   int64_t const sums_a_row = kind == Kind::AllGradients ? kernel->head_dim * sizeof(float) : 0;
   int64_t const bytes_a_head = rows_a_head * ((p.head_dim + p.head_dim_v) * p.element_bytes + sums_a_row);
-  int64_t const resident = resident_ctas(*kernel, device);
+  int64_t const resident = resident_tiles(*kernel, device);
   if (splits_tiles(*kernel)) launch.splits = gradient_splits(p, *kernel, of_keys, static_cast<int>(resident));
   int64_t const tiles = int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all();
   launch.is_mirrored =
@@ -92,7 +93,8 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   if (launch.is_sectioned) {
     section = section_beside(all_heads, tiles, device);
   } else if (kind != Kind::HeadGradients && !launch.is_mirrored) {
-    section = gradient_section_for(p, wants_hopper(*kernel), all_heads, tiles, bytes_a_head, device);
+    section =
+        gradient_section_for(p, wants_hopper(*kernel), all_heads, tiles * ctas_a_tile(*kernel), bytes_a_head, device);
   }
   // Of mirrored tiles the first half is taken.
   int const taken = launch.is_mirrored ? ceil_div(Scheduler::tiles_of(length, block), 2) * block : length;
@@ -103,6 +105,8 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
          " tiles of rows; a launch has room for fewer than 2^31");
   launch.ctas = kind == Kind::HeadGradients ? int64_t(p.batch) * heads : launch.scheduler.size();
   if (is_persistent(*kernel)) launch.ctas = std::min(launch.ctas, resident);
+  launch.cluster = ctas_a_tile(*kernel);
+  launch.ctas *= launch.cluster;
   return launch;
 }
 
@@ -110,7 +114,7 @@ Kernel const* kernel_of(Call const& call, Kind kind) {
   auto const runs = [&](Kernel const& k) { return call.runs(k); };
   auto const cost = [&](Kernel const& k) {
     double const duration = kind == Kind::AllGradients && wants_hopper(k)
-                                ? duration_of_gradients(call.params, k, resident_ctas(k, call.device))
+                                ? duration_of_gradients(call.params, k, resident_tiles(k, call.device))
                                 : 0;
     // Of those for whole heads the smallest, then Hopper's, then what takes more features: of 64 rows and keys by
     // mma.sync (1024, 49, 6, 32) takes 0.114 ms for 0.202, with dropout 0.119 for 0.225, but of 128 (64, 128, 12, 64)
@@ -154,7 +158,7 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
     params.split_sums = static_cast<float*>(allocate(sums * sizeof(float)));
   }
   if (wants_hopper(kernel) && params.mask.bits) look_at_mask(kernel, params, stream, allocate);
-  kernel.launch(params, {dim3(static_cast<unsigned>(gradients.ctas))}, stream);
+  kernel.launch(params, {dim3(static_cast<unsigned>(gradients.ctas)), gradients.cluster}, stream);
   if (params.splits() > 1) finish_splits(kernel, params, stream);
 }
 
@@ -194,7 +198,7 @@ BackwardPlan plan_backward(BackwardParams const& params, Request const& request)
   }
   BackwardPlan plan;
   Kernel const* const of_heads = kernel_of(call, Kind::HeadGradients);
-  if (of_heads && holds_queries(params, *of_heads, resident_ctas(*of_heads, any.device), request.deterministic))
+  if (of_heads && holds_queries(params, *of_heads, resident_tiles(*of_heads, any.device), request.deterministic))
     plan.of_keys = launch_with(of_heads, params, any.device);
   if (!plan.of_keys.kernel && !request.deterministic && adds_to_queries(params))
     plan.of_keys = launch_of(call, Kind::AllGradients, takes_rows_of_dq(params));

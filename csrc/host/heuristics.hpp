@@ -322,12 +322,24 @@ inline int64_t section_for(Params const& p, int block_r, int64_t l2_bytes) {
 }
 
 // ------------------------------------------------------------------------------------------ the backward pass
+/// CTAs that share a tile (Traits::Cluster in fmha/backward/sm90/traits.hpp).
+inline int ctas_a_tile(Kernel const& kernel) {
+  return wants_hopper(kernel) && kernel.kind == Kind::AllGradients && kernel.head_dim == 192 ? 2 : 1;
+}
+
 /// Whether one kernel that makes dK and dV, and adds to dQ, is faster than two: five products for seven, against sums
-/// in memory, which a call of few rows is too short for: (32, 512, 16, 128) takes 0.527 ms in one and 0.517 in two,
-/// causal 0.453 and 0.410; (32, 512, 32, 64) 0.621 and 0.697, (64, 256, 16, 64) 0.254 and 0.264, (128, 197, 12, 64)
-/// 0.368 and 0.390, (256, 128, 16, 64) 0.411 and 0.403; (32, 512, 8, 256) 0.635 and 0.619, (8, 2048, 8, 256) 1.622 and
-/// 1.803.
-inline bool adds_to_queries(Params const& p) { return p.n_q > (std::max(p.head_dim, p.head_dim_v) <= 64 ? 128 : 512); }
+/// in memory, which a call of few rows is too short for. An H200's ms in one and in two: (64, 256, 16, 64) 0.254 and
+/// 0.264, (256, 128, 16, 64) 0.411 and 0.403; (256, 64, 16, 80) 0.304 and 0.461, (128, 197, 16, 96) 0.590 and 0.641;
+/// (32, 512, 16, 128) 0.489 and 0.519, causal 0.382 and 0.423, (64, 256, 16, 128) 0.391 and 0.369, causal 0.354 and
+/// 0.355, with a bias 0.495 and 0.554, (128, 197, 16, 80) with one 0.890 and 1.000; (48, 384, 8, 192) 0.411 and 0.441,
+/// (64, 256, 8, 192) 0.325 and 0.323, of v's 128 columns (16, 512, 16, 192) 0.375 and 0.418, (64, 256, 16, 192) 0.551
+/// and 0.543; (32, 512, 8, 256) 0.621 and 0.595, (8, 2048, 8, 256) 1.58 and 1.80.
+inline bool adds_to_queries(Params const& p) {
+  int const columns = std::max(p.head_dim, p.head_dim_v);
+  bool const is_plain = !(features_of(p) & feature::kMods);
+  int const too_few = columns <= 64 ? 128 : columns <= 96 || !is_plain ? 32 : columns <= 192 ? 256 : 512;
+  return p.n_q > too_few;
+}
 
 /// How long a launch over tiles of keys that adds to dQ takes, in units of a tile of 128 keys that sees all rows. Three
 /// warpgroups take 1.37 of that for 192, an H100's ms: (1, 16384, 32, 64) 9.6 and 10.6, causal 4.85 and 5.4, (8, 2048,
@@ -423,7 +435,7 @@ struct GradientSplits {
 /// dQ alone two thirds of that; 3 us for each CTA, 1 where packed sequences leave it nothing; bytes at 2.5 TB/s.
 /// (2, 4096, 16 on 1 head, 256), causal, has 128 tiles of keys, the longest of 1024 turns, the mean of 520. Calls of
 /// few tiles are 1.15 to 3.0 times as fast for it, (1, 512, 32 on 4, 128) 54 us for 120.
-inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, bool of_keys, int resident_ctas) {
+inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, bool of_keys, int resident_tiles) {
   constexpr int64_t kMostBytes = 64 << 20, kTilesACta = 6;
   constexpr double kCta = 3, kEmpty = 1, kFixed = 0.35, kAMillion = 0.8, kLevel = 1.03, kLaunch = 4, kBytes = 2.5e6,
                    kGain = 0.9;
@@ -433,10 +445,11 @@ inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, boo
   int const heads_held = of_keys ? p.heads_kv : p.heads_q, heads = p.heads_q / heads_held;
   int64_t const of_a_head = int64_t(p.batch) * tiles,
                 in_all = heads_held * (p.packed() ? std::min<int64_t>(of_a_head, stored / block + p.batch) : of_a_head);
-  if (in_all == 0 || 2 * in_all >= kTilesACta * resident_ctas) return {};
+  if (in_all == 0 || 2 * in_all >= kTilesACta * resident_tiles) return {};
   auto const [of_tiles, sum, longest] = turns_of_tiles(p, of_keys, block, step);
   double const columns = kernel.head_dim + kernel.head_dim_v,
-               turn = (of_keys ? 1 : 2 / 3.) * (kFixed + kAMillion * 1e-6 * kernel.block_r * kernel.block_c * columns),
+               turn = (of_keys ? 1 : 2 / 3.) *
+                      (kFixed + kAMillion * 1e-6 * kernel.block_r * kernel.block_c * columns / ctas_a_tile(kernel)),
                turns = double(sum) / tiles * in_all * heads;
   bool const alike = 4 * longest * tiles <= 5 * sum;
   int64_t const bytes_a_split =
@@ -450,11 +463,11 @@ inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, boo
     int64_t const turns_of_a_head = ceil_div(longest, wanted / splits.heads);
     if (longest > 0) splits.tiles = static_cast<int>(ceil_div(longest, turns_of_a_head));
     int64_t const ctas = splits.all() * in_all, bytes = splits.all() * bytes_a_split;
-    if (wanted > 1 && (ctas > kTilesACta * resident_ctas || bytes > kMostBytes)) break;
+    if (wanted > 1 && (ctas > kTilesACta * resident_tiles || bytes > kMostBytes)) break;
     double const one = kCta + turn * heads / splits.heads * turns_of_a_head,
-                 mean = (kCta * ctas + turn * turns) / resident_ctas,
-                 us = alike ? ceil_div(ctas, resident_ctas) * one : std::max(one, kLevel * mean),
-                 empty = kEmpty * splits.all() * (heads_held * of_a_head - in_all) / resident_ctas,
+                 mean = (kCta * ctas + turn * turns) / resident_tiles,
+                 us = alike ? ceil_div(ctas, resident_tiles) * one : std::max(one, kLevel * mean),
+                 empty = kEmpty * splits.all() * (heads_held * of_a_head - in_all) / resident_tiles,
                  apart = wanted > 1 ? kLaunch + 2 * bytes / kBytes : 0, all = us + empty + apart;
     if (wanted == 1 || all < least) best = splits, least = (wanted == 1 ? kGain : 1) * all;
   }
@@ -495,14 +508,14 @@ inline bool finishes_beside(Params const& p, Kernel const& kernel, Device const&
   return kSectionsOfSums * sums <= device.l2_bytes && turns.sum * kernel.block_r >= int64_t(least_rows) * turns.tiles;
 }
 
-/// The section of a launch of gradients of `heads` heads, all sequences' counted, that have `tiles` tiles and work on
+/// The section of a launch of gradients of `heads` heads, all sequences' counted, that are `ctas` CTAs' and work on
 /// `bytes_a_head` each: what fits half of L2, or, under a causal mask, so many waves. No section is smaller, the last
 /// one included: its long tiles would begin when all else is nearly done.
-inline int64_t gradient_section_for(Params const& p, bool is_hopper, int64_t heads, int64_t tiles, int64_t bytes_a_head,
+inline int64_t gradient_section_for(Params const& p, bool is_hopper, int64_t heads, int64_t ctas, int64_t bytes_a_head,
                                     Device const& device) {
   int64_t const fits = device.l2_bytes / 2 / std::max<int64_t>(bytes_a_head, 1);
   int const waves = waves_a_section(p, is_hopper);
-  int64_t const level = waves * device.multiprocessors / std::max<int64_t>(tiles, 1);
+  int64_t const level = waves * device.multiprocessors / std::max<int64_t>(ctas, 1);
   int64_t const wanted = !has_unequal_tiles(p) ? fits : waves == 3 ? std::max(fits, level) : level;
   return level_section(heads, wanted);
 }

@@ -1,4 +1,4 @@
-// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 128.
+// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 96 and 128.
 #include "../fmha/backward/sm90/kernel.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
@@ -6,9 +6,15 @@
 namespace cutlass_ext {
 using sm90::SumsOfQueries;
 static Entered const kernels_here{
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 96, 96, cute::half_t, 3>>(),
+    kernel_of<sm90::Backward<Axis::Rows, 128, 128, 96, 96, cute::half_t, 2>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 96, 96, cute::half_t, 3, 0, SumsOfQueries::InMemory>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 128, 128, cute::half_t, 2>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, 0, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 96, 96, cute::bfloat16_t, 3>>(),
+    kernel_of<sm90::Backward<Axis::Rows, 128, 128, 96, 96, cute::bfloat16_t, 2>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 96, 96, cute::bfloat16_t, 3, 0, SumsOfQueries::InMemory>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 128, 128, cute::bfloat16_t, 2>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, 0, SumsOfQueries::InMemory>>(),

@@ -134,8 +134,8 @@ struct Argument<sm90::GradientMaps, Traits> {
     constexpr bool in_parts = Traits::Parts > 1;
     auto const& p = static_cast<BackwardParams const&>(params);
     auto const [q, dout, k, v] = maps_of_sides<typename Traits::Part>(
-        p, in_parts ? Traits::ColumnsQK : params.head_dim, in_parts ? Traits::ColumnsV : params.head_dim_v, Traits::B_r,
-        Traits::OfKeys ? Traits::HeldBox : Traits::B_c);
+        p, in_parts ? Traits::ColumnsQK : params.head_dim, in_parts ? Traits::ColumnsV : params.head_dim_v,
+        Traits::B_r / Traits::Cluster, Traits::OfKeys ? Traits::HeldBox : Traits::B_c);
     sm90::GradientMaps maps =
         Traits::OfKeys ? sm90::GradientMaps{k, v, q, dout, {}} : sm90::GradientMaps{q, dout, k, v, {}};
     if (Traits::Sectioned && p.sections) {

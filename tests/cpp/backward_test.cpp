@@ -264,11 +264,27 @@ TEST(BackwardPlan, ChoosesTheFirstFamilyThatTakesTheCall) {
 
 TEST(BackwardPlan, AddsToQueriesWhereItIsFasterAndTheOrderIsFree) {
   EXPECT_EQ(line_of(Call(2, 8192, 8192, 8, 4, 128).in_any_order()), "all sm90 64x128 d128, 512 tiles");
-  EXPECT_EQ(line_of(Call(2, 512, 512, 8, 4, 128).in_any_order()), line_of(Call(2, 512, 512, 8, 4, 128)));
+  EXPECT_EQ(line_of(Call(2, 256, 256, 8, 4, 128).in_any_order()), line_of(Call(2, 256, 256, 8, 4, 128)));
+  EXPECT_EQ(line_of(Call(32, 257, 512, 16, 16, 128).in_any_order()), "all sm90 64x128 d128, 2048 tiles");
+  EXPECT_EQ(line_of(Call(32, 33, 512, 16, 16, 128).in_any_order().dropout()), "all sm90 64x128 d128, 2048 tiles");
+  EXPECT_EQ(line_of(Call(256, 33, 64, 16, 16, 72).in_any_order()), "all sm90 64x128 d96, 4096 tiles");
+  EXPECT_EQ(line_of(Call(64, 257, 256, 8, 8, 192).in_any_order()), "all sm90 64x128 d192, 1024 tiles");
   for (Call const& call : {Call(2, 8192, 8192, 8, 4, 128).softcap(), Call(2, 8192, 8192, 8, 4, 128).backend("sm80")}) {
     Call any_order = call;
     EXPECT_EQ(line_of(any_order.in_any_order()), line_of(call)) << "there is no such kernel";
   }
+}
+
+TEST(BackwardPlan, HasTwoCtasForATileOfWideHeads) {
+  BackwardParams p;
+  auto const launch = [&](int batch, int head_dim) {
+    return plan_of(Call(batch, 2048, 2048, 8, 8, head_dim).in_any_order(), &p).of_keys;
+  };
+  EXPECT_EQ(launch(4, 192).cluster, 2u);
+  EXPECT_EQ(launch(4, 192).ctas, 132) << "two for each of 66 tiles that are worked on at once";
+  EXPECT_EQ(launch(4, 128).cluster, 1u);
+  EXPECT_EQ(launch(1, 192).splits.all(), 1) << "128 tiles are two waves";
+  EXPECT_GT(plan_of(Call(1, 2048, 2048, 2, 2, 192).in_any_order(), &p).of_keys.splits.all(), 1);
 }
 
 TEST(BackwardPlan, HasACtaForAllOfAHeadWhereThatFillsTheGpu) {

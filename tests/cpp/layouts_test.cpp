@@ -114,31 +114,33 @@ TEST(PassedGradients, ArriveAsOperandA) {
   }
 }
 
-/// A kernel adds parts of a tile's columns in any width; the launch that finishes dQ reads panels of 64.
-template <int HeadDim>
-void expect_sums_in_panels(int columns_at_once) {
-  using Order = SumsOfTile<HeadDim>;
-  using OfPanel = SumsOfTile<64>;
+/// A kernel adds parts of a tile's columns in any width, `of_a_piece` of which a warp's lie in one piece; the launch
+/// that finishes dQ reads panels of 64.
+void expect_sums_in_panels(int head_dim, int columns_at_once, int of_a_piece) {
   std::set<int> vectors;
-  for (int first = 0; first < HeadDim; first += columns_at_once) {
+  for (int first = 0; first < head_dim; first += columns_at_once) {
     for (int warp = 0; warp < 4; ++warp) {
+      int const piece = first / of_a_piece * of_a_piece / 64,
+                begins = SumsOfTile::first(head_dim, piece, warp) + first % of_a_piece / 8 * 32;
       for (int eight = 0; eight < columns_at_once / 8; ++eight) {
-        int const at = Order::first(0, warp) + Order::first(first / 64, 0) + first % 64 / 8 * 32 + eight * 32,
-                  column = first + eight * 8;
-        EXPECT_EQ(at, OfPanel::first(column / 64, warp) + column % 64 / 8 * 32);
+        int const at = begins + eight * 32, column = first + eight * 8;
+        EXPECT_EQ(at, SumsOfTile::first(head_dim, column / 64, warp) + column % 64 / 8 * 32);
         EXPECT_TRUE(vectors.insert(at).second);
       }
     }
   }
-  EXPECT_EQ(vectors.size(), size_t(HeadDim / 8 * 4));
-  EXPECT_EQ(*vectors.rbegin() + 32, HeadDim * 64 / 4);
+  EXPECT_EQ(vectors.size(), size_t(head_dim / 8 * 4));
+  EXPECT_EQ(*vectors.rbegin() + 32, head_dim * 64 / 4);
 }
 
 TEST(SumsOfTile, LieInPanelsWhateverIsAddedAtOnce) {
-  expect_sums_in_panels<64>(64);
-  expect_sums_in_panels<128>(64);
-  expect_sums_in_panels<256>(64);
-  expect_sums_in_panels<256>(32);
+  expect_sums_in_panels(64, 64, 64);
+  expect_sums_in_panels(96, 96, 96);
+  expect_sums_in_panels(96, 32, 96);
+  expect_sums_in_panels(128, 64, 64);
+  expect_sums_in_panels(192, 32, 64);
+  expect_sums_in_panels(256, 64, 64);
+  expect_sums_in_panels(256, 32, 64);
 }
 
 }  // namespace

@@ -177,6 +177,22 @@ void bulk_load(Warp& w, Instruction const& i, Lanes mask) {
   });
 }
 
+/// cp.async.bulk of bytes from shared memory to that of a CTA of the cluster.
+void bulk_pass(Warp& w, Instruction const& i, Lanes mask) {
+  each(mask, [&](int lane) {
+    uint64_t const to = shared_address(w, i, lane);
+    uint32_t const from = w.at<uint32_t>(i.operands[1], lane) + uint32_t(i.offset_2),
+                   bytes = w.at<uint32_t>(i.operands[2], lane), barrier = w.at<uint32_t>(i.operands[3], lane);
+    check_aligned(to, bytes, "destination");
+    check_aligned(from, bytes, "source");
+    w.cta.under_way.push_back([&cta = w.cta, to, from, bytes, barrier] {
+      char const* const source = cta.async_read(from, bytes);
+      std::memcpy(cta.async_write(to, bytes), source, bytes);
+      barrier_at(cta, barrier).complete(bytes);
+    });
+  });
+}
+
 /// cp.async.bulk and cp.reduce.async.bulk of bytes from shared memory; kind 1 adds floats.
 void bulk_store(Warp& w, Instruction const& i, Lanes mask) {
   each(mask, [&](int lane) {
@@ -599,7 +615,7 @@ bool decode_async(Instruction& i, Words const& op, Words const& operands, Reader
     int64_t none;
     if (!stores) address(operands[3], 3, none);
     i.kind = reduces;
-    i.run = stores ? bulk_store : bulk_load;
+    i.run = stores ? bulk_store : has(op, "shared::cta") ? bulk_pass : bulk_load;
   } else if (name == "cp" && op[1] == "async") {
     address(operands[0], 0, i.offset);
     address(operands[1], 1, i.offset_2);

@@ -132,10 +132,26 @@ def test_query_heads_of_a_key_head(target, group):
 
 
 @pytest.mark.parametrize("offset", [-300.0, 300.0])
-def test_scores_far_from_zero(target, offset):
-    q, k, v = target.qkv(1, 40, 2, 64, n_kv=75)
-    q[..., 0], k[..., 0] = offset, 8.0  # softmax_scale is 1/8
+@pytest.mark.parametrize("n_q,d", [(40, 64), *((600, d) for d in (64, 96, 128, 192, 256))])
+def test_scores_far_from_zero(target, n_q, d, offset):
+    """Past the last key of a tile scores would be 0, whose weight beside those of -150 is more than a float holds."""
+    q, k, v = target.qkv(1, n_q, 2, d, n_kv=75)
+    q[..., 0], k[..., 0] = offset, 8.0  # softmax_scale is 1/8 to 1/16
     check(target, q, k, v, small=True)
+
+
+# n_kv, d, d_v: two CTAs share a tile of 128 keys, of which the last has one to 128.
+SHARED_TILES = [(1, 192, 192), (64, 192, 128), (65, 160, 160), (128, 136, 128), (200, 192, 64), (321, 184, 192)]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "start_pos": "end"}, {"window": (90, 20)}], ids=str)
+@pytest.mark.parametrize("shape", SHARED_TILES, ids=str)
+def test_tiles_of_two_ctas(target, shape, options):
+    n_kv, d, d_v = shape
+    tensors = target.qkv(2, 530, 4, d, n_kv=n_kv, heads_kv=2, d_v=d_v)
+    check(target, *tensors, small=True, sink=target.vector(4), **options)
+    lengths = {"seqused_k": target.int32([n_kv // 2, n_kv]), "leftpad_k": target.int32([n_kv // 3, n_kv // 5])}
+    check(target, *tensors, small=True, **options, **lengths)
 
 
 @pytest.mark.parametrize("sink", [False, True])
@@ -456,7 +472,8 @@ def test_factors_of_scores(kernels, d, factor):
 
 
 @pytest.mark.parametrize(
-    "batch,n,heads,d", [(86, 513, 5, 128), (52, 513, 5, 256), (1, 1000, 70, 128), (1, 1024, 40, 256)]
+    "batch,n,heads,d",
+    [(86, 513, 5, 128), (52, 513, 5, 256), (86, 513, 5, 192), (1, 1000, 70, 128), (1, 1024, 40, 256)],
 )
 def test_mirrored_tiles(kernels, batch, n, heads, d):
     """A CTA takes two tiles of keys, and rows pass by for all heads, where a group of these has more than L2 holds."""
@@ -469,6 +486,8 @@ SECTIONS = {
     "narrow": (520, 1000, 6, 6, 64, 64),
     "narrow, grouped": (600, 1025, 8, 4, 40, 64),
     "wide": (1000, 1100, 6, 6, 128, 128),
+    "a panel and a half": (1000, 1100, 6, 6, 96, 96),
+    "less than that": (1100, 1030, 8, 4, 72, 80),
     "columns that no panel fills": (1030, 900, 5, 5, 104, 72),
 }
 
@@ -497,9 +516,10 @@ def test_more_than_a_grid_has_in_y_and_z(kernels, batch, heads, dim):
             torch.testing.assert_close(x.tensor_split([40_000], dim)[part], y)
 
 
-def test_dk_and_dv_beside_dq_have_the_same_bits(hopper):
-    """With more sections than there are places for sums."""
-    q, k, v = hopper.qkv(9, 1100, 16, 128)
+@pytest.mark.parametrize("batch,n,heads,d", [(9, 1100, 16, 128), (9, 1100, 16, 80), (4, 2048, 8, 192)])
+def test_dk_and_dv_beside_dq_have_the_same_bits(hopper, batch, n, heads, d):
+    """With more sections than there are places for sums; and where CTAs pass dS to each other."""
+    q, k, v = hopper.qkv(batch, n, heads, d)
     dout, _ = of_out(hopper, q, v)
     first, *rest = (hopper.gradients(q, k, v, dout, None) for _ in range(10))
     for got in rest:
@@ -517,6 +537,8 @@ FEW_TILES = {
     "tiles of seven heads": (1, 700, 520, 7, 1, 128, 128),
     "wide": (1, 520, 600, 8, 1, 256, 256),
     "wide, few heads": (1, 700, 800, 1, 1, 256, 256),
+    "two CTAs a tile": (1, 600, 700, 8, 1, 192, 192),
+    "two CTAs a tile, d_v of its own": (2, 700, 600, 6, 2, 192, 128),
     "short, d_v of its own": (1, 300, 400, 6, 2, 192, 128),
     "columns that no panel fills": (1, 450, 500, 8, 2, 72, 40),
 }
@@ -546,7 +568,7 @@ def test_few_tiles_of(target, options):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
 def test_few_packed_tiles(target, d, causal):
     batch = packed(target, [700, 0, 33, 257, 1], [520, 130, 0, 300, 64], (8, 1), d)
     check_packed(target, batch, causal=causal, start_pos="end")

@@ -120,13 +120,19 @@ struct StatisticsRows : TiledRows {
 };
 
 /// In which order the sums of dQ of a tile of rows and a head lie: that in which the threads that add them hold them,
-/// as accumulators of WGMMA, in parts of 64 columns. Of a part a warp's 16 rows lie in one piece, in vectors of four:
-/// two columns of two rows, of eight columns by its lanes side by side.
-template <int HeadDim>
+/// as accumulators of WGMMA: all columns of heads of up to kMostInOnePart, and else parts of 64. Of a part a warp's 16
+/// rows lie in one piece, in vectors of four: two columns of two rows, of eight columns by its lanes side by side.
 struct SumsOfTile {
-  static constexpr int kRows = 64, kParts = (HeadDim + 63) / 64, kOfAWarp = HeadDim / 8 / kParts * 32;
-  /// Of the vectors of a warp of a warpgroup.
-  CUTE_HOST_DEVICE static constexpr int first(int part, int warp) { return (part * (kRows / 16) + warp) * kOfAWarp; }
+  static constexpr int kRows = 64, kPanel = 64, kMostInOnePart = 96;
+  CUTE_HOST_DEVICE static constexpr int columns_of_part(int head_dim) {
+    return head_dim <= kMostInOnePart ? head_dim : kPanel;
+  }
+  CUTE_HOST_DEVICE static constexpr int parts(int head_dim) { return head_dim / columns_of_part(head_dim); }
+  /// The first vector of a panel of columns of a warp of a warpgroup.
+  CUTE_HOST_DEVICE static constexpr int first(int head_dim, int panel, int warp) {
+    int const of_part = columns_of_part(head_dim), part = panel * kPanel / of_part;
+    return ((part * (kRows / 16) + warp) * of_part + (panel * kPanel - part * of_part)) * 4;
+  }
 };
 
 /// Where what the splits of a launch have summed up of tiles in hand lies: of each split, and of 64 rows and a head, as

@@ -207,8 +207,7 @@ class Streams {
 };
 
 /// The main loop: dX1 += dS Y1 where `First`, dX2 += P Y2 where `Second`, over all that passes by. A plain tile is one
-/// basic block, so that the compiler hides the exponentials behind the products. One with masks or score modifications
-/// is taken 16 rows at a time: a second block of its size spilled.
+/// basic block, so that the compiler hides the exponentials behind the products.
 template <class Traits, bool First, bool Second>
 class GradientLoop {
   using Element = typename Traits::Part;

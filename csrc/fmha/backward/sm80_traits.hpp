@@ -46,7 +46,6 @@ struct BackwardTraits {
     WorkItem work;
     int heads_end;                             // past the last query head
     PairMod pairs;                             // of the query head in work, where it has any
-    Part const* streamed[2];                   // its Y1 and Y2, from the first streamed row on
     SeenTiles seen;                            // likewise
     Visibility view;                           // own rows in the place of query rows, streamed ones in that of keys
     Range tiles, unmasked;                     // streamed tiles that some own row sees, and those that all see whole

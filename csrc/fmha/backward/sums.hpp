@@ -39,8 +39,8 @@ struct GradientSums {
 template <class Element>
 __global__ void __launch_bounds__(kSumsThreads) gradient_sums_kernel(__grid_constant__ BackwardParams const params,
                                                                      __grid_constant__ GradientSums const gradients) {
-  using Order = SumsOfTile<kSumsColumns>;
-  static_assert(Order::kRows == kSumsRows && kSumsThreads == kSumsRows * 2, "a warp takes 16 rows");
+  static_assert(SumsOfTile::kRows == kSumsRows && SumsOfTile::kPanel == kSumsColumns && kSumsThreads == kSumsRows * 2,
+                "a warp takes 16 rows");
   constexpr int kVectors = kSumsColumns / 8;  // of a thread
   constexpr int kPitch = kSumsColumns + 8;    // of a row in shared memory: 16 bytes more spread rows over the banks
   __shared__ __align__(16) Element tile[kSumsRows * kPitch];
@@ -60,18 +60,19 @@ __global__ void __launch_bounds__(kSumsThreads) gradient_sums_kernel(__grid_cons
   TiledRows const tiled(params, gradients.side);
   int64_t const first = tiled.first(params, sequence, b, head) - gradients.head0 * tiled.of_a_head + row0;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp * 16 + lane / 4;
-  auto const* from =
-      reinterpret_cast<float4 const*>(of.sums + first * of.columns) + Order::first(panel_of, warp) + lane;
+  auto const* from = reinterpret_cast<float4 const*>(of.sums + first * of.columns) +
+                     SumsOfTile::first(of.columns, panel_of, warp) + lane;
   float4 sums[kVectors];
+  int const vectors = (of.columns - panel_of * kSumsColumns) / 8;  // that there are
   CUTE_UNROLL
-  for (int i = 0; i < kVectors; ++i) sums[i] = from[i * 32];
+  for (int i = 0; i < kVectors; ++i) sums[i] = i < vectors ? from[i * 32] : float4{};
   int64_t const of_a_split = gradients.of_a_split * of.columns / 4;
 #pragma unroll 4
   for (int split = 1; split < gradients.splits; ++split) {
     from += of_a_split;
     CUTE_UNROLL
     for (int i = 0; i < kVectors; ++i) {
-      float4 const x = from[i * 32];
+      float4 const x = i < vectors ? from[i * 32] : float4{};
       sums[i] = make_float4(sums[i].x + x.x, sums[i].y + x.y, sums[i].z + x.z, sums[i].w + x.w);
     }
   }

@@ -34,6 +34,21 @@ CUTE_DEVICE void gemm_async(Mma mma, A const& a, B const& b, C& c, bool zero) {
   warpgroup_fence_operand(c);
 }
 
+/// C = A B where B is in two places, `Steps` times 16 each.
+template <int Steps, class Mma, class A, class B, class C>
+CUTE_DEVICE void gemm_async(Mma mma, A const& a, B const& b, B const& second, C& c) {
+  warpgroup_fence_operand(c);
+  warpgroup_arrive();
+  mma.accumulate_ = GMMA::ScaleOut::Zero;
+  CUTE_UNROLL
+  for (int i = 0; i < 2 * Steps; ++i) {
+    cute::gemm(mma, a(_, _, i), i < Steps ? b(_, _, i) : second(_, _, i - Steps), c);
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+  warpgroup_commit_batch();
+  warpgroup_fence_operand(c);
+}
+
 /// The same of operands in two parts, the small products first, from step `First` on: A has its low parts `Apart` steps
 /// behind the high ones.
 template <int First, int Steps, int Apart, class Mma, class A, class B, class C>

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/util.hpp>
 #include <cutlass/arch/barrier.h>
 
@@ -32,6 +33,27 @@ struct Barrier : cutlass::arch::ClusterTransactionBarrier {
     asm volatile("" ::: "memory");
   }
 };
+
+/// The address in CTA `rank` of the cluster of what lies at `here` in this one's shared memory.
+CUTE_DEVICE uint32_t address_in(uint32_t rank, void const* here) {
+  return cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), rank);
+}
+
+/// Writes `x` where `to` lies in CTA `rank` of the cluster, whose barrier there counts the bytes. By one thread.
+CUTE_DEVICE void push_to(uint32_t rank, unsigned const& to, unsigned x, Barrier const& barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address_in(rank, &to)),
+      "r"(x), "r"(address_in(rank, &barrier))
+      : "memory");
+}
+
+/// Copies `bytes` of shared memory to where `to` lies in CTA `rank`, whose barrier there counts them. By one thread.
+CUTE_DEVICE void copy_to(uint32_t rank, void const* to, void const* from, int bytes, Barrier const& barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   address_in(rank, to)),
+               "r"(cute::cast_smem_ptr_to_uint(from)), "r"(bytes), "r"(address_in(rank, &barrier))
+               : "memory");
+}
 
 /// Position in a ring of `Stages` buffers; `phase` flips at each turn.
 template <int Stages>

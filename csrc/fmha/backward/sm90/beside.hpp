@@ -23,11 +23,11 @@ template <class Traits>
 struct SectionWork {
   using Element = typename Traits::Element;
   using Shared = decltype(Traits::SharedStorage::beside);
-  using Order = SumsOfTile<Traits::HeadDim>;
   static constexpr int kParts = Traits::PartsBeside, kRows = Shared::kRows, kColumns = Shared::kColumns,
-                       kChunks = kColumns / 8, kVectors = kRows * kColumns / 4, kPartsOfPanel = kPanel / kColumns,
-                       kPartsOfJob = TiledRows::kTile / kRows * Order::kParts * kPartsOfPanel;
-  static_assert(Order::kOfAWarp == kVectors * kPartsOfPanel);
+                       kChunks = kColumns / 8, kVectors = kRows * kColumns / 4,
+                       kColumnsOfPiece = SumsOfTile::columns_of_part(Traits::HeadDim),  // of a warp's 16 rows
+      kPieces = SumsOfTile::parts(Traits::HeadDim), kPartsOfPiece = kColumnsOfPiece / kColumns,
+                       kPartsOfJob = TiledRows::kTile / kRows * kPieces * kPartsOfPiece;
   static_assert(kPartsOfJob % (2 * kParts) == 0, "every job begins with the same phase");
 
   BackwardParams const& params;
@@ -111,12 +111,12 @@ struct SectionWork {
       __syncwarp();
       if (lane == 0) {
         if (part + kParts < kPartsOfJob) bring(of_part + kParts * kVectors, part + kParts);
-        // A warp's 16 rows of a panel after those of the one before; panel after panel; tile after tile.
-        int const sixteen = part / kPartsOfPanel;
+        // A warp's 16 rows of a piece after those of the one before; piece after piece; tile after tile.
+        int const sixteen = part / kPartsOfPiece;
         JobBeside const job = of_job;
-        SM90_TMA_STORE_4D::copy(&map, shared.dq, sixteen / 4 % Order::kParts * kPanel + part % kPartsOfPanel * kColumns,
-                                job.row0 + sixteen / (4 * Order::kParts) * Order::kRows + sixteen % 4 * kRows, job.head,
-                                job.batch);
+        SM90_TMA_STORE_4D::copy(
+            &map, shared.dq, sixteen / 4 % kPieces * kColumnsOfPiece + part % kPartsOfPiece * kColumns,
+            job.row0 + sixteen / (4 * kPieces) * SumsOfTile::kRows + sixteen % 4 * kRows, job.head, job.batch);
         tma_store_arrive();
       }
     }

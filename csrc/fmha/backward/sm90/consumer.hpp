@@ -30,9 +30,29 @@ CUTE_DEVICE void load_held(Operand& operand, Element const* held) {
 /// Where a consumer warpgroup stands, from tile to tile.
 template <class Traits>
 struct Standing {
-  RingPosition<Traits::Stages> ring{}, ring_v{};  // the second of dout, where values in hand pass there, too
+  RingPosition<Traits::Stages> ring{};
+  RingPosition<Traits::StagesV> ring_v{};  // of dout, where it has stages of its own, or values in hand pass there, too
   RingPosition<Traits::BuffersDS> ds{}, last_ds{};
-  unsigned taken = 0;  // tiles of dS, by a warpgroup that does nothing else
+  uint32_t sent_phase = 0;  // of dS for, or of, the other CTA of a cluster
+  unsigned taken = 0;       // tiles of dS, by a warpgroup that does nothing else
+
+  // Positions that are always the same are one: at head_dim 256 each more cost 20 to 40 bytes of spills.
+  static constexpr bool kOneForValues = !Traits::HoldsSums && Traits::StagesV == Traits::Stages,
+                        kOneForDS = Traits::AddsApart && Traits::BuffersDS == Traits::Stages;
+  CUTE_DEVICE auto& of_values() {
+    if constexpr (kOneForValues) {
+      return ring;
+    } else {
+      return ring_v;
+    }
+  }
+  CUTE_DEVICE auto& of_ds() {
+    if constexpr (kOneForDS) {
+      return ring;
+    } else {
+      return ds;
+    }
+  }
 };
 
 /// A warpgroup that adds to dQ, of what those of dV and dK have left.
@@ -48,9 +68,16 @@ CUTE_DEVICE void add_to_queries(BackwardParams const& params, typename Traits::S
   for (int left = tile.turns(params); left > 0; --left, order.advance(params, tile, tile.tiles)) {
     int const buffer = standing.taken % Traits::BuffersDS;
     shared.ds_full[buffer].wait_for(standing.taken / Traits::BuffersDS % 2);
+    if constexpr (Traits::Cluster > 1) {
+      auto& full = shared.cluster.ds_full;
+      if (threadIdx.x % kWarpgroup == 0) full.arrive_and_expect_tx(sizeof(shared.other_ds));
+      full.wait_for(standing.sent_phase);
+      standing.sent_phase ^= 1;
+    }
     query_sums.take(fdS, buffer);
+    query_sums.add_tile(fdS, sums_of_tile(params, tile, order.head, order.t()) + query_sums.first(),
+                        [&] { query_sums.release(buffer); });
     ++standing.taken;
-    query_sums.add_tile(fdS, sums_of_tile(params, tile, order.head, order.t()) + query_sums.first());
   }
   if (elect_one_sync()) shared.held_empty.arrive(), shared.held_v_empty.arrive();
 }
@@ -130,8 +157,13 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   [[maybe_unused]] OnesOfColumns const ones;
   Range const tiles = tile.tiles, unmasked = tile.unmasked;
   auto& ring = standing.ring;
-  auto& ring_v = Traits::HoldsSums ? standing.ring_v : standing.ring;
-  [[maybe_unused]] auto &ds = standing.ds, &last_ds = standing.last_ds;
+  auto& ring_v = standing.of_values();
+  [[maybe_unused]] auto &ds = standing.of_ds(), &last_ds = standing.last_ds;
+  // Until dS may be left where `ds` stands, and sent: all have read what was there.
+  [[maybe_unused]] auto const wait_for_room = [&] {
+    shared.ds_empty[ds.stage].wait_for(ds.phase ^ 1);
+    if constexpr (Traits::Cluster > 1) shared.cluster.sent_ds_empty.wait_for(standing.sent_phase ^ 1);
+  };
   auto mods_of = [&](auto changed, int head) {
     if constexpr (decltype(changed)::value) return ScoreMod(params, tile.work.batch, head);
     return ScoreMod(cutlass_ext::Scores{}, 0, 0);
@@ -139,11 +171,20 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   auto release = [&](Barrier& barrier) {
     if (elect_one_sync()) barrier.arrive();
   };
+  // The same of what passes by, which CTAs of a cluster copy for each other.
+  auto release_streamed = [&](Barrier& barrier) {
+    if constexpr (Traits::Cluster > 1) {
+      if (threadIdx.x % 32 < Traits::Cluster) barrier.arrive_at(threadIdx.x % 32);
+    } else {
+      release(barrier);
+    }
+  };
   auto release_rows = [&](int stage) {
-    if constexpr (Traits::ReadsStatistics) {
+    if constexpr (Traits::ReadsStatistics && Traits::Cluster == 1) {
       shared.empty[stage].arrive();  // every lane for itself: each has read statistics
     } else {
-      release(shared.empty[stage]);
+      if constexpr (Traits::ReadsStatistics) __syncwarp();  // all have read them
+      release_streamed(shared.empty[stage]);
     }
   };
   // What pairs have: bias and mask go into the scores, what dropout draws into P and dP.
@@ -178,7 +219,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       ConsumerThread const thread;
       int const first_row = tile.first_row(thread), rows[2] = {first_row, first_row + row_of(1)};
       TileMask<Step / 4> mask(tile.view.counted_from(t * Step), rows, thread.lane);
-      if constexpr (AddsQ) mask.hide_rows_from(tile.view.n_q, rows);
+      // 0 times what their exponential may be is not 0.
+      if constexpr (AddsQ || Traits::AddsApart) mask.hide_rows_from(tile.view.n_q, rows);
       mask.apply(S);
     }
     auto const exponentiate = [&](auto capped, auto const& derivative) {
@@ -293,7 +335,11 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   [[maybe_unused]] DueSums<Traits> due(params, shared, tile, row_block);
   if (turns > 0) {
     if constexpr (!kGetsP) shared.held_full.wait_for(tile.held_phase);
-    (kGetsP ? shared.full_v : shared.full)[ring.stage].wait_for(ring.phase);
+    if constexpr (kGetsP) {
+      shared.full_v[ring_v.stage].wait_for(ring_v.phase);
+    } else {
+      shared.full[ring.stage].wait_for(ring.phase);
+    }
     if constexpr (SumsS && !Traits::HoldsSums) shared.held_v_full.wait_for(tile.held_phase);
   }
   if constexpr (Traits::HoldsInRegisters) {
@@ -316,7 +362,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
   }
   if constexpr (kGetsP) {
-    issue_dp(cS, ring.stage);
+    issue_dp(cS, ring_v.stage);
   } else {
     issue_s(ring.stage);
   }
@@ -474,49 +520,56 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   // are under way beside the last of this one.
   [[maybe_unused]] auto const take_turn_apart = [&](auto changed, int turn) __attribute__((always_inline)) {
     bool const is_last = turn + 1 == turns;
-    int const stage = ring.stage;
+    int const stage = ring.stage, stage_v = ring_v.stage;
     RingPosition<Traits::Stages> next = ring;
-    next.advance();
-    int const following = is_last ? stage : next.stage;  // behind the last tile, of what is there still
+    RingPosition<Traits::StagesV> next_v = ring_v;
+    next.advance(), next_v.advance();
     auto const share_ds = [&] {
-      shared.ds_empty[stage].wait_for(ring.phase ^ 1);
-      due.sums.share(words_ds, stage);
+      wait_for_room();
+      due.sums.share(words_ds, ds.stage);
+      if constexpr (Traits::Cluster > 1) {
+        due.sums.pass_on(ds.stage);
+        standing.sent_phase ^= 1;
+      }
     };
     if constexpr (What == Sums::Values) {
       weigh(changed, stage, order.t(), order.head);
-      shared.p_empty.wait_for(stage ^ 1);
+      shared.p_empty.wait_for(ds.stage ^ 1);
       CUTE_UNROLL
       for (int j = 0; j < Step / 4; j += 2)
         passed[j / 2 * 32] = make_float4(S(0, j), S(0, j + 1), S(1, j), S(1, j + 1));
       __syncwarp();
       release(shared.p_full);
       warpgroup_fence_operand(cS);
-      shared.full_v[stage].wait_for(ring.phase);
+      shared.full_v[stage_v].wait_for(ring_v.phase);
       if (!is_last) shared.full[next.stage].wait_for(next.phase);
-      issue_dv(stage);
-      warpgroup_wait<0>();  // there are no registers for P and the next S
-      issue_s(following);
+      issue_dv(stage_v);
+      // At head_dim 256 there are no registers for P and the next S; at 192 to wait for neither makes no difference.
+      warpgroup_wait<0>();
+      issue_s(is_last ? stage : next.stage);  // behind the last tile, of what is there still
       warpgroup_wait<1>();
       warpgroup_fence_operand(cV);
-      release(shared.empty_v[stage]);
+      release_streamed(shared.empty_v[stage_v]);
       warpgroup_wait<0>();
     } else {
-      if (!is_last) release(shared.empty_v[stage]);  // dP is there
+      if (!is_last) release_streamed(shared.empty_v[stage_v]);  // dP is there
       shared.full[stage].wait_for(ring.phase);
-      shared.p_full.wait_for(stage);
+      shared.p_full.wait_for(ds.stage);
       take_gradients(changed, cS, stage);
       __syncwarp();
       release(shared.p_empty);
       share_ds();
       warpgroup_fence_operand(cS);
-      if (!is_last) shared.full_v[next.stage].wait_for(next.phase);
+      if (!is_last) shared.full_v[next_v.stage].wait_for(next_v.phase);
       issue_gradient(stage);
-      issue_dp(cS, following);
+      issue_dp(cS, is_last ? stage_v : next_v.stage);
       warpgroup_wait<0>();
-      if (is_last) release(shared.empty_v[stage]);
+      if (is_last) release_streamed(shared.empty_v[stage_v]);
     }
     release_rows(stage);
     ring = next;
+    if constexpr (!Standing<Traits>::kOneForValues) ring_v = next_v;
+    if constexpr (!Standing<Traits>::kOneForDS) ds.advance();
     order.advance(params, tile, tiles);
   };
   [[maybe_unused]] auto const take_turn_in_parts = [&](int turn) __attribute__((always_inline)) {
@@ -621,15 +674,15 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     auto* staging = shared.staging + part_of_warp<Traits>() * Traits::Staged;
     if constexpr (Traits::StagesInDS) {
       if constexpr (Traits::HoldsSums) shared.ds_empty[ds.stage].wait_for(ds.phase ^ 1);
-      staging = shared.ds + (ds.stage * Traits::B_c + warp_row) * kPanel;
+      staging = shared.ds + (ds.stage * Traits::Held + warp_row) * kPanel;
     }
     if constexpr (Traits::AddsApart) {  // what the warp has passed on there has been taken
       if constexpr (SumsP) {
-        shared.p_empty.wait_for(ring.stage ^ 1);
+        shared.p_empty.wait_for(ds.stage ^ 1);
         staging = reinterpret_cast<Element*>(passed - threadIdx.x % 32);
       } else {
-        shared.ds_empty[ring.stage].wait_for(ring.phase ^ 1);
-        staging = shared.ds + (ring.stage * Traits::B_c + warp_row) * kPanel;
+        wait_for_room();
+        staging = shared.ds + (ds.stage * Traits::Held + warp_row) * kPanel;
       }
     }
     store_results<Traits, What>(params, tile, cA, cV, staging);

@@ -5,8 +5,9 @@
 // its bits, are fixed, and P and dS pass from accumulators to operands in registers: seven products. A third kernel, of
 // five, goes by keys and adds what each tile makes of dQ to memory, in any order: dS passes through shared memory, so
 // that the warpgroups share out dS K; at head_dim 64 three of them are faster than two, with less in registers and more
-// to do while one waits. A fourth does so for heads of few rows, whose dQ shared memory holds while a CTA goes through
-// all of their keys. One warp copies each of the two streams by TMA. Instantiated by csrc/kernels/sm90_backward_*.cu.
+// to do while one waits; at 192 two CTAs share a tile (Traits::Cluster). A fourth does so for heads of few rows,
+// whose dQ shared memory holds while a CTA goes through all of their keys. One warp copies each of the two streams by
+// TMA. Instantiated by csrc/kernels/sm90_backward_*.cu.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -30,6 +31,15 @@ CUTE_DEVICE typename Traits::SharedStorage& shared_of(unsigned char* smem) {
   return *static_cast<typename Traits::SharedStorage*>(at);
 }
 
+/// Waits for the other CTA of a cluster, which arrives at barriers here until it is done.
+template <class Traits>
+CUTE_DEVICE void leave_cluster() {
+  if constexpr (Traits::Cluster > 1) {
+    __syncwarp();
+    cute::cluster_sync();
+  }
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, 1)
     backward_kernel(__grid_constant__ BackwardParams const params, __grid_constant__ GradientMaps const maps) {
@@ -42,7 +52,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   }
   if constexpr (!Traits::Persistent) {
     GradientTile<Traits> const here(params, blockIdx.x);
-    if (here.rows() <= 0) return;  // packed: the launch counts the tiles of the longest sequence for each
+    if (here.is_empty) return;
     if (threadIdx.x == 0) shared.tiles[0] = here;
     if constexpr (Traits::Hides) {
       if (warp == 0 && params.tile_map) {
@@ -56,7 +66,8 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       cute::prefetch_tma_descriptor(map);
     if (threadIdx.x == 0) {
       constexpr int kReaders = 4 * Traits::Consumers;  // every consumer warp says when it is done with a tile
-      for (auto* barrier : {&shared.held_full, &shared.held_v_full, &shared.tail, &shared.tail_v}) barrier->init(1);
+      for (auto* barrier : {&shared.held_v_full, &shared.tail, &shared.tail_v}) barrier->init(1);
+      shared.held_full.init(Traits::Cluster);
       for (auto* barrier : {&shared.held_empty, &shared.held_v_empty}) barrier->init(kReaders);
       for (auto& barrier : shared.ds_full) barrier.init(Traits::AddsApart ? 4 : kReaders);
       if constexpr (Traits::EmptiesDS) {
@@ -70,19 +81,30 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
         for (auto& barrier : shared.beside_full) barrier.init(1);
       }
       if constexpr (Traits::HoldsSums) shared.head_taken.init(1), shared.rows_known.init(2 * 32);
+      if constexpr (Traits::Cluster > 1) {
+        auto& cluster = shared.cluster;
+        for (auto* barrier : {&cluster.index_full, &cluster.index_read, &cluster.ds_full}) barrier->init(1);
+        cluster.sent_ds_empty.init(4);
+      }
       for (auto& barrier : shared.tile_full) barrier.init(1);
       for (auto& barrier : shared.tile_empty)
-        barrier.init(kReaders + 1 + Traits::FoldsStatistics);  // and the other warps that copy
+        barrier.init(kReaders + 1 + Traits::FoldsStatistics);              // and the other warps that copy
+      constexpr int kStreaming = 4 * Traits::Streaming * Traits::Cluster;  // warps of the CTAs that it is copied to
       CUTE_UNROLL
       for (int i = 0; i < Traits::Stages; ++i) {
-        shared.full[i].init(1 + (Traits::FoldsStatistics ? 32 : 0)), shared.full_v[i].init(1);
-        shared.empty[i].init(4 * Traits::Streaming * (Traits::ReadsStatistics ? 32 : 1));
-        shared.empty_v[i].init(4 * Traits::Streaming);
+        shared.full[i].init(1 + (Traits::FoldsStatistics ? 32 : 0));
+        shared.empty[i].init(kStreaming * (Traits::ReadsStatistics && Traits::Cluster == 1 ? 32 : 1));
       }
+      CUTE_UNROLL
+      for (int i = 0; i < Traits::StagesV; ++i) shared.full_v[i].init(1), shared.empty_v[i].init(kStreaming);
       cutlass::arch::fence_barrier_init();
     }
   }
-  __syncthreads();
+  if constexpr (Traits::Cluster > 1) {
+    cute::cluster_sync();  // the other CTA's barriers are there, too
+  } else {
+    __syncthreads();
+  }
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::ProducerRegisters>();
     if (warp == 0) {
@@ -109,6 +131,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     if constexpr (Traits::HoldsSums) {
       if (warp >= 2) know_rows<Traits>(params, shared);
     }
+    leave_cluster<Traits>();
     return;
   }
   TileReader<Traits> tiles{shared};
@@ -124,6 +147,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
       tiles.for_each([&](auto const& tile) { accumulate<Traits, Sums::Keys>(params, shared, tile, 0, standing); });
     }
+    leave_cluster<Traits>();
     return;
   }
   cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();

@@ -105,7 +105,7 @@ struct StreamCopy {
   GradientMaps const& maps;
   Shared& shared;
   TailCopy tail;
-  RingPosition<Traits::Stages> ring{};
+  RingPosition<OfValues ? Traits::StagesV : Traits::Stages> ring{};
   int ended = -1;  // the section of the tile before, until it is counted
   uint32_t added_phase = 0;
 
@@ -125,8 +125,8 @@ struct StreamCopy {
     Part* const held = OfValues ? shared.held_v : shared.held;
     Part* const streamed = OfValues ? shared.streamed_v : shared.streamed;
     Barrier& held_full = OfValues ? shared.held_v_full : shared.held_full;
-    auto& full = OfValues ? shared.full_v : shared.full;
-    auto& empty = OfValues ? shared.empty_v : shared.empty;
+    Barrier *const full = OfValues ? shared.full_v : shared.full, *const empty =
+                                                                      OfValues ? shared.empty_v : shared.empty;
     bool const leader = threadIdx.x % 32 == 0;
     int const batch = tile.sequence.batch;
     int const held_stored = Traits::OfKeys ? params.stored_keys() : params.stored_rows(),
@@ -137,7 +137,7 @@ struct StreamCopy {
     Visibility const& visibility = tile.sequence.visibility;
     Range const query_rows = visibility.rows_with_keys(), keys{0, visibility.len_kv};
     auto const counting = [](Range of_sequence, int first, int rows) {  // of a tile's rows, those that count
-      return Range{max(of_sequence.begin - first, 0), min(of_sequence.end - first, rows)};
+      return Range{max(of_sequence.begin - first, 0), max(min(of_sequence.end - first, rows), 0)};
     };
     auto const is_cut = [](Range rows, int all, int64_t at, int stored) {
       return rows.begin > 0 || (rows.end < all && at + rows.end < stored);
@@ -193,8 +193,24 @@ struct StreamCopy {
           },
           empty_held);
     }
+    if constexpr (Traits::Cluster > 1 && !OfValues) copy_others_keys(tile, keys);
     auto const statistics_of = [&](int head) -> int64_t {
       return WithStatistics ? StatisticsRows(params).first(params, tile.sequence, tile.work.batch, head) : 0;
+    };
+    // Of a cluster each CTA copies a part of the rows to all; of a tile that is cut, which it waits for, all to itself.
+    auto const copy_rows = [&](Barrier& barrier, Part* to, int row, int head, bool cut) {
+      constexpr auto kHint = TMA::CacheHintSm90::EVICT_LAST;
+      constexpr int kBox = Step / Traits::Cluster;
+      if constexpr (Traits::Cluster > 1) {
+        if (!cut) {
+          int const first = cute::block_rank_in_cluster() * kBox;
+          return copy_box_to_all<Step, Columns>(map_streamed, barrier, to + first * kPanel, row + first, head, batch,
+                                                (1 << Traits::Cluster) - 1, kHint);
+        }
+      }
+      CUTE_UNROLL
+      for (int first = 0; first < Step; first += kBox)
+        copy_box<Step, Columns>(map_streamed, barrier, to + first * kPanel, row + first, head, batch, kHint);
     };
     // `whole`: the head's tiles that a mask leaves whole; null: all.
     auto const copy_streamed = [&](int head_q, int t, int64_t statistics, uint32_t const* whole) {
@@ -202,9 +218,10 @@ struct StreamCopy {
       Range const here = counting(Traits::OfKeys ? query_rows : keys, first, Step);
       auto* const to = streamed + ring.stage * Step * Columns;
       auto const* const empty_streamed = empty_rows(Traits::OfKeys, head, first, Step);
+      bool const cut = empty_streamed || is_cut(here, Step, at, streamed_stored);
       empty[ring.stage].wait_for(ring.phase ^ 1);
       tail.template tile<Step, Columns>(
-          full[ring.stage], to, empty_streamed || is_cut(here, Step, at, streamed_stored), here,
+          full[ring.stage], to, cut, here,
           [&](Barrier& barrier) {
             if (!leader) return;
             if constexpr (Traits::Hides && !OfValues) {
@@ -218,7 +235,7 @@ struct StreamCopy {
               if constexpr (Traits::AddsToQueries) says.sums = params.dq_sums + (statistics + first) * Traits::HeadDim;
             }
             barrier.arrive_and_expect_tx(Step * Columns * sizeof(Part) + StatisticsBytes);
-            copy_box<Step, Columns>(map_streamed, barrier, to, at, head, batch, TMA::CacheHintSm90::EVICT_LAST);
+            copy_rows(barrier, to, at, head, cut);
             if constexpr (WithStatistics) {
               SM90_BULK_COPY_G2S::copy(params.row_statistics + statistics + first,
                                        reinterpret_cast<uint64_t*>(&barrier), shared.statistics[ring.stage],
@@ -248,6 +265,22 @@ struct StreamCopy {
         }
       }
     }
+  }
+
+  /// Copies what of the keys of the cluster's other CTA the products of its dS want: two panels of columns.
+  CUTE_DEVICE void copy_others_keys(GradientTile<Traits> const& tile, Range keys) {
+    constexpr int kColumns = 2 * kPanel;
+    int const rank = cute::block_rank_in_cluster(), first = tile.work.row0 + (rank == 0 ? Held : -Held),
+              row = tile.held_row0 + first;
+    Range const here{0, max(min(keys.end - first, Held), 0)};
+    tail.template tile<Held, kColumns>(
+        shared.held_full, shared.other_held, here.end < Held && row + here.end < params.stored_keys(), here,
+        [&](Barrier& barrier) {
+          if (threadIdx.x % 32 != 0) return;
+          barrier.arrive_and_expect_tx(Held * kColumns * sizeof(Part));
+          copy_box<Held, kColumns>(maps.held, barrier, shared.other_held, row, tile.work.head, tile.sequence.batch,
+                                   TMA::CacheHintSm90::EVICT_FIRST, -rank * kPanel);
+        });
   }
 
   /// Tells all CTAs of what the tile before has added to dQ, once it has.

@@ -1,6 +1,7 @@
 // What a tile of keys adds to dQ: dS K, to sums in memory or in shared memory. Used by consumer.hpp.
 #pragma once
 
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/tensor.hpp>
 
@@ -41,8 +42,10 @@ struct QuerySums {
   using Element = typename Traits::Element;
   static constexpr int Columns = Traits::QueryColumns;
   using Mma = typename Traits::template MmaQueries<Columns>;
-  using MmaOfPanel = typename Traits::template MmaQueries<kPanel>;  // describes a panel of K as it lies there
-  static constexpr int kVectors = Columns * 4;                      // of a warp's 16 rows
+  // Describe panels of K as they lie there.
+  static constexpr int Described = Traits::template Padded<Columns>;
+  using MmaOfPanels = typename Traits::template MmaQueries<Described>;
+  static constexpr int kVectors = Columns * 4;  // of a warp's 16 rows
 
   typename Traits::SharedStorage& shared;
   int warpgroup;
@@ -58,79 +61,123 @@ struct QuerySums {
   /// Leaves dS^T of the warp's 16 keys to all.
   template <class Words>
   CUTE_DEVICE void share(Words const& words, int buffer) const {
-    uint32_t const at = ds_at + buffer * Traits::B_c * (kPanel * sizeof(Element));
+    uint32_t const at = ds_at + buffer * Traits::Held * (kPanel * sizeof(Element));
     CUTE_UNROLL
     for (int m = 0; m < Traits::B_r / 16; ++m) {
       store_matrices(at ^ (m * 32), words(4 * m), words(4 * m + 1), words(4 * m + 2), words(4 * m + 3));
     }
-    if constexpr (!Traits::Apart) cutlass::arch::fence_view_async_shared();  // WGMMA reads it there
+    // WGMMA reads it there, or the copy engine.
+    if constexpr (!Traits::Apart || Traits::Cluster > 1) cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if (elect_one_sync()) shared.ds_full[buffer].arrive();
   }
 
-  /// dS of the warp's 16 rows of a tile, as operand A, once another warpgroup has left it.
+  /// Sends what the warp has left so to the other CTA of a cluster.
+  CUTE_DEVICE void pass_on(int buffer) const {
+    if (!elect_one_sync()) return;
+    constexpr int kOfAWarp = 16 * kPanel;
+    int const of_warp = threadIdx.x / 32 % 4 * kOfAWarp;
+    copy_to(other_rank(), shared.other_ds + of_warp, shared.ds + buffer * Traits::Held * kPanel + of_warp,
+            kOfAWarp * sizeof(Element), shared.cluster.ds_full);
+  }
+
+  /// dS of the warp's 16 rows of a tile, as operand A: of the CTA's own keys, and of a cluster's others.
   CUTE_DEVICE static auto operand() {
     return make_tensor<Element>(partition_shape_A(Mma{}, Shape<Int<Traits::B_r>, Int<Traits::B_c>>{}));
   }
+  /// Once another warpgroup has left it, and the other CTA has sent it.
   template <class Operand>
   CUTE_DEVICE void take(Operand& ds, int buffer) const {
-    int const thread = anew(threadIdx.x);  // an address for each turn: there is no register for one
-    auto const* const from =
-        shared.ds + buffer * Traits::B_c * kPanel + row_for_operand_a<Element>(thread % 32, thread / 32 % 4);
-    Tensor words = recast<uint32_t>(ds);
-    CUTE_UNROLL
-    for (int m = 0; m < Traits::B_c / 16; ++m) {
-      SM75_U16x8_LDSM_T::copy(*reinterpret_cast<uint128_t const*>(from + m * 16 * kPanel), words(4 * m),
-                              words(4 * m + 1), words(4 * m + 2), words(4 * m + 3));
-    }
+    take_from(shared.ds + buffer * Traits::Held * kPanel, recast<uint32_t>(ds), 0);
+    if constexpr (Traits::Cluster > 1) take_from(shared.other_ds, recast<uint32_t>(ds), Traits::Held / 4);
+  }
+  /// Says that it has been read, once a product has been issued of it: only then it is in registers. Loads wait behind
+  /// what is added to memory, and an arrival at another CTA's barrier does not.
+  CUTE_DEVICE void release(int buffer) const {
     __syncwarp();
-    if (elect_one_sync()) shared.ds_empty[buffer].arrive();
+    if (!elect_one_sync()) return;
+    shared.ds_empty[buffer].arrive();
+    if constexpr (Traits::Cluster > 1) shared.cluster.sent_ds_empty.arrive_at(other_rank());
   }
 
   /// dS^T of the warpgroup's own keys, as operand A of dK's product.
   CUTE_DEVICE auto own_ds(int buffer) const {
-    using Rows = LayoutAlongColumns<Element, Traits::B_c, kPanel>;
-    Tensor rows = local_tile(make_tensor(make_smem_ptr(shared.ds + buffer * Traits::B_c * kPanel), Rows{}),
+    using Rows = LayoutAlongColumns<Element, Traits::Held, kPanel>;
+    Tensor rows = local_tile(make_tensor(make_smem_ptr(shared.ds + buffer * Traits::Held * kPanel), Rows{}),
                              Shape<Int<kAtomRows>, Int<kPanel>>{}, make_coord(warpgroup, _0{}));
     return typename Traits::MmaKeys{}.get_slice(0).partition_fragment_A(rows);
   }
 
+  /// Of a cluster of two, the other CTA's.
+  CUTE_DEVICE static uint32_t other_rank() { return cute::block_rank_in_cluster() ^ 1; }
   CUTE_DEVICE int part() const { return Traits::TakesTurns ? 0 : warpgroup; }
   CUTE_DEVICE static auto accumulator() { return partition_fragment_C(Mma{}, Shape<Int<Traits::B_r>, Int<Columns>>{}); }
   /// K in hand from a column on, as operand B.
   CUTE_DEVICE auto keys_from(int column) const {
-    constexpr int kKeys = Traits::B_c;
-    return MmaOfPanel{}.get_slice(0).partition_fragment_B(
+    constexpr int kKeys = Traits::Held;
+    return MmaOfPanels{}.get_slice(0).partition_fragment_B(
         make_tensor(make_smem_ptr(shared.held + column / kPanel * kPanel * kKeys + column % kPanel),
-                    LayoutAlongRows<Element, kKeys, kPanel>{}));
+                    LayoutAlongRows<Element, kKeys, Described>{}));
+  }
+  /// The same of the keys of a cluster's other CTA, whose panels here begin with the columns' first.
+  CUTE_DEVICE auto others_keys_from(int column) const {
+    constexpr int kKeys = Traits::Held;
+    int const at = column - first_column() / kPanel * kPanel;
+    return MmaOfPanels{}.get_slice(0).partition_fragment_B(
+        make_tensor(make_smem_ptr(shared.other_held + at / kPanel * kPanel * kKeys + at % kPanel),
+                    LayoutAlongRows<Element, kKeys, Described>{}));
+  }
+  /// Of those that the CTA adds to.
+  CUTE_DEVICE static int first_column() {
+    return Traits::Cluster > 1 ? cute::block_rank_in_cluster() * (Traits::HeadDim / 2) : 0;
   }
   template <class Sums>
   CUTE_DEVICE void issue(Sums& sums, int buffer) const {
     Tensor fDS =
         Mma{}.get_slice(0).partition_fragment_A(make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDS{}));
-    gemm_async<Traits::B_c / 16>(Mma{}, fDS(_, _, _, buffer), keys_from(part() * Columns), sums, true);
+    gemm_async<Traits::Held / 16>(Mma{}, fDS(_, _, _, buffer), keys_from(part() * Columns), sums, true);
   }
 
-  /// Adds to all columns of a tile of rows, `Columns` at a time, of which two are under way.
-  template <class Operand>
-  CUTE_DEVICE void add_tile(Operand const& ds, float* to) const {
-    constexpr int kSteps = Traits::HeadDim / Columns, kVectorsOfLanes = 32 * 4;
+  /// Adds to the CTA's columns of a tile of rows, `Columns` at a time, of which two are under way; calls `released`
+  /// when `ds` is in registers.
+  template <class Operand, class Released>
+  CUTE_DEVICE void add_tile(Operand const& ds, float* to, Released const& released) const {
+    constexpr int kSteps = Traits::HeadDim / Columns / Traits::Cluster, kVectorsOfLanes = 32 * 4;
     Tensor both = make_tensor<float>(append(accumulator().layout(), Layout<_2>{}).shape());
     for_each(make_int_sequence<kSteps + 1>{}, [&](auto step) {
       constexpr int kNext = decltype(step)::value, kDone = kNext - 1;
       if constexpr (kNext < kSteps) {
         Tensor sums = both(_, _, _, kNext % 2);
-        gemm_async<Traits::B_c / 16>(Mma{}, ds, keys_from(kNext * Columns), sums, true);
+        int const column = first_column() + kNext * Columns;
+        if constexpr (Traits::Cluster > 1) {
+          gemm_async<Traits::Held / 16>(Mma{}, ds, keys_from(column), others_keys_from(column), sums);
+        } else {
+          gemm_async<Traits::Held / 16>(Mma{}, ds, keys_from(column), sums, true);
+        }
+        if constexpr (kNext == 0) released();
       }
       if constexpr (kDone >= 0) {
         Tensor sums = both(_, _, _, kDone % 2);
         warpgroup_wait<(kNext < kSteps ? 1 : 0)>();
         warpgroup_fence_operand(sums);
-        constexpr int kColumn = kDone * Columns;
+        int const column = first_column() + kDone * Columns;
         add(sums,
-            to + SumsOfTile<Traits::HeadDim>::first(kColumn / kPanel, 0) * 4 + kColumn % kPanel / 8 * kVectorsOfLanes);
+            to + SumsOfTile::first(Traits::HeadDim, column / kPanel, 0) * 4 + column % kPanel / 8 * kVectorsOfLanes);
       }
     });
+  }
+
+  /// 16 rows of dS to registers, from word `first` on.
+  template <class Words>
+  CUTE_DEVICE void take_from(Element const* ds, Words words, int first) const {
+    int const thread = anew(threadIdx.x);  // an address for each turn: there is no register for one
+    auto const* const from = ds + row_for_operand_a<Element>(thread % 32, thread / 32 % 4);
+    CUTE_UNROLL
+    for (int m = 0; m < Traits::Held / 16; ++m) {
+      auto const word = [&](int i) -> uint32_t& { return words(first + 4 * m + i); };
+      SM75_U16x8_LDSM_T::copy(*reinterpret_cast<uint128_t const*>(from + m * 16 * kPanel), word(0), word(1), word(2),
+                              word(3));
+    }
   }
 
   /// `to`: as `first` says. Sums lie in memory in the order in which threads hold them: each adds whole vectors, side
@@ -156,7 +203,7 @@ struct QuerySums {
   /// The vectors of tile `tile` of those that shared memory has, 32 apart, that the thread alone reads and writes.
   CUTE_DEVICE float4* held(int tile) const {
     constexpr int kTileVectors = Traits::B_r * Traits::HeadDim / 4;
-    return shared.sums + tile * kTileVectors + SumsOfTile<Traits::HeadDim>::first(0, threadIdx.x / 32 % 4) +
+    return shared.sums + tile * kTileVectors + SumsOfTile::first(Traits::HeadDim, 0, threadIdx.x / 32 % 4) +
            threadIdx.x % 32;
   }
   template <class Sums>
@@ -171,7 +218,7 @@ struct QuerySums {
   /// Where the thread adds, or the warp, counted from the sums of a tile.
   CUTE_DEVICE int first() const {
     int const lane = Traits::StagesSums ? 0 : threadIdx.x % 32;
-    return (SumsOfTile<Traits::HeadDim>::first(part(), threadIdx.x / 32 % 4) + lane) * 4;
+    return (SumsOfTile::first(Traits::HeadDim, part(), threadIdx.x / 32 % 4) + lane) * 4;
   }
 };
 

@@ -113,7 +113,6 @@ CUTE_DEVICE void store_results(BackwardParams const& params, GradientTile<Traits
   // What a split has is added up, in their order, by the launch that follows (../sums.hpp): accumulators as they are.
   [[maybe_unused]] auto const leave = [&](auto const& sums, int64_t from, auto head_dim) {
     constexpr int kColumns = decltype(head_dim)::value;
-    using Order = SumsOfTile<kPanel>;
     int const first = warp_row / kAtomRows * kAtomRows, row = tile.work.row0 + first;
     if (first >= tile.rows()) return;  // another sequence's may lie there
     auto* const to = reinterpret_cast<float4*>(
@@ -123,7 +122,7 @@ CUTE_DEVICE void store_results(BackwardParams const& params, GradientTile<Traits
     CUTE_UNROLL
     for (int e = 0; e < size(sums); e += 4) {
       constexpr int kOfAPanel = kPanel / 2;  // of a thread
-      to[Order::first(e / kOfAPanel, warp_row % kAtomRows / 16) + e % kOfAPanel * 8 + lane] =
+      to[SumsOfTile::first(kColumns, e / kOfAPanel, warp_row % kAtomRows / 16) + e % kOfAPanel * 8 + lane] =
           make_float4(sums(e), sums(e + 1), sums(e + 2), sums(e + 3));
     }
   };

@@ -2,6 +2,7 @@
 // all of Hopper's backward kernels.
 #pragma once
 
+#include <cute/arch/cluster_sm90.hpp>
 #include <cutlass/arch/barrier.h>
 
 #include "../../score.hpp"
@@ -25,6 +26,7 @@ struct GradientTile {
   Sequence sequence;
   Visibility view;  // from the side in hand: what is held are its rows, what is streamed its keys
   Range tiles, unmasked;
+  bool is_empty;  // packed: the launch counts the tiles of the longest sequence for each
   bool descends;  // whether the tiles pass by from the last one on
   int heads;      // query heads that are gone through
   int head_q, head_kv;
@@ -42,12 +44,14 @@ struct GradientTile {
   CUTE_DEVICE GradientTile(BackwardParams const& params, int index, bool is_image = false)
       : work(params.scheduler(index)), sequence(sequence_of(params, work.batch)) {
     if (is_image) work.row0 = params.mirrored_row0s - work.row0;
+    is_empty = work.row0 >= (Traits::OfKeys ? sequence.visibility.len_kv : sequence.visibility.n_q);
     descends = Traits::AnyOrder && params.is_mirrored && !is_image;
     Visibility const& visibility = sequence.visibility;
     if constexpr (Traits::OfKeys) {
       view = visibility.transposed();
       tiles = visibility.row_tiles_of(work.row0, Traits::B_c, Traits::B_r);
-      unmasked = visibility.unmasked_row_tiles_of(work.row0, Traits::B_c, Traits::B_r);
+      if constexpr (Traits::Cluster > 1) work.row0 += cute::block_rank_in_cluster() * Traits::Held;
+      unmasked = visibility.unmasked_row_tiles_of(work.row0, Traits::Held, Traits::B_r);
       heads = params.heads_per_kv.divisor;
       head_q = work.head * heads, head_kv = work.head;
       held_row0 = sequence.k_row0, streamed_row0 = sequence.q_row0;
@@ -79,7 +83,8 @@ struct GradientTile {
     bias_unit = ScoreMod::changes(params) ? kLog2e : 1.f / ScoreMod::gradient_scale(params);
   }
 
-  CUTE_DEVICE int rows() const { return view.n_q - work.row0; }  // in hand that exist
+  /// In hand that exist; of a cluster's last tile the second CTA may have none.
+  CUTE_DEVICE int rows() const { return view.n_q - work.row0; }
   /// The thread's first row in hand, counted in the sequence, of which the second lies 8 further.
   CUTE_DEVICE int first_row(ConsumerThread const& thread) const {
     return work.row0 + thread.warp_row % Traits::Held + thread.lane / 4;
@@ -190,7 +195,7 @@ struct TileTaker {
   bool took_first = false, goes_on = false;  // with a head
   bool at_image = false;                     // of a tile
   unsigned index = 0, next_head = 0;         // of the tile, and of the first one of the next head
-  uint32_t held_phase = 0, rows_phase = 0;
+  uint32_t held_phase = 0, rows_phase = 0, index_phase = 0;
 
   /// What no CTA has: a tile, or a head. The first of each is that of its index.
   CUTE_DEVICE unsigned draw_next() const { return gridDim.x + draw(params.counters); }
@@ -206,9 +211,27 @@ struct TileTaker {
     }
     if constexpr (Traits::HoldsSums) {
       return goes_on ? index + 1 : take_head(leader, is_first);
+    } else if constexpr (Traits::Cluster > 1) {
+      return is_first ? blockIdx.x / Traits::Cluster : draw_together(leader);
     } else {
       return is_first ? blockIdx.x : draw_next();
     }
+  }
+  /// A cluster's next tile, which its first CTA draws for both.
+  CUTE_DEVICE unsigned draw_together(bool leader) {
+    unsigned drawn;
+    if (cute::block_rank_in_cluster() == 0) {
+      drawn = gridDim.x / Traits::Cluster + draw(params.counters);
+      shared.cluster.index_read.wait_for(index_phase ^ 1);
+      if (leader) push_to(1, shared.cluster.index, drawn, shared.cluster.index_full);
+    } else {
+      if (leader) shared.cluster.index_full.arrive_and_expect_tx(sizeof(shared.cluster.index));
+      shared.cluster.index_full.wait_for(index_phase);
+      drawn = __shfl_sync(0xffffffffu, shared.cluster.index, 0);  // is there before the other CTA may write it again
+      if (leader) shared.cluster.index_read.arrive_at(0);
+    }
+    index_phase ^= 1;
+    return drawn;
   }
   /// That of the next head's first tile, once the statistics of its rows are there. The head behind it is drawn, so
   /// that those of its rows are made meanwhile.
@@ -240,12 +263,11 @@ struct TileTaker {
       if (exists && leader) {
         slot = GradientTile<Traits>(params, index, at_image);
         slot.held_phase = held_phase;
-        if (Traits::HoldsSums && slot.rows() <= 0) slot.tiles = {0, 0};  // a head without keys, whose dQ is 0
+        if (Traits::HoldsSums && slot.is_empty) slot.tiles = {0, 0};  // a head without keys, whose dQ is 0
       }
       __syncwarp();
       if (Traits::HoldsSums && exists) goes_on = !slot.ends_head();
-      // Packed: the launch counts the tiles of the longest sequence for each.
-    } while (exists && slot.rows() <= 0 && !Traits::HoldsSums);
+    } while (exists && slot.is_empty && !Traits::HoldsSums);
     if (leader) {
       shared.is_last[at.stage] = !exists;
       shared.tile_full[at.stage].arrive();

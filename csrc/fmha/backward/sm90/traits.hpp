@@ -34,6 +34,24 @@ enum class SumsOfQueries {
   InShared,  ///< a CTA has all tiles of a head, one after the other
 };
 
+/// Of a cluster, what the other CTA's `Keys` keys make this one add to dQ: two panels of their columns, and their dS.
+template <class Part, int Keys, int Rows>
+struct FromOtherCta {
+  alignas(1024) Part other_held[Keys * 2 * kPanel];
+  alignas(1024) Part other_ds[Rows * Keys];
+};
+template <class Part, int Rows>
+struct FromOtherCta<Part, 0, Rows> {};
+
+template <bool IsOne>
+struct BarriersOfCluster {
+  Barrier ds_full, sent_ds_empty;  // of the other's dS, and of what has been sent there
+  Barrier index_full, index_read;  // of the next tile's index, from the first CTA to the other
+  alignas(8) unsigned index;
+};
+template <>
+struct BarriersOfCluster<false> {};
+
 /// Where dV and dK of a tile are two warpgroups' (`Apart`), and there are sums of queries, a third makes what is added
 /// to these, and S is computed by that of dV, which passes P on.
 template <Axis Of_, int B_r_, int B_c_, int HeadDim_, int HeadDimV_, class Element_, int Stages_, Features Mods_,
@@ -61,7 +79,15 @@ struct BackwardTraits {
   // Whether several CTAs may share a tile in hand: each goes through some of the heads, and of the tiles (backward.cpp
   // asks the same).
   static constexpr bool Splits = !Pairs && Parts == 1 && !HoldsSums;
-  static constexpr int Held = OfKeys ? B_c : B_r, Step = OfKeys ? B_r : B_c;  // rows in hand, and of a streamed tile
+  /// CTAs that share a tile of keys. Wide heads have registers for 64 keys a CTA alone, and a multiprocessor sends 16
+  /// bytes a clock at most to be added in memory (3.9 TB/s from all of an H200's, in any way), which 64 keys wait for.
+  /// So two CTAs copy what passes by once for both, pass dS to each other, and add to a half of the columns each: (2,
+  /// 8192, 8, 192) takes 3.54 ms for 4.17. At head_dim 256 there is room for one stage of dout then, and (2, 8192, 8,
+  /// 256) takes 6.3 ms for 5.9.
+  static constexpr int Cluster = AddsToQueries && HeadDim > 128 && HeadDim <= 192 ? 2 : 1;
+  static constexpr int Held = OfKeys ? B_c / Cluster : B_r;  // rows in hand of a CTA
+  static constexpr int OthersKeys = Cluster > 1 ? Held : 0;  // of a cluster's other CTA
+  static constexpr int Step = OfKeys ? B_r : B_c;            // rows of a streamed tile
   /// Whether each of two warpgroups sums up one of dK and dV, for the same keys.
   static constexpr bool Apart = OfKeys && Held == kAtomRows, AddsApart = Apart && AddsToQueries;
   static constexpr int Streaming = Apart ? 2 : Held / kAtomRows;  // warpgroups that go through the streams
@@ -79,21 +105,27 @@ struct BackwardTraits {
   /// the tiles (beside.hpp): what there is room for. 0: none does.
   static constexpr int PartsBeside = !AnyOrder || AddsApart ? 0
                                      : Crowded              ? 1
-                                     : HeadDim <= 64        ? 4
+                                     : HeadDim <= 96        ? 4
                                                             : 2,
-                       ColumnsBeside = Crowded ? 32 : kPanel;
+                       ColumnsBeside = Crowded || HeadDim % kPanel ? 32 : kPanel;
   static constexpr bool Sectioned = PartsBeside > 0;
+  // Of dout there are as many stages as of q, but where there is no room for them.
+  static constexpr int StagesV = Cluster > 1 && HeadDimV > 128 ? 2 : Stages;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
   // 504 are there, as in traits.hpp, 512 of four warpgroups.
   static constexpr int ProducerRegisters = HoldsSums             ? 56
                                            : Persistent && Pairs ? 40
                                                                  : 24,
-                       ConsumerRegisters = AddsApart             ? 208
+                       ConsumerRegisters = Cluster > 1           ? 192
+                                           : AddsApart           ? 208
                                            : Crowded             ? 160
                                            : HoldsSums           ? 224
                                            : Persistent && Pairs ? 232
                                                                  : 240,
-                       RegistersOfValues = AddsApart ? 200 : 240, RegistersOfQueries = 80;
+                       RegistersOfValues = Cluster > 1 ? 184
+                                           : AddsApart ? 200
+                                                       : 240,
+                       RegistersOfQueries = Cluster > 1 ? 112 : 80;
 
   template <int Columns>
   static constexpr int Padded = (Columns + kPanel - 1) / kPanel * kPanel;  // in shared memory: whole panels
@@ -123,7 +155,7 @@ struct BackwardTraits {
                          decltype(GMMA::ss_op_selector<Part, Part, float, ShapeOfScores<Columns>>())>{}));
   // An instruction may have no more registers than a thread is launched with: 128 where warpgroups are four.
   template <int Columns>
-  static constexpr int ColumnsAtOnce = AddsApart && Columns > 128 ? 128 : Columns;
+  static constexpr int ColumnsAtOnce = AddsApart && Columns > 192 ? 128 : Columns;
   template <int Columns>
   using MmaGradient = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<ColumnsAtOnce<Columns>>, Int<Step>>,
@@ -132,27 +164,27 @@ struct BackwardTraits {
   // What a tile adds to dQ: dS of all keys in hand, as the warpgroups leave it, times K; of each warpgroup a part of
   // the columns. It is multiplied a turn after it was left, so that no warpgroup waits for another within a turn; with
   // three buffers the barrier that says that it is there will do.
-  // Apart, it passes from one warpgroup to another, which says when it has it in registers: as many as there are
-  // stages, so that a turn has one number for both. Beside sums in shared memory there is room for two.
-  static constexpr int BuffersDS = AddsApart ? Stages : HoldsSums ? 2 : 3;
+  // Apart, it passes from one warpgroup to another, which says when it has it in registers: two will do. Beside sums in
+  // shared memory there is room for no more.
+  static constexpr int BuffersDS = AddsApart || HoldsSums ? 2 : 3;
   static constexpr bool EmptiesDS = AddsApart || HoldsSums;  // whether it is said when it has been read
   // Narrow heads leave registers for all columns: the warpgroups then take turns, which reads dS once.
-  static constexpr bool TakesTurns = AddsToQueries && SumsOfTile<HeadDim>::kParts == 1;
-  static constexpr int QueryColumns = AddsApart ? 32 : HeadDim / SumsOfTile<HeadDim>::kParts;
+  static constexpr bool TakesTurns = AddsToQueries && SumsOfTile::parts(HeadDim) == 1;
+  static constexpr int QueryColumns = AddsApart ? 32 : HeadDim / SumsOfTile::parts(HeadDim);
   // Whether the copy engine adds it, out of `staging`: the registers are free at once. Wider heads have neither room
   // there nor time of shared memory.
-  static constexpr bool StagesSums = TakesTurns && !HoldsSums;
+  static constexpr bool StagesSums = TakesTurns && HeadDim <= kPanel && !HoldsSums;
   static constexpr int VectorsOfSums = HoldsSums ? kMostHeldTiles * B_r * HeadDim / 4 : 1;
   // Beside sums in shared memory values in hand pass through the stages of dout: 64 rows each.
   static constexpr int HeldBox = HoldsSums ? kAtomRows : Held;
   static constexpr int Staged = 16 * (StagesSums ? kPanel * sizeof(float) / sizeof(Part) : kPanel);  // of a warp
   using LayoutDS =
-      decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Part>{}, Shape<Int<B_r>, Int<B_c>, Int<BuffersDS>>{}));
+      decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Part>{}, Shape<Int<B_r>, Int<Held>, Int<BuffersDS>>{}));
   using MmaKeys =
       decltype(make_tiled_mma(GMMA::ss_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<HeadDim>, Int<B_r>>,
                                                    GMMA::Major::K, GMMA::Major::MN>()));
   template <int Columns>
-  using ShapeOfQueries = Shape<Int<B_r>, Int<Columns>, Int<B_c>>;
+  using ShapeOfQueries = Shape<Int<B_r>, Int<Columns>, Int<Held>>;
   template <int Columns>
   using MmaQueries = decltype(make_tiled_mma(
       std::conditional_t<
@@ -166,11 +198,11 @@ struct BackwardTraits {
   static constexpr bool StagesInDS = HoldsSums || (FoldsStatistics && !StagesSums);
   // Whether a tile of bias, or its part, lies apart from `staging`: where that is too small, or in use.
   static constexpr bool StagesPairs = Hides && (Step > kPanel || StagesSums);
-  struct SharedStorage {
+  struct SharedStorage : FromOtherCta<Part, OthersKeys, B_r> {
     alignas(1024) Part held[Held * ColumnsQK];
     alignas(1024) Part streamed[Stages * Step * ColumnsQK];
-    alignas(1024) Part streamed_v[Stages * Step * ColumnsV];
-    alignas(1024) Part ds[AddsToQueries ? BuffersDS * B_r * B_c : 8];
+    alignas(1024) Part streamed_v[StagesV * Step * ColumnsV];
+    alignas(1024) Part ds[AddsToQueries ? BuffersDS * B_r * Held : 8];
     alignas(HoldsSums ? 16 : 1024) Part held_v[HoldsSums ? 8 : Held * ColumnsV];
     PartsOfSums<Element, PartsBeside, ColumnsBeside> beside;
     alignas(16) float4 sums[VectorsOfSums];  // of dQ: tiles of rows of a head, in the order of SumsOfTile
@@ -185,7 +217,7 @@ struct BackwardTraits {
     bool is_last[TilesKnown];  // there is no tile
     Barrier tile_full[TilesKnown], tile_empty[TilesKnown];
     Barrier held_full, held_v_full, held_empty, held_v_empty;
-    Barrier full[Stages], empty[Stages], full_v[Stages], empty_v[Stages];
+    Barrier full[Stages], empty[Stages], full_v[StagesV], empty_v[StagesV];
     Barrier ds_full[BuffersDS];
     Barrier tail, tail_v;  // the copy of a tile whose rows past the last are to be zeroed before anyone sees it
     Barrier ds_empty[EmptiesDS ? BuffersDS : 1], p_full, p_empty;
@@ -194,16 +226,19 @@ struct BackwardTraits {
     JobBeside job_beside;
     Barrier head_taken, rows_known;  // the CTA's next head, of whole ones, and the statistics of its rows
     unsigned next_head;              // its first tile's index
+    BarriersOfCluster<(Cluster > 1)> cluster;
     alignas(16) float4 p[AddsApart ? VectorsOfP * kWarpgroup : 1];
   };
 
   static_assert(StatisticsRows::kTile % B_r == 0 || !OfKeys, "statistics are copied by whole tiles of rows");
   static_assert(!AddsToQueries || (OfKeys && B_r == kPanel), "a row of a panel of dS is one key's");
-  static_assert(!AddsToQueries || (B_r == SumsOfTile<HeadDim>::kRows &&
-                                   (TakesTurns || Apart || Consumers == SumsOfTile<HeadDim>::kParts)),
+  static_assert(!AddsToQueries ||
+                    (B_r == SumsOfTile::kRows && (TakesTurns || Apart || Consumers == SumsOfTile::parts(HeadDim))),
                 "the order of the sums");
+  static_assert(Cluster == 1 || (AddsApart && Persistent), "the CTAs of a cluster take the same tiles");
+  static_assert(Cluster == 1 || HeadDim == 3 * kPanel, "each CTA adds to columns of two panels");
   static_assert(!AddsApart || !Mods, "there are no registers for score changes");
-  static_assert(!AddsApart || Stages == 2, "the phase of P is a turn's stage: both alternate");
+  static_assert(!AddsApart || BuffersDS == 2, "the phase of P is a turn's buffer: both alternate");
   static_assert(!HoldsSums || (HoldsInRegisters && TakesTurns && Persistent && !Hides),
                 "a warp adds to the same tiles each time");
   static_assert(!HoldsSums || Consumers == 2, "every other tile is a warpgroup's");
