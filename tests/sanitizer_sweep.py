@@ -272,7 +272,7 @@ def for_racecheck(dtype, n_q, n_kv, d, d_v, features) -> tuple | None:
     rows, keys, batch = (max(n_q), max(n_kv), len(n_q)) if isinstance(n_q, list) else (n_q, n_kv, 2)
     if is_narrow and rows <= 256 and (keys <= 128 or batch == MANY) and (keys_are_cut or features):
         return None
-    if d > 192 or d_v > 128 or (is_narrow and keys_are_cut):
+    if max(d, d_v) > 128 or (is_narrow and keys_are_cut):
         features = features | {"deterministic": True}
     return dtype, n_q, n_kv, d, d_v, features
 
