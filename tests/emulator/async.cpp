@@ -162,31 +162,19 @@ void check_aligned(uint64_t address, uint64_t bytes, char const* what) {
     fault(std::string("a bulk copy whose ") + what + " or size is no multiple of 16 bytes");
 }
 
-/// cp.async.bulk of bytes to shared memory.
+/// cp.async.bulk of bytes to shared memory, of this CTA or another of the cluster; kind 1: from shared memory.
 void bulk_load(Warp& w, Instruction const& i, Lanes mask) {
   each(mask, [&](int lane) {
-    uint64_t const to = shared_address(w, i, lane), from = w.at<uint64_t>(i.operands[1], lane) + i.offset_2;
+    bool const from_shared = i.kind == 1;
+    uint64_t const to = shared_address(w, i, lane),
+                   from = (from_shared ? w.at<uint32_t>(i.operands[1], lane) : w.at<uint64_t>(i.operands[1], lane)) +
+                          i.offset_2;
     uint32_t const bytes = w.at<uint32_t>(i.operands[2], lane), barrier = w.at<uint32_t>(i.operands[3], lane);
     check_aligned(to, bytes, "destination");
     check_aligned(from, bytes, "source");
-    w.memory(Global, from, bytes, false);
-    w.cta.under_way.push_back([&cta = w.cta, to, from, bytes, barrier] {
-      std::memcpy(cta.async_write(to, bytes), reinterpret_cast<char const*>(from), bytes);
-      barrier_at(cta, barrier).complete(bytes);
-    });
-  });
-}
-
-/// cp.async.bulk of bytes from shared memory to that of a CTA of the cluster.
-void bulk_pass(Warp& w, Instruction const& i, Lanes mask) {
-  each(mask, [&](int lane) {
-    uint64_t const to = shared_address(w, i, lane);
-    uint32_t const from = w.at<uint32_t>(i.operands[1], lane) + uint32_t(i.offset_2),
-                   bytes = w.at<uint32_t>(i.operands[2], lane), barrier = w.at<uint32_t>(i.operands[3], lane);
-    check_aligned(to, bytes, "destination");
-    check_aligned(from, bytes, "source");
-    w.cta.under_way.push_back([&cta = w.cta, to, from, bytes, barrier] {
-      char const* const source = cta.async_read(from, bytes);
+    if (!from_shared) w.memory(Global, from, bytes, false);
+    w.cta.under_way.push_back([&cta = w.cta, to, from, from_shared, bytes, barrier] {
+      char const* const source = from_shared ? cta.async_read(from, bytes) : reinterpret_cast<char const*>(from);
       std::memcpy(cta.async_write(to, bytes), source, bytes);
       barrier_at(cta, barrier).complete(bytes);
     });
@@ -614,8 +602,8 @@ bool decode_async(Instruction& i, Words const& op, Words const& operands, Reader
     i.operands[2] = word(operands[2]);
     int64_t none;
     if (!stores) address(operands[3], 3, none);
-    i.kind = reduces;
-    i.run = stores ? bulk_store : has(op, "shared::cta") ? bulk_pass : bulk_load;
+    i.kind = stores ? reduces : has(op, "shared::cta");
+    i.run = stores ? bulk_store : bulk_load;
   } else if (name == "cp" && op[1] == "async") {
     address(operands[0], 0, i.offset);
     address(operands[1], 1, i.offset_2);
