@@ -47,7 +47,8 @@ constexpr int kKinds = static_cast<int>(Kind::BiasGradients) + 1;
   FEATURE(Mask, "mask", p.mask.bits, p.mask.bits = nullptr)                                                      \
   FEATURE(Dropout, "dropout_p", p.dropout.seed, p.dropout.seed = nullptr)                                        \
   FEATURE(Float32Results, "out_dtype", p.widens, p.widens = false)                                               \
-  FEATURE(UnalignedRows, "q, k, v", !rows_are_aligned(p), void())
+  FEATURE(UnalignedRows, "q, k, v", !rows_are_aligned(p), void())                                                \
+  FEATURE(ScatteredBias, "bias", is_scattered(p.bias), void())
 
 namespace feature {
 enum Index : int {
@@ -62,8 +63,8 @@ CUTLASS_EXT_FEATURES(FEATURE)
 
 /// What changes scores between the two products.
 constexpr Features kScoreMods = Softcap | Alibi;
-/// What pairs of a row and a key have of their own.
-constexpr Features kPairs = Bias | Mask | Dropout;
+/// A bias that lies in any way; and what pairs of a row and a key have of their own.
+constexpr Features kBias = Bias | ScatteredBias, kPairs = kBias | Mask | Dropout;
 constexpr Features kMods = kScoreMods | kPairs;
 /// What tells the sequences of a padded batch apart by numbers on the device.
 constexpr Features kUnlike = KeyLengths | LeftPadding | StartPositions;

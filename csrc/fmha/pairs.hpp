@@ -19,21 +19,6 @@
 
 namespace cutlass_ext {
 
-/// Whether the bias has 16 bits, and rows of neighbouring keys that begin at multiples of 16 bytes.
-CUTE_HOST_DEVICE bool is_in_vectors(Bias const& bias) {
-  int64_t const places = bias.batch | bias.head | bias.row;
-  return bias.data && bias.type != BiasType::Float32 && bias.key == 1 && places % 8 == 0 &&
-         reinterpret_cast<uintptr_t>(bias.data) % 16 == 0;
-}
-
-/// Whether a copy of it can be (align_bias.hpp): one of 16 bits with more than one row, and an element for each key.
-CUTE_HOST_DEVICE bool is_alignable(Bias const& bias) {
-  return bias.data && bias.type != BiasType::Float32 && bias.row != 0 && bias.key != 0;
-}
-
-/// Whether the copy engine (TMA) can bring tiles of the bias: it wants more than one row, too.
-CUTE_HOST_DEVICE bool is_copyable(Bias const& bias) { return is_in_vectors(bias) && bias.row != 0; }
-
 /// Philox4x32-7 under one key, of the counters (sixteen keys, row, head, sequence) of one head and sequence.
 struct Philox {
   uint32_t key0, key1, sequence;

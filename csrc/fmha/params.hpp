@@ -133,6 +133,25 @@ struct Bias {
   int64_t batch = 0, head = 0, row = 0, key = 0;  // element strides, 0 where broadcast
 };
 
+/// Whether the bias has 16 bits, and rows of neighbouring keys that begin at multiples of 16 bytes.
+CUTE_HOST_DEVICE bool is_in_vectors(Bias const& bias) {
+  int64_t const places = bias.batch | bias.head | bias.row;
+  return bias.data && bias.type != BiasType::Float32 && bias.key == 1 && places % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(bias.data) % 16 == 0;
+}
+
+/// Whether a copy of it can be (align_bias.hpp): one of 16 bits with more than one row, and an element for each key.
+CUTE_HOST_DEVICE bool is_alignable(Bias const& bias) {
+  return bias.data && bias.type != BiasType::Float32 && bias.row != 0 && bias.key != 0;
+}
+
+/// Whether the copy engine (TMA) can bring tiles of the bias: it wants more than one row, too.
+CUTE_HOST_DEVICE bool is_copyable(Bias const& bias) { return is_in_vectors(bias) && bias.row != 0; }
+/// Whether it can bring neither these nor those of a copy.
+CUTE_HOST_DEVICE bool is_scattered(Bias const& bias) {
+  return bias.data && !is_copyable(bias) && !is_alignable(bias);
+}
+
 /// Which keys a row may see, in bits, as kernels/pack_mask.cu packs them of a bool tensor: bit j % 32 of word j / 32 is
 /// key j, bits at or past N_kv are 0. Rows and keys as those of a bias. Behind the rows of a head lies its map of
 /// blocks of 64 rows and 64 keys, a row of as many words for each 64 rows: of 32 blocks of keys a word with the bits of

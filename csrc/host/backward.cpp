@@ -31,15 +31,22 @@ bool leaves_gaps(Features features) {
   return features & (feature::Packed | feature::KeyLengths | feature::LeftPadding);
 }
 
+/// What the kernel takes that makes it go through tiles otherwise than without: a bias alone does not, where sums for dQ
+/// are added to (Traits::IsPlain there).
+Features mods_of(Kernel const& kernel) {
+  Features const mods = kernel.takes & feature::kMods;
+  return kernel.kind == Kind::AllGradients && mods == feature::Bias ? 0 : mods;
+}
+
 /// Whether the kernel's CTAs may share a tile (Traits::Splits in fmha/backward/sm90/traits.hpp).
 bool splits_tiles(Kernel const& kernel) {
-  return wants_hopper(kernel) && kernel.dtype != DType::Float32 && !(kernel.takes & feature::kPairs) &&
+  return wants_hopper(kernel) && kernel.dtype != DType::Float32 && !(mods_of(kernel) & feature::kPairs) &&
          kernel.kind != Kind::HeadGradients;
 }
 
 /// Whether its CTAs take one tile, or head, after the other (Traits::Persistent there).
 bool is_persistent(Kernel const& kernel) {
-  Features const mods = kernel.takes & feature::kMods;
+  Features const mods = mods_of(kernel);
   return (kernel.kind == Kind::HeadGradients && wants_hopper(kernel)) ||
          (kernel.kind == Kind::AllGradients && (!mods || (mods == feature::Dropout && kernel.head_dim <= 64)));
 }
@@ -49,7 +56,7 @@ bool finds_statistics(Kernel const& kernel) { return kernel.kind == Kind::HeadGr
 
 /// Whether rows may pass by its tiles in either order (Traits::AnyOrder there).
 bool takes_any_order(Kernel const& kernel) {
-  return kernel.kind == Kind::AllGradients && !(kernel.takes & feature::kMods);
+  return kernel.kind == Kind::AllGradients && !mods_of(kernel);
 }
 
 /// How many tiles are worked on at once.

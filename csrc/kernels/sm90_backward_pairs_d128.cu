@@ -13,8 +13,10 @@ static Entered const kernels_here{
     kernel_of<OfPairs<cute::half_t, 3, feature::Dropout>>(),
     kernel_of<OfPairs<cute::half_t, 3, feature::Mask | feature::Dropout>>(),
     kernel_of<OfPairs<cute::half_t, 3, feature::Bias>>(),
+    kernel_of<OfPairs<cute::half_t, 3, feature::kBias>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Dropout>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Mask | feature::Dropout>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Bias>>(),
+    kernel_of<OfPairs<cute::bfloat16_t, 3, feature::kBias>>(),
 };
 }  // namespace cutlass_ext

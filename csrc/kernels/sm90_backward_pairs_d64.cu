@@ -13,10 +13,12 @@ static Entered const kernels_here{
     kernel_of<OfPairs<cute::half_t, 4, feature::Dropout>>(),
     kernel_of<OfPairs<cute::half_t, 4, feature::Mask | feature::Dropout>>(),
     kernel_of<OfPairs<cute::half_t, 4, feature::Bias>>(),
+    kernel_of<OfPairs<cute::half_t, 4, feature::kBias>>(),
     kernel_of<OfPairs<cute::half_t, 3, feature::Dropout, SumsOfQueries::InShared>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Dropout>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Mask | feature::Dropout>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Bias>>(),
+    kernel_of<OfPairs<cute::bfloat16_t, 4, feature::kBias>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Dropout, SumsOfQueries::InShared>>(),
 };
 }  // namespace cutlass_ext

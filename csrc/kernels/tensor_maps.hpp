@@ -91,20 +91,23 @@ struct Argument<sm90::TensorMaps, Traits> {
   }
 };
 
+/// That of a bias, in boxes of 64 rows and 64 keys.
+inline CUtensorMap map_of_bias(Params const& p) {
+  Bias const& biases = bias_of(p);
+  auto const size = [](int64_t stride, int size) { return stride == 0 ? 1 : size; };
+  return tensor_map(
+      biases.type == BiasType::Float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      biases.data, p.n_kv,
+      {{p.n_q, biases.row, sm90::kAtomRows},
+       {size(biases.head, p.heads_q), biases.head},
+       {size(biases.batch, p.batch), biases.batch}});
+}
+
 template <class Traits>
 struct Argument<sm90::TensorMapsOfPairs, Traits> {
   static sm90::TensorMapsOfPairs of(Params const& p) {
     sm90::TensorMapsOfPairs maps{Argument<sm90::TensorMaps, Traits>::of(p), {}};
-    if (Traits::copies_bias(p)) {
-      Bias const& biases = bias_of(p);
-      auto const size = [](int64_t stride, int size) { return stride == 0 ? 1 : size; };
-      maps.biases = tensor_map(
-          biases.type == BiasType::Float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-          biases.data, p.n_kv,
-          {{p.n_q, biases.row, sm90::kAtomRows},
-           {size(biases.head, p.heads_q), biases.head},
-           {size(biases.batch, p.batch), biases.batch}});
-    }
+    if (Traits::copies_bias(p)) maps.biases = map_of_bias(p);
     return maps;
   }
 };
@@ -144,6 +147,13 @@ struct Argument<sm90::GradientMaps, Traits> {
                            Traits::ColumnsBeside);
     }
     return maps;
+  }
+};
+
+template <class Traits>
+struct Argument<sm90::GradientMapsOfBias, Traits> {
+  static sm90::GradientMapsOfBias of(Params const& params) {
+    return {Argument<sm90::GradientMaps, Traits>::of(params), map_of_bias(params)};
   }
 };
 

@@ -157,6 +157,31 @@ TEST(BackwardPlan, DropoutAloneHasKernelsOfItsOwn) {
   EXPECT_EQ(plan.of_keys.ctas, plan.of_keys.scheduler.size());
 }
 
+TEST(BackwardPlan, ABiasAloneHasKernelsOfItsOwn) {
+  BackwardParams p;
+  auto const mods_of = [&](Call const& call) { return plan_of(call, &p).of_keys.kernel->takes & feature::kMods; };
+  auto const call = [](int64_t row) {
+    Call call = Call(8, 2048, 2048, 16, 16, 128).in_any_order().bias();
+    call.p.bias.row = row;
+    return call;
+  };
+  EXPECT_EQ(mods_of(call(2048)), feature::Bias);
+  EXPECT_EQ(mods_of(call(2049)), feature::Bias) << "of which a copy is made";
+  EXPECT_EQ(mods_of(call(2048).lengths().sink()), feature::Bias);
+  EXPECT_EQ(mods_of(call(0)), feature::kBias) << "a row for all";
+  EXPECT_EQ(mods_of(call(2048).dropout()), feature::kMods);
+  Call other = call(2048);
+  other.p.bias.type = BiasType::Float32;
+  EXPECT_EQ(mods_of(other), feature::kBias);
+  other = call(2048);
+  other.p.leftpad_k = somewhere<int>();
+  EXPECT_EQ(mods_of(other), feature::kBias);
+  BackwardPlan const plan = plan_of(call(2048), &p);
+  EXPECT_LT(plan.of_keys.ctas, plan.of_keys.scheduler.size()) << "CTAs take one tile after the other";
+  EXPECT_TRUE(plan.of_keys.is_sectioned);
+  EXPECT_EQ(plan_of(call(0), &p).of_keys.ctas, plan.of_keys.scheduler.size());
+}
+
 TEST(BackwardPlan, HasThreeWarpgroupsWhereTilesFillTheGpu) {
   auto const line = [](int batch, int n, int heads, int heads_kv) {
     return line_of(Call(batch, n, n, heads, heads_kv, 64).in_any_order());

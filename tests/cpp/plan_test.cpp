@@ -258,7 +258,7 @@ TEST(Plan, OfOneThingThatChangesScoresHasAKernelOfItsOwn) {
   auto const mods_of = [](Call const& call) { return plan_of(call).kernel->takes & feature::kMods; };
   for (int const head_dim : {64, 128}) {
     auto const call = [&] { return fmha(8, 2048, 2048, 16, 16, head_dim); };
-    Features const alone = head_dim == 64 ? feature::Bias : feature::kMods, drops = feature::Mask | feature::Dropout;
+    Features const alone = head_dim == 64 ? feature::kBias : feature::kMods, drops = feature::Mask | feature::Dropout;
     EXPECT_EQ(mods_of(call()), 0u);
     EXPECT_EQ(mods_of(call().softcap()), feature::kScoreMods);
     EXPECT_EQ(mods_of(call().alibi().softcap()), feature::kScoreMods);

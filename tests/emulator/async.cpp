@@ -479,6 +479,19 @@ void matrices(Warp& w, Instruction const& i, Lanes mask) {
   }
 }
 
+/// movmatrix: a matrix of 8 x 8 in registers, transposed. many: where it goes, and where it is.
+void transpose(Warp& w, Instruction const& i, Lanes mask) {
+  if (mask != ~Lanes(0)) fault("movmatrix without all lanes");
+  uint16_t turned[8][8];
+  auto const place = [&](int operand, int row, int column) -> uint16_t& {
+    return (&w.at<uint16_t>(i.many[operand], row * 4 + column / 2))[column % 2];
+  };
+  for (int row = 0; row < 8; ++row)
+    for (int column = 0; column < 8; ++column) turned[column][row] = place(1, row, column);
+  for (int row = 0; row < 8; ++row)
+    for (int column = 0; column < 8; ++column) place(0, row, column) = turned[row][column];
+}
+
 Words inside(std::string const& operand) {  // of [map, {a, b}]
   Words parts;
   size_t const comma = operand.find(',');
@@ -664,6 +677,10 @@ bool decode_async(Instruction& i, Words const& op, Words const& operands, Reader
     for (auto const& part : members(operands[loads ? 0 : 1])) i.many.push_back(word(part));
     i.together = Together::Everyone;
     i.run = loads ? matrices<false> : matrices<true>;
+  } else if (name == "movmatrix") {
+    for (int n = 0; n < 2; ++n) i.many.push_back(word(operands[n]));
+    i.together = Together::Everyone;
+    i.run = transpose;
   } else {
     return false;
   }

@@ -65,6 +65,7 @@ def test_who_takes_what(bits):
         "Dropout": tiles_and_heads | gradients | of_bias,
         "Float32Results": tiles | {"decode"},
         "UnalignedRows": {"tiles", "decode"} | of_both,
+        "ScatteredBias": tiles_and_heads | gradients | of_bias,
     }
     assert expected.keys() == bits.keys()
     assert {name: kinds(bit) for name, bit in bits.items()} == expected

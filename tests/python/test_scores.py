@@ -250,6 +250,47 @@ def test_gradients_of_a_bias_with_many_tiles(target, d, n_kv):
         check(target, q, k, v, bias=bias, **options, skips=False)
 
 
+# batch, n_q, n_kv, heads, heads_kv, d: as in test_backward.py, whose kernels go through tiles as Hopper's do of a call
+# that has nothing but a bias, which the copy engine brings.
+BIAS_ALONE = {
+    "few tiles, split by heads": (1, 600, 600, 16, 1, 64),
+    "few tiles, split by both": (2, 520, 700, 12, 2, 128),
+    "one head": (1, 900, 1000, 1, 1, 64),
+    "dq beside tiles": (10, 520, 1000, 6, 6, 64),
+    "wide, dq beside tiles": (10, 1000, 1100, 6, 6, 128),
+    "columns that no panel fills": (16, 1030, 900, 5, 5, 104),
+    "mirrored": (86, 513, 513, 5, 1, 128),
+    "short": (40, 197, 197, 12, 12, 40),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softmax_scale": 0.3, "window": (300, 10)}], ids=str)
+@pytest.mark.parametrize("shape", BIAS_ALONE)
+def test_gradients_beside_a_bias_alone(hopper, shape, options):
+    batch, n_q, n_kv, heads, heads_kv, d = BIAS_ALONE[shape]
+    q, k, v = hopper.qkv(batch, n_q, heads, d, n_kv=n_kv, heads_kv=heads_kv)
+    for dims in ("1h", "b1") if batch < 80 else ("1h",):
+        bias = bias_of(hopper, shape_of(dims + "i", q, k), hopper.dtype, 0.1)
+        check(hopper, q, k, v, bias=bias, sink=hopper.vector(heads), **options)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("lengths", ["seqused_k", "leftpad_k"])
+def test_gradients_beside_a_bias_that_holds_anything_outside(hopper, lengths, d):
+    """Past the keys, in front of them and above the diagonal, in rows that see nothing, q and dout too."""
+    q, k, v = hopper.qkv(3, 600, 4, d, n_kv=520, heads_kv=2)
+    options = {lengths: hopper.int32([520, 0, 190] if lengths == "seqused_k" else [0, 520, 77]), "causal": True}
+    bias = bias_of(hopper, (1, 4, 600, 520), hopper.dtype)
+    bias[:, :, 64:130] = -INF
+    dout, _ = of_out(hopper, q, v)
+    clean = hopper.gradients(q, k, v, dout, None, bias=bias, **options)
+    planted = bias.masked_fill(torch.ones(600, 520, dtype=torch.bool, device=hopper.device).triu(1), NAN)
+    q, dout = q.clone(), dout.clone()
+    q[:, 64:130] = dout[:, 64:130] = NAN
+    for got, want in zip(hopper.gradients(q, k, v, dout, None, bias=planted, **options), clean, strict=True):
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("n_q,n_kv", [(128, 136), (300, 520), (600, 136)])

@@ -23,6 +23,11 @@ struct GradientMaps {
   CUtensorMap dq;  // to write 16 rows, where CTAs make it of sums themselves
 };
 
+/// The same with that of a bias, where it is copied: in boxes of 64 rows and 64 keys.
+struct GradientMapsOfBias : GradientMaps {
+  CUtensorMap biases;
+};
+
 /// What the gradient of the bias reads: of rows, and of keys.
 struct BiasMaps {
   CUtensorMap q, dout;

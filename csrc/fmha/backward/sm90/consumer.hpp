@@ -34,6 +34,7 @@ struct Standing {
   RingPosition<Traits::StagesV> ring_v{};  // of dout, where it has stages of its own, or values in hand pass there, too
   RingPosition<Traits::BuffersDS> ds{}, last_ds{};
   uint32_t sent_phase = 0;  // of dS for, or of, the other CTA of a cluster
+  uint32_t bias_phase = 0;  // of a bias that is all that there is
   unsigned taken = 0;       // tiles of dS, by a warpgroup that does nothing else
 
   // Positions that are always the same are one: at head_dim 256 each more cost 20 to 40 bytes of spills.
@@ -189,6 +190,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   };
   // What pairs have: bias and mask go into the scores, what dropout draws into P and dP.
   [[maybe_unused]] TilePairs<Traits> tile_pairs;
+  [[maybe_unused]] BiasAhead<Traits> bias_ahead;
 
   [[maybe_unused]] float row_sum[2] = {};  // of P in parts, where rows are in hand
   // From the products in S to P, an operand, and in S to P times the derivative of the score.
@@ -211,7 +213,10 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
         score_mod.template apply<true>(S, offset, offset_of);
       }
     }
-    if constexpr (kChanged && Traits::Hides) {
+    if constexpr (Traits::BiasAlone) {
+      bias_ahead.add(S, reciprocal(ScoreMod::gradient_scale(params)), dtype_of_bias(params), shared, row_block,
+                     standing.bias_phase);
+    } else if constexpr (kChanged && Traits::Hides) {
       if (tile_pairs.has_bias(params)) tile_pairs.add_bias(S, tile.bias_unit, params, shared, tile, shared.at[stage]);
       if (tile_pairs.is_mixed(shared.at[stage])) tile_pairs.hide(S);
     }
@@ -310,11 +315,11 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       gemm_async<Traits::HeadDim / 16>(MmaS{}, fX, fY(_, _, _, stage), cS, true);
     }
   };
-  auto issue_dp = [&](auto& cdP, int stage) {
+  auto issue_dp = [&](auto& cdP, int stage_v, int stage) {
     if constexpr (Traits::FoldsStatistics) {
-      gemm_async<Traits::HeadDimV / 16>(MmaP{}, fXv, fYv(_, _, _, stage), cdP, ones, shared.delta_columns[stage]);
+      gemm_async<Traits::HeadDimV / 16>(MmaP{}, fXv, fYv(_, _, _, stage_v), cdP, ones, shared.delta_columns[stage]);
     } else {
-      gemm_async<Traits::HeadDimV / 16>(MmaP{}, fXv, fYv(_, _, _, stage), cdP, true);
+      gemm_async<Traits::HeadDimV / 16>(MmaP{}, fXv, fYv(_, _, _, stage_v), cdP, true);
     }
   };
   // The same of a panel of columns in parts: of longer sums the tensor cores cut off so much that where all terms have
@@ -362,7 +367,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
   }
   if constexpr (kGetsP) {
-    issue_dp(cS, ring_v.stage);
+    issue_dp(cS, ring_v.stage, ring.stage);
   } else {
     issue_s(ring.stage);
   }
@@ -372,6 +377,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   [[maybe_unused]] auto const ask_for = [&](auto changed, int stage, int t, int head) {
     if constexpr (Traits::DropsAlone) {
       tile_pairs.draw_for(params, tile, t, head);
+    } else if constexpr (Traits::BiasAlone) {
+      bias_ahead.take(shared, row_block, standing.bias_phase);
     } else {
       StreamedTile const& next = shared.at[stage];
       if constexpr (Traits::TwoBodies)
@@ -394,10 +401,10 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     auto const wait_for_next = [&] {
       if (turn + 1 < turns) shared.full[next.stage].wait_for(next.phase);
     };
-    int const t = Traits::Hides ? shared.at[stage].tile : order.t(),
-              head = Traits::Hides ? shared.at[stage].head : order.head;
+    int const t = Traits::SkipsTiles ? shared.at[stage].tile : order.t(),
+              head = Traits::SkipsTiles ? shared.at[stage].head : order.head;
     shared.full_v[stage_v].wait_for(ring_v.phase);
-    if constexpr (SumsS) issue_dp(cdP, stage_v);
+    if constexpr (SumsS) issue_dp(cdP, stage_v, stage);
     weigh(changed, stage, t, head);
     // The weights are worked out beside dP: the branches of a wait keep the assembler from moving the one for dP in
     // front of them.
@@ -469,11 +476,11 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       ds.advance();
     }
     warpgroup_wait<0>();
-    if constexpr (AddsQ && Traits::Hides) due.to = shared.at[stage].sums;
+    if constexpr (AddsQ && Traits::SkipsTiles) due.to = shared.at[stage].sums;
     release_rows(stage);
     ring = next;
-    if constexpr (Traits::HoldsSums) ring_v.advance();
-    if constexpr (!Traits::Hides) order.advance(params, tile, tiles);
+    if constexpr (!Standing<Traits>::kOneForValues) ring_v.advance();
+    if constexpr (!Traits::SkipsTiles) order.advance(params, tile, tiles);
   };
   // Of one warpgroup in three: there are registers for two accumulators of a turn beside those of dK and dV, so that P
   // and dS become operands together and what is added to dQ is multiplied when both have been read. While it waits the
@@ -486,7 +493,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     {
       Tensor cdP = scores_of_a_tile();
       shared.full_v[stage].wait_for(ring.phase);
-      issue_dp(cdP, stage);
+      issue_dp(cdP, stage, stage);
       weigh(changed, stage, order.t(), order.head);
       warpgroup_fence_operand(cS);
       if (!is_last) shared.full[next.stage].wait_for(next.phase);  // the weights come first, as above
@@ -562,7 +569,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       warpgroup_fence_operand(cS);
       if (!is_last) shared.full_v[next_v.stage].wait_for(next_v.phase);
       issue_gradient(stage);
-      issue_dp(cS, is_last ? stage_v : next_v.stage);
+      issue_dp(cS, is_last ? stage_v : next_v.stage, is_last ? stage : next.stage);
       warpgroup_wait<0>();
       if (is_last) release_streamed(shared.empty_v[stage_v]);
     }

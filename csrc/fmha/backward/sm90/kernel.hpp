@@ -42,7 +42,7 @@ CUTE_DEVICE void leave_cluster() {
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, 1)
-    backward_kernel(__grid_constant__ BackwardParams const params, __grid_constant__ GradientMaps const maps) {
+    backward_kernel(__grid_constant__ BackwardParams const params, __grid_constant__ typename Traits::Maps const maps) {
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& shared = shared_of<Traits>(smem);
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
@@ -67,6 +67,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     if (threadIdx.x == 0) {
       constexpr int kReaders = 4 * Traits::Consumers;  // every consumer warp says when it is done with a tile
       for (auto* barrier : {&shared.held_v_full, &shared.tail, &shared.tail_v}) barrier->init(1);
+      if constexpr (Traits::BiasAlone) shared.bias_full.init(1), shared.bias_empty.init(kReaders);
       shared.held_full.init(Traits::Cluster);
       for (auto* barrier : {&shared.held_empty, &shared.held_v_empty}) barrier->init(kReaders);
       for (auto& barrier : shared.ds_full) barrier.init(Traits::AddsApart ? 4 : kReaders);
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       if constexpr (Traits::Sectioned) copy.count_ended();
     }
     if constexpr (Traits::FoldsStatistics) {
-      if (warp == 2) tiles.for_each(StatisticsCopy<Traits>(params, shared));
+      if (warp == 2) tiles.for_each(StatisticsCopy<Traits>(params, maps, shared));
     }
     if constexpr (Traits::Sectioned) {
       if (warp == 3 && params.sections) SectionWork<Traits>(params, maps.dq, shared)();
@@ -178,7 +179,9 @@ struct Backward {
                                 : Traits::AddsToQueries ? Kind::AllGradients
                                 : Traits::OfKeys        ? Kind::KeyGradients
                                                         : Kind::QueryGradients;
-  static constexpr Features kTakes = Traits::Mods | feature::Sink | feature::Packed | feature::kUnlike;
+  // The copy engine faults on a first column that is off 16 bytes, as padding in front makes that of a bias.
+  static constexpr Features kTakes = Traits::Mods | feature::Sink | feature::Packed |
+                                     (feature::kUnlike & ~(Traits::BiasAlone ? feature::LeftPadding : 0));
   /// Softcap's derivative is found in scores, from which what has been added since is not taken again.
   static bool takes_shape(Params const& params) {
     int const heads = params.heads_q / params.heads_kv;

@@ -30,6 +30,38 @@ CUTE_DEVICE int part_of_warp() {
   return threadIdx.x / 32 % (4 * Traits::Consumers);
 }
 
+/// Four matrices of 8 by 8 numbers of 16 bits in shared memory, whose rows are the other way round in registers.
+CUTE_DEVICE void load_across(uint32_t from, uint32_t (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from));
+}
+
+/// Adds the bias times `factor` to scores, of which `load` brings words of `Sixteens` times 16 columns: of the thread's
+/// two rows, and of those 8 columns further.
+template <int Sixteens, class ScoreTensor, class Load>
+CUTE_DEVICE void add_bias_of_quads(ScoreTensor& S, float factor, BiasType type, Load const& load) {
+  auto const add = [&](auto const& floats) {
+    CUTE_UNROLL
+    for (int m = 0; m < Sixteens; ++m) {
+      uint32_t x[4];
+      load(m, x);
+      CUTE_UNROLL
+      for (int r = 0; r < 4; ++r) {
+        float2 const two = floats(x[r]);
+        int const i = r % 2, j = 4 * m + r / 2 * 2;
+        S(i, j) = fmaf(two.x, factor, S(i, j));
+        S(i, j + 1) = fmaf(two.y, factor, S(i, j + 1));
+      }
+    }
+  };
+  if (type == BiasType::Float16) {
+    add([](uint32_t x) { return floats_of(x, BiasType::Float16); });
+  } else {
+    add([](uint32_t x) { return floats_of(x, BiasType::BFloat16); });
+  }
+}
+
 /// What pairs have in a warp's scores of a tile: its 16 rows or keys in hand, `Step` of the other side.
 template <class Traits>
 class TilePairs {
@@ -108,13 +140,8 @@ class TilePairs {
     Place<Tile> const place(tile, here.tile);
     if (!tile.bias_in_chunks) {
       add_elements(S, factor, params, place, place.pairs(params, here.head));
-    } else if (dtype_of_bias(params) == BiasType::Float16) {
-      auto const of = [](uint32_t x) { return __half2float(__ushort_as_half(static_cast<uint16_t>(x))); };
-      add_chunks(S, factor, shared, place, of, [&](uint32_t x) { return of(x >> 16); });
     } else {
-      add_chunks(
-          S, factor, shared, place, [](uint32_t x) { return __uint_as_float(x << 16); },
-          [](uint32_t x) { return __uint_as_float(x & 0xffff0000u); });
+      add_chunks(S, factor, dtype_of_bias(params), shared, place);
     }
   }
 
@@ -146,6 +173,46 @@ class TilePairs {
         auto const highest = [&](int odd) { return kept_[0] << (7 - bit_of(m, odd, i) % 8); };  // of the byte
         words(2 * m + i) &= signs(highest(0), highest(1), 0xCC88 + m % 4 * 0x1111);
       }
+    }
+  }
+
+  /// The same of a bias that is fp32, or that vectors cannot be read of, or that all rows share: each thread reads its
+  /// own elements.
+  template <class ScoreTensor, class Place>
+  CUTE_DEVICE static void add_elements(ScoreTensor& S, float factor, BackwardParams const& params, Place const& place,
+                                       PairMod const& pairs) {
+    Bias const& of = bias_of(params);
+    Visibility const& visibility = place.tile.sequence.visibility;
+    int const held = place.thread.lane / 4, streamed = place.thread.lane % 4 * 2;
+    int const row = place.row + (OfKeys ? streamed : held), key = place.key + (OfKeys ? held : streamed);
+    auto const add = [&](auto const* elements, auto const& float_of) {
+      auto const element = [&](int rows, int keys) {
+        auto const* const from = elements + min(row + rows, visibility.n_q - 1) * of.row + (key + keys) * of.key;
+        return key + keys < visibility.len_kv ? float_of(__ldg(from)) : 0.f;
+      };
+      if (OfKeys && of.row == 0) {
+        float const x[2] = {element(0, row_of(0)), element(0, row_of(1))};
+        CUTE_UNROLL
+        for (int e = 0; e < size(S); ++e) S(e % 2, e / 2) = fmaf(x[e % 2], factor, S(e % 2, e / 2));
+        return;
+      }
+      // Unrolled, it would spill beside what else changes scores.
+      change_by_columns<!Traits::ScoreMods>(S, [&](float (&scores)[kQuadColumns], int i, int j) {
+        float x[kQuadColumns];
+        CUTE_UNROLL
+        for (int e = 0; e < kQuadColumns; ++e) {
+          int const of_held = row_of(i), of_streamed = key_of(j) + key_of_quad(e);
+          x[e] = element(OfKeys ? of_streamed : of_held, OfKeys ? of_held : of_streamed);
+        }
+        CUTE_UNROLL
+        for (int e = 0; e < kQuadColumns; ++e) scores[e] = fmaf(x[e], factor, scores[e]);
+      });
+    };
+    void const* const first = pairs.bias_row(params, 0, 0);
+    if (of.type == BiasType::Float32) {
+      add(static_cast<float const*>(first), [](float x) { return x; });
+    } else {
+      add(static_cast<uint16_t const*>(first), [&](uint16_t x) { return floats_of(x, of.type).x; });
     }
   }
 
@@ -202,73 +269,22 @@ class TilePairs {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
   }
 
-  template <class ScoreTensor, class Shared, class Place, class Low, class High>
-  CUTE_DEVICE static void add_chunks(ScoreTensor& S, float factor, Shared& shared, Place const& place, Low const& low,
-                                     High const& high) {
+  template <class ScoreTensor, class Shared, class Place>
+  CUTE_DEVICE static void add_chunks(ScoreTensor& S, float factor, BiasType type, Shared& shared, Place const& place) {
     int const lane = place.thread.lane;
     uint32_t const from = cast_smem_ptr_to_uint(staged(shared)) +
                           (OfKeys ? at(lane / 16 * 8 + lane % 8, lane / 8 % 2) : at(lane % 16, lane / 16));
     cp_async_wait<0>();
     __syncwarp();
-    CUTE_UNROLL
-    for (int m = 0; m < Step / 16; ++m) {
-      uint32_t x[4];
+    add_bias_of_quads<Step / 16>(S, factor, type, [&](int m, uint32_t (&x)[4]) {
       if constexpr (OfKeys) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                     : "r"(from + m * 512));
+        load_across(from + m * 512, x);
       } else {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                      : "r"(from ^ (m * 32)));
       }
-      CUTE_UNROLL
-      for (int r = 0; r < 4; ++r) {
-        int const i = r % 2, j = 4 * m + r / 2 * 2;
-        S(i, j) = fmaf(low(x[r]), factor, S(i, j));
-        S(i, j + 1) = fmaf(high(x[r]), factor, S(i, j + 1));
-      }
-    }
-  }
-
-  /// The same of a bias that is fp32, or that vectors cannot be read of, or that all rows share: each thread reads its
-  /// own elements.
-  template <class ScoreTensor, class Place>
-  CUTE_DEVICE static void add_elements(ScoreTensor& S, float factor, BackwardParams const& params, Place const& place,
-                                       PairMod const& pairs) {
-    Bias const& of = bias_of(params);
-    Visibility const& visibility = place.tile.sequence.visibility;
-    int const held = place.thread.lane / 4, streamed = place.thread.lane % 4 * 2;
-    int const row = place.row + (OfKeys ? streamed : held), key = place.key + (OfKeys ? held : streamed);
-    auto const add = [&](auto const* elements, auto const& float_of) {
-      auto const element = [&](int rows, int keys) {
-        auto const* const from = elements + min(row + rows, visibility.n_q - 1) * of.row + (key + keys) * of.key;
-        return key + keys < visibility.len_kv ? float_of(__ldg(from)) : 0.f;
-      };
-      if (OfKeys && of.row == 0) {
-        float const x[2] = {element(0, row_of(0)), element(0, row_of(1))};
-        CUTE_UNROLL
-        for (int e = 0; e < size(S); ++e) S(e % 2, e / 2) = fmaf(x[e % 2], factor, S(e % 2, e / 2));
-        return;
-      }
-      // Unrolled, it would spill beside what else changes scores.
-      change_by_columns<!Traits::ScoreMods>(S, [&](float (&scores)[kQuadColumns], int i, int j) {
-        float x[kQuadColumns];
-        CUTE_UNROLL
-        for (int e = 0; e < kQuadColumns; ++e) {
-          int const of_held = row_of(i), of_streamed = key_of(j) + key_of_quad(e);
-          x[e] = element(OfKeys ? of_streamed : of_held, OfKeys ? of_held : of_streamed);
-        }
-        CUTE_UNROLL
-        for (int e = 0; e < kQuadColumns; ++e) scores[e] = fmaf(x[e], factor, scores[e]);
-      });
-    };
-    void const* const first = pairs.bias_row(params, 0, 0);
-    if (of.type == BiasType::Float32) {
-      add(static_cast<float const*>(first), [](float x) { return x; });
-    } else {
-      add(static_cast<uint16_t const*>(first), [&](uint16_t x) { return floats_of(x, of.type).x; });
-    }
+    });
   }
 
   template <class Place>

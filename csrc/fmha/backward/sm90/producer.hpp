@@ -41,17 +41,20 @@ CUTE_DEVICE void prefetch_bulk(void const* data, int bytes) {
 /// A warp that brings lse and delta of one streamed tile after the other, as products add them to S and dP. That of a
 /// head's first keys has L2 fetch the sums of dQ meanwhile, which were cleared long before: other CTAs add to them at
 /// the same time, and would all wait for memory. (16, 1024, 16, 128) takes 832 us for 845, causal 545 for 557; fetched
-/// by every CTA 857, and at head_dim 256 2% more.
+/// by every CTA 857, and at head_dim 256 2% more. It brings the tiles of a bias, too.
 template <class Traits>
 struct StatisticsCopy {
   BackwardParams const& params;
+  typename Traits::Maps const& maps;
   typename Traits::SharedStorage& shared;
   float per_scale;
   RingPosition<Traits::Stages> ring{};
+  uint32_t bias_phase = 0;
   int section = 0;  // of a launch by sections: that before whose place is free
 
-  CUTE_DEVICE StatisticsCopy(BackwardParams const& params, typename Traits::SharedStorage& shared)
-      : params(params), shared(shared), per_scale(1.f / ScoreMod::query_scale(params)) {}
+  CUTE_DEVICE StatisticsCopy(BackwardParams const& params, typename Traits::Maps const& maps,
+                             typename Traits::SharedStorage& shared)
+      : params(params), maps(maps), shared(shared), per_scale(1.f / ScoreMod::query_scale(params)) {}
 
   CUTE_DEVICE void operator()(GradientTile<Traits> const& tile) {
     StreamOrder<Traits> order(params, tile, tile.tiles);
@@ -67,6 +70,7 @@ struct StatisticsCopy {
         prefetch_bulk(sums_of_tile(params, tile, order.head, order.t()),
                       Traits::Step * Traits::HeadDim * sizeof(float));
       bring(params.row_statistics + row);
+      if constexpr (Traits::BiasAlone) copy_bias(tile, order.head, order.t());
     }
   }
 
@@ -88,6 +92,22 @@ struct StatisticsCopy {
     cutlass::arch::fence_view_async_shared();  // WGMMA reads them
     shared.full[ring.stage].arrive();          // every lane for itself
     ring.advance();
+  }
+
+  /// Copies a tile of the bias, a panel of keys for each warpgroup, once the one before is in registers.
+  CUTE_DEVICE void copy_bias(GradientTile<Traits> const& tile, int head, int t) {
+    Bias const& of = bias_of(params);
+    shared.bias_empty.wait_for(bias_phase ^ 1);
+    bias_phase ^= 1;
+    if (threadIdx.x % 32 != 0) return;
+    shared.bias_full.arrive_and_expect_tx(sizeof(shared.bias));
+    CUTE_UNROLL
+    for (int key = 0; key < Traits::Held; key += kPanel) {
+      SM90_TMA_LOAD_4D::copy(&maps.biases, reinterpret_cast<uint64_t*>(&shared.bias_full),
+                             static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL), shared.bias + key * Traits::Step,
+                             tile.work.row0 + key, t * Traits::Step, of.head == 0 ? 0 : head,
+                             of.batch == 0 ? 0 : tile.work.batch);
+    }
   }
 };
 
@@ -224,7 +244,7 @@ struct StreamCopy {
           full[ring.stage], to, cut, here,
           [&](Barrier& barrier) {
             if (!leader) return;
-            if constexpr (Traits::Hides && !OfValues) {
+            if constexpr (Traits::SkipsTiles && !OfValues) {
               auto& says = shared.at[ring.stage];
               says.tile = t, says.head = head_q, says.mixed = whole && !(__ldg(whole + t / 32) >> t % 32 & 1);
               if constexpr (Traits::OfKeys) {
@@ -250,7 +270,7 @@ struct StreamCopy {
       for (int left = turns; left > 0; --left, order.advance(params, tile, tile.tiles)) {
         // With one place left to fill, or one tile to fill it with: the tile in hand before has ended, or ends soon.
         if constexpr (Traits::Sectioned && OfValues) {
-          if (left - 1 == max(turns - Traits::Stages, 0)) count_ended();
+          if (left - 1 == max(turns - Traits::StagesV, 0)) count_ended();
         }
         copy_streamed(order.head, order.t(), statistics_of(order.head), nullptr);
       }

@@ -247,7 +247,7 @@ struct DueSums {
         tiles(tile.tiles),
         order(params, tile, tiles),
         tiles_of_rows(tiles_of_head(tile.sequence.visibility.n_q, Traits::Step)) {
-    if constexpr (!Traits::Hides && !Traits::HoldsSums) {
+    if constexpr (!Traits::SkipsTiles && !Traits::HoldsSums) {
       to = sums_of_tile(params, tile, order.head, order.t()) + sums.first();
       to -= int64_t(order.step_back(params)) * Traits::HeadDim;
     }
@@ -262,7 +262,7 @@ struct DueSums {
 
   /// Where a mask hides tiles, `to` is set before: what the copying warp says of the tile.
   CUTE_DEVICE void find() {
-    if constexpr (Traits::Hides) {
+    if constexpr (Traits::SkipsTiles) {
       to += sums.first();
       return;
     }

@@ -77,7 +77,7 @@ struct GradientTile {
         sums_row0 = (int64_t(section % kSectionsOfSums) * of_section + pair) * heads * params.rows_a_head;
       }
     }
-    if (!Traits::Pairs || !has_pairs(params)) return;
+    if (!Traits::Pairs || Traits::BiasAlone || !has_pairs(params)) return;
     pairs = PairMod(params, sequence, work.batch, head_q);
     bias_in_chunks = pairs.bias_in_chunks(params, heads) && !(Traits::OfKeys && bias_of(params).row == 0);
     bias_unit = ScoreMod::changes(params) ? kLog2e : 1.f / ScoreMod::gradient_scale(params);
@@ -93,12 +93,12 @@ struct GradientTile {
   CUTE_DEVICE bool begins_head() const { return work.row0 == 0; }
   CUTE_DEVICE bool ends_head() const { return rows() <= Traits::Held; }
   CUTE_DEVICE int turns(BackwardParams const& params) const {
-    return Traits::Hides && params.tile_map ? seen_tiles : heads * tiles.size();
+    return Traits::SkipsTiles && params.tile_map ? seen_tiles : heads * tiles.size();
   }
 
   /// Bits of the tiles that are gone through for a head; null: all are seen.
   CUTE_DEVICE uint32_t const* map(BackwardParams const& params, int head, TileMap::Plane plane) const {
-    if (!Traits::Hides || !params.tile_map) return nullptr;
+    if (!Traits::SkipsTiles || !params.tile_map) return nullptr;
     TileMap const of(params, Traits::OfKeys, Traits::Held, Traits::Step);
     return params.tile_map + of.first(work.batch, head, work.row0 / Traits::Held, plane);
   }

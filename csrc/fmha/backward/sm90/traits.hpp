@@ -6,6 +6,7 @@
 
 #include "../../features.hpp"
 #include "../../sm90/warpgroup.hpp"
+#include "bias_ahead.hpp"
 #include "columns.hpp"
 #include "pairs.hpp"
 #include "parts.hpp"
@@ -66,19 +67,22 @@ struct BackwardTraits {
   // Whether pairs may be hidden, and tiles left out; and whether the kernel is for dropout and nothing else: then all
   // of its calls have it.
   static constexpr bool Hides = Mods & (feature::Bias | feature::Mask), DropsAlone = Mods == feature::Dropout;
+  /// Whether a bias is all that there is: then tiles pass by, and dQ is made, as without one.
+  static constexpr bool BiasAlone = Mods == feature::Bias && OfQueries == SumsOfQueries::InMemory,
+                        IsPlain = !Mods || BiasAlone, SkipsTiles = Hides && !BiasAlone;
   static constexpr bool AddsToQueries = OfQueries != SumsOfQueries::None,
                         HoldsSums = OfQueries == SumsOfQueries::InShared;
   // Whether a CTA works on one tile after the other: the next one's first copies land while a tile's gradients are
   // stored. Else the launch has a CTA for each (backward.cpp asks the same): with score changes 64 and 104 bytes
   // spilled, with dropout alone 26 at head_dim 128.
-  static constexpr bool Persistent = AddsToQueries && (!Mods || (DropsAlone && HeadDim <= 64));
+  static constexpr bool Persistent = AddsToQueries && (IsPlain || (DropsAlone && HeadDim <= 64));
   static constexpr int TilesKnown = Persistent ? 2 : 1;
   using Element = Element_;
   using Part = typename Operand<Element>::Part;
   static constexpr int Parts = Operand<Element>::Parts;
   // Whether several CTAs may share a tile in hand: each goes through some of the heads, and of the tiles (backward.cpp
   // asks the same).
-  static constexpr bool Splits = !Pairs && Parts == 1 && !HoldsSums;
+  static constexpr bool Splits = (!Pairs || BiasAlone) && Parts == 1 && !HoldsSums;
   /// CTAs that share a tile of keys. Wide heads have registers for 64 keys a CTA alone, and a multiprocessor sends 16
   /// bytes a clock at most to be added in memory (3.9 TB/s from all of an H200's, in any way), which 64 keys wait for.
   /// So two CTAs copy what passes by once for both, pass dS to each other, and add to a half of the columns each: (2,
@@ -96,11 +100,11 @@ struct BackwardTraits {
   static constexpr bool Crowded = AddsToQueries && Streaming == 3;
   /// Whether a row's lse and delta come into S and dP by products (StatisticsCopy): read from shared memory by every
   /// thread, they take a tenth to a sixth of what it can give, and what dropout leaves out wants delta by itself.
-  static constexpr bool FoldsStatistics = AddsToQueries && !AddsApart && !HoldsSums && !Mods;
+  static constexpr bool FoldsStatistics = AddsToQueries && !AddsApart && !HoldsSums && IsPlain;
   /// Whether consumers read those of the rows that pass by.
   static constexpr bool ReadsStatistics = OfKeys && !FoldsStatistics;
   /// Whether rows may pass by in either order (StreamOrder).
-  static constexpr bool AnyOrder = AddsToQueries && !HoldsSums && !Mods;
+  static constexpr bool AnyOrder = AddsToQueries && !HoldsSums && IsPlain;
   /// How many parts of the sums of dQ, and of how many columns, are on their way to a warp that makes dQ of them beside
   /// the tiles (beside.hpp): what there is room for. 0: none does.
   static constexpr int PartsBeside = !AnyOrder || AddsApart ? 0
@@ -110,17 +114,17 @@ struct BackwardTraits {
                        ColumnsBeside = Crowded || HeadDim % kPanel ? 32 : kPanel;
   static constexpr bool Sectioned = PartsBeside > 0;
   // Of dout there are as many stages as of q, but where there is no room for them.
-  static constexpr int StagesV = Cluster > 1 && HeadDimV > 128 ? 2 : Stages;
+  static constexpr int StagesV = (Cluster > 1 && HeadDimV > 128) || (BiasAlone && HeadDimV > 64) ? 2 : Stages;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
   // 504 are there, as in traits.hpp, 512 of four warpgroups.
   static constexpr int ProducerRegisters = HoldsSums             ? 56
-                                           : Persistent && Pairs ? 40
+                                           : Persistent && DropsAlone ? 40
                                                                  : 24,
                        ConsumerRegisters = Cluster > 1           ? 192
                                            : AddsApart           ? 208
                                            : Crowded             ? 160
                                            : HoldsSums           ? 224
-                                           : Persistent && Pairs ? 232
+                                           : Persistent && DropsAlone ? 232
                                                                  : 240,
                        RegistersOfValues = Cluster > 1 ? 184
                                            : AddsApart ? 200
@@ -178,6 +182,7 @@ struct BackwardTraits {
   // Beside sums in shared memory values in hand pass through the stages of dout: 64 rows each.
   static constexpr int HeldBox = HoldsSums ? kAtomRows : Held;
   static constexpr int Staged = 16 * (StagesSums ? kPanel * sizeof(float) / sizeof(Part) : kPanel);  // of a warp
+  using Maps = std::conditional_t<BiasAlone, GradientMapsOfBias, GradientMaps>;
   using LayoutDS =
       decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Part>{}, Shape<Int<B_r>, Int<Held>, Int<BuffersDS>>{}));
   using MmaKeys =
@@ -197,8 +202,8 @@ struct BackwardTraits {
   // Whether finished gradients pass through the buffer of dS that was left longest ago, which all have read.
   static constexpr bool StagesInDS = HoldsSums || (FoldsStatistics && !StagesSums);
   // Whether a tile of bias, or its part, lies apart from `staging`: where that is too small, or in use.
-  static constexpr bool StagesPairs = Hides && (Step > kPanel || StagesSums);
-  struct SharedStorage : FromOtherCta<Part, OthersKeys, B_r> {
+  static constexpr bool StagesPairs = Hides && !BiasAlone && (Step > kPanel || StagesSums);
+  struct SharedStorage : FromOtherCta<Part, OthersKeys, B_r>, TileOfBias<BiasAlone ? Step * Held : 0> {
     alignas(1024) Part held[Held * ColumnsQK];
     alignas(1024) Part streamed[Stages * Step * ColumnsQK];
     alignas(1024) Part streamed_v[StagesV * Step * ColumnsV];
@@ -209,7 +214,7 @@ struct BackwardTraits {
     // 16 rows of a panel for each consumer warp; a warp's part of dS, or of what else it passes on, serves as such.
     alignas(256) Part staging[Parts == 1 && !EmptiesDS && !StagesInDS ? 4 * Consumers * Staged : 8];
     alignas(256) Part pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
-    StreamedTile at[Hides ? Stages : 1];  // what the stages hold
+    StreamedTile at[SkipsTiles ? Stages : 1];  // what the stages hold
     alignas(16) RowStatistics statistics[Stages][ReadsStatistics ? Step : 1];
     alignas(128) ColumnsOfRow lse_columns[FoldsStatistics ? Stages : 1][FoldsStatistics ? Step : 1];
     alignas(128) ColumnsOfRow delta_columns[FoldsStatistics ? Stages : 1][FoldsStatistics ? Step : 1];
