@@ -88,6 +88,16 @@ CUTE_HOST_DEVICE bool rows_are_aligned(Params const& p) {
          aligned(p.v_new, p.v_new_stride, batch, p.n_new, p.heads_kv);
 }
 
+/// Whether several heads or sequences read the same elements of a bias, so that a copy of it whose rows are whole
+/// vectors pays in the forward pass, too; not behind padding in front, where the copy engine brings none. An H200's ms,
+/// as it lies and with the copy: (8, 1024, 16, 64) three elements off 0.243 and 0.161, (128, 197, 12, 64) 0.198 and
+/// 0.142. Gradients gain by any: (8, 1023, 16, 64) of one for each sequence 2.62 and 0.60.
+inline bool shares_bias(Params const& p) {
+  Bias const& of = p.bias;
+  if (p.leftpad_k) return false;
+  return (of.batch == 0 && p.batch > 1) || (of.head == 0 && p.heads_q > 1);
+}
+
 /// The bits of a call.
 CUTE_HOST_DEVICE Features features_of(Params const& p) {
   Features features = 0;

@@ -148,9 +148,7 @@ CUTE_HOST_DEVICE bool is_alignable(Bias const& bias) {
 /// Whether the copy engine (TMA) can bring tiles of the bias: it wants more than one row, too.
 CUTE_HOST_DEVICE bool is_copyable(Bias const& bias) { return is_in_vectors(bias) && bias.row != 0; }
 /// Whether it can bring neither these nor those of a copy.
-CUTE_HOST_DEVICE bool is_scattered(Bias const& bias) {
-  return bias.data && !is_copyable(bias) && !is_alignable(bias);
-}
+CUTE_HOST_DEVICE bool is_scattered(Bias const& bias) { return bias.data && !is_copyable(bias) && !is_alignable(bias); }
 
 /// Which keys a row may see, in bits, as kernels/pack_mask.cu packs them of a bool tensor: bit j % 32 of word j / 32 is
 /// key j, bits at or past N_kv are 0. Rows and keys as those of a bias. Behind the rows of a head lies its map of

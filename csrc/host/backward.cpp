@@ -31,8 +31,8 @@ bool leaves_gaps(Features features) {
   return features & (feature::Packed | feature::KeyLengths | feature::LeftPadding);
 }
 
-/// What the kernel takes that makes it go through tiles otherwise than without: a bias alone does not, where sums for dQ
-/// are added to (Traits::IsPlain there).
+/// What the kernel takes that makes it go through tiles otherwise than without: a bias alone does not, where sums for
+/// dQ are added to (Traits::IsPlain there).
 Features mods_of(Kernel const& kernel) {
   Features const mods = kernel.takes & feature::kMods;
   return kernel.kind == Kind::AllGradients && mods == feature::Bias ? 0 : mods;
@@ -55,9 +55,7 @@ bool is_persistent(Kernel const& kernel) {
 bool finds_statistics(Kernel const& kernel) { return kernel.kind == Kind::HeadGradients && !wants_hopper(kernel); }
 
 /// Whether rows may pass by its tiles in either order (Traits::AnyOrder there).
-bool takes_any_order(Kernel const& kernel) {
-  return kernel.kind == Kind::AllGradients && !mods_of(kernel);
-}
+bool takes_any_order(Kernel const& kernel) { return kernel.kind == Kind::AllGradients && !mods_of(kernel); }
 
 /// How many tiles are worked on at once.
 int64_t resident_tiles(Kernel const& kernel, Device const& device) {
@@ -116,6 +114,17 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   launch.ctas *= launch.cluster;
   return launch;
 }
+
+/// Whether a kernel of tiles of keys may write dBias beside them, which then is dS: where each element is one pair's,
+/// and two keys of a row are a word.
+bool may_store_dbias(Kernel const& kernel, BackwardParams const& p) {
+  bool const of_one_pair = (p.bias.batch || p.batch == 1) && (p.bias.head || p.heads_q == 1) && p.bias.row;
+  return kernel.kind == Kind::AllGradients && (kernel.takes & feature::kMods) == feature::Bias && of_one_pair &&
+         p.n_kv % 2 == 0 && (p.bias.type == BiasType::Float16) == (kernel.dtype == DType::Float16);
+}
+
+/// Whether such tiles come by all pairs.
+bool sees_all_pairs(BackwardParams const& p) { return p.window_left < 0 && p.window_right < 0 && have_one_length(p); }
 
 Kernel const* kernel_of(Call const& call, Kind kind) {
   auto const runs = [&](Kernel const& k) { return call.runs(k); };
@@ -213,7 +222,8 @@ BackwardPlan plan_backward(BackwardParams const& params, Request const& request)
     plan.of_keys = launch_of(call, Kind::KeyGradients);
     plan.of_queries = launch_of(call, Kind::QueryGradients);
   }
-  if (has_bias(params)) {
+  plan.stores_dbias = plan.of_keys.kernel && may_store_dbias(*plan.of_keys.kernel, params);
+  if (has_bias(params) && !plan.stores_dbias) {
     plan.of_bias =
         cheapest({Kind::BiasGradients}, request.dtype, [&](Kernel const& k) { return call.runs(k); }, cost_of);
   }
@@ -250,8 +260,12 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
     params.row_statistics = static_cast<RowStatistics*>(allocate(rows * sizeof(RowStatistics)));
     if (changes_scores(params)) params.empty_rows = static_cast<uint32_t*>(allocate(rows / 8));
   };
+  params.stores_dbias = params.dbias && plan.stores_dbias;
   auto const make_dbias = [&] {
-    if (params.dbias) compute_dbias(dtype, plan.of_bias, params, stream, allocate);
+    if (!params.dbias) return;
+    if (!params.stores_dbias) return compute_dbias(dtype, plan.of_bias, params, stream, allocate);
+    size_t const bytes = size_t(params.batch) * params.heads_q * params.n_q * params.n_kv * params.element_bytes;
+    if (!sees_all_pairs(params)) check_cuda(cudaMemsetAsync(params.dbias, 0, bytes, stream), "clearing dbias");
   };
   if (finds_statistics(*plan.of_keys.kernel)) {
     if (params.dsink || params.dbias) {

@@ -28,6 +28,7 @@ struct GradientLaunch {
 struct BackwardPlan {
   GradientLaunch of_keys, of_queries;
   Kernel const* of_bias = nullptr;  // for dBias, where a kernel of the table has it; else there is one for every GPU
+  bool stores_dbias = false;        // whether the launch of keys makes it instead
   std::shared_ptr<BackwardPlan const> out_of_range;  // of kernels that multiply parts: for what these do not hold
   std::string refusal;  // where a kernel is missing, the argument that none takes, and what would do
 

@@ -45,16 +45,6 @@ inline bool is_tiny(Params const& p, Device const& device) {
          int64_t(p.batch) * p.heads_q * ceil_div(p.n_q, 64) * ceil_div(p.n_kv, 64) <= 4 * device.multiprocessors;
 }
 
-/// Whether several heads or sequences read the same elements of a bias, so that a copy of it whose rows are whole
-/// vectors pays in the forward pass, too; not behind padding in front, where the copy engine brings none. An H200's ms,
-/// as it lies and with the copy: (8, 1024, 16, 64) three elements off 0.243 and 0.161, (128, 197, 12, 64) 0.198 and
-/// 0.142. Gradients gain by any: (8, 1023, 16, 64) of one for each sequence 2.62 and 0.60.
-inline bool shares_bias(Params const& p) {
-  Bias const& of = bias_of(p);
-  if (features_of(p) & feature::LeftPadding) return false;
-  return (of.batch == 0 && p.batch > 1) || (of.head == 0 && p.heads_q > 1);
-}
-
 /// Keys of the longest sequence, as far as the host knows.
 inline int64_t longest_keys(Params const& p) { return p.longest_kv > 0 ? p.longest_kv : p.n_kv; }
 

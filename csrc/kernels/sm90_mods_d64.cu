@@ -10,10 +10,12 @@ template <class Element, Features Mods>
 using Of = sm90::FMHA<128, 128, 64, 64, Element, 3, 2, Mods>;
 static Entered const kernels_here{
     kernel_of<Of<cute::half_t, feature::kScoreMods>>(),
+    kernel_of<sm90::FMHA<192, 128, 64, 64, cute::half_t, 3, 2, feature::Bias>>(),
     kernel_of<Of<cute::half_t, feature::kBias>>(),
     kernel_of<Of<cute::half_t, feature::Mask>>(),
     kernel_of<Of<cute::half_t, feature::Mask | feature::Dropout>>(),
     kernel_of<Of<cute::bfloat16_t, feature::kScoreMods>>(),
+    kernel_of<sm90::FMHA<192, 128, 64, 64, cute::bfloat16_t, 3, 2, feature::Bias>>(),
     kernel_of<Of<cute::bfloat16_t, feature::kBias>>(),
     kernel_of<Of<cute::bfloat16_t, feature::Mask>>(),
     kernel_of<Of<cute::bfloat16_t, feature::Mask | feature::Dropout>>(),

@@ -179,6 +179,11 @@ TEST(BackwardPlan, ABiasAloneHasKernelsOfItsOwn) {
   BackwardPlan const plan = plan_of(call(2048), &p);
   EXPECT_LT(plan.of_keys.ctas, plan.of_keys.scheduler.size()) << "CTAs take one tile after the other";
   EXPECT_TRUE(plan.of_keys.is_sectioned);
+  EXPECT_FALSE(plan.stores_dbias) << "of which each element is the sum of eight";
+  other = call(2048);
+  other.p.bias.batch = other.p.bias.head = 2048;  // any but 0
+  EXPECT_TRUE(plan_of(other, &p).stores_dbias);
+  EXPECT_FALSE(plan_of(other.dropout(), &p).stores_dbias);
   EXPECT_EQ(plan_of(call(0), &p).of_keys.ctas, plan.of_keys.scheduler.size());
 }
 

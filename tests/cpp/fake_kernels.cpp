@@ -41,6 +41,13 @@ Kernel sm90(DType dtype, int d, int d_v, int b_r, int b_c, int shared, Features 
   return {"sm90",        Kind::Persistent, dtype,       d,       d_v,    b_r, b_c, kPersistent | more,
           2 * b_r + 128, shared,           new_entry(), nullptr, nullptr};
 }
+/// Of calls with a bias that the copy engine brings.
+Kernel bias_alone(DType dtype, int d, int b_r) {
+  Kernel kernel = sm90(dtype, d, d, b_r, 128, 231424, feature::Bias);
+  kernel.takes &= ~LeftPadding;
+  kernel.takes_shape = [](Params const& p) { return is_copyable(p.bias) || shares_bias(p); };
+  return kernel;
+}
 /// Of calls with dropout, with or without a mask.
 Kernel dropping(DType dtype, int d, int threads, int shared) {
   Kernel kernel = sm90(dtype, d, d, 128, 128, shared, feature::Mask | feature::Dropout);
@@ -162,6 +169,7 @@ Entered of_16_bits(DType t) {
       sm90(t, 64, 64, 128, 128, 148480),
       sm90(t, 64, 64, 128, 128, 231424, kScoreMods | kPairs),
       sm90(t, 64, 64, 128, 128, 148480, kScoreMods),
+      bias_alone(t, 64, 192),
       sm90(t, 64, 64, 128, 128, 231424, feature::kBias),
       sm90(t, 64, 64, 128, 128, 165888, feature::Mask),
       dropping(t, 64, 640, 216064),
@@ -170,6 +178,7 @@ Entered of_16_bits(DType t) {
       sm90(t, 128, 128, 128, 128, 230400),
       sm90(t, 128, 128, 128, 128, 231424, kScoreMods | kPairs),
       sm90(t, 128, 128, 128, 128, 230400, kScoreMods),
+      bias_alone(t, 128, 128),
       sm90(t, 128, 128, 128, 128, 231424, feature::Mask),
       dropping(t, 128, 384, 231424),
       sm90(t, 192, 128, 128, 112, 226304),

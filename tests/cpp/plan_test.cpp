@@ -83,7 +83,10 @@ struct Call {
   Call& scale(float x) { return p.softmax_scale = x, *this; }
   Call& softcap(float x = 30.f) { return p.softcap = x, *this; }
   Call& alibi() { return p.alibi_slopes = somewhere<float>(), *this; }
-  Call& bias() { return p.bias.data = somewhere<void>(), *this; }
+  Call& bias(int64_t row = 0) {
+    p.bias = {somewhere<void>(), BiasType::BFloat16, 0, 0, row, 1};
+    return *this;
+  }
   Call& mask() { return p.mask.bits = somewhere<uint32_t>(), *this; }
   Call& dropout() { return p.dropout.seed = somewhere<int64_t>(), *this; }
   Call& sink() { return p.sink = somewhere<float>(), *this; }
@@ -258,11 +261,20 @@ TEST(Plan, OfOneThingThatChangesScoresHasAKernelOfItsOwn) {
   auto const mods_of = [](Call const& call) { return plan_of(call).kernel->takes & feature::kMods; };
   for (int const head_dim : {64, 128}) {
     auto const call = [&] { return fmha(8, 2048, 2048, 16, 16, head_dim); };
-    Features const alone = head_dim == 64 ? feature::kBias : feature::kMods, drops = feature::Mask | feature::Dropout;
+    Features const scattered = head_dim == 64 ? feature::kBias : feature::kMods,
+                   drops = feature::Mask | feature::Dropout;
     EXPECT_EQ(mods_of(call()), 0u);
     EXPECT_EQ(mods_of(call().softcap()), feature::kScoreMods);
     EXPECT_EQ(mods_of(call().alibi().softcap()), feature::kScoreMods);
-    EXPECT_EQ(mods_of(call().bias()), alone);
+    EXPECT_EQ(mods_of(call().bias()), scattered) << "one row for all";
+    EXPECT_EQ(mods_of(call().bias(2048)), feature::Bias);
+    EXPECT_EQ(mods_of(call().bias(2049)), feature::Bias) << "of which a copy is made, since all read it";
+    Call each = call().bias(2049);
+    each.p.bias.batch = 16 * 2049 * 2048, each.p.bias.head = 2049 * 2048;
+    EXPECT_EQ(mods_of(each), scattered);
+    Call padded = call().bias(2048);
+    padded.p.leftpad_k = somewhere();
+    EXPECT_EQ(mods_of(padded), scattered);
     EXPECT_EQ(mods_of(call().mask()), feature::Mask);
     EXPECT_EQ(mods_of(call().dropout()), drops);
     EXPECT_EQ(mods_of(call().mask().dropout().sink().lengths()), drops);

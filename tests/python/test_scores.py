@@ -269,7 +269,7 @@ BIAS_ALONE = {
 def test_gradients_beside_a_bias_alone(hopper, shape, options):
     batch, n_q, n_kv, heads, heads_kv, d = BIAS_ALONE[shape]
     q, k, v = hopper.qkv(batch, n_q, heads, d, n_kv=n_kv, heads_kv=heads_kv)
-    for dims in ("1h", "b1") if batch < 80 else ("1h",):
+    for dims in ("1h", "b1", "bh") if batch < 80 else ("1h",):  # of "bh" dBias is dS, which is written as it is made
         bias = bias_of(hopper, shape_of(dims + "i", q, k), hopper.dtype, 0.1)
         check(hopper, q, k, v, bias=bias, sink=hopper.vector(heads), **options)
 
@@ -280,15 +280,17 @@ def test_gradients_beside_a_bias_that_holds_anything_outside(hopper, lengths, d)
     """Past the keys, in front of them and above the diagonal, in rows that see nothing, q and dout too."""
     q, k, v = hopper.qkv(3, 600, 4, d, n_kv=520, heads_kv=2)
     options = {lengths: hopper.int32([520, 0, 190] if lengths == "seqused_k" else [0, 520, 77]), "causal": True}
-    bias = bias_of(hopper, (1, 4, 600, 520), hopper.dtype)
-    bias[:, :, 64:130] = -INF
     dout, _ = of_out(hopper, q, v)
-    clean = hopper.gradients(q, k, v, dout, None, bias=bias, **options)
-    planted = bias.masked_fill(torch.ones(600, 520, dtype=torch.bool, device=hopper.device).triu(1), NAN)
-    q, dout = q.clone(), dout.clone()
-    q[:, 64:130] = dout[:, 64:130] = NAN
-    for got, want in zip(hopper.gradients(q, k, v, dout, None, bias=planted, **options), clean, strict=True):
-        torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+    spoilt_q, spoilt_dout = q.clone(), dout.clone()
+    spoilt_q[:, 64:130] = spoilt_dout[:, 64:130] = NAN
+    for shape in ((1, 4, 600, 520), (3, 4, 600, 520)):
+        bias = bias_of(hopper, shape, hopper.dtype)
+        bias[:, :, 64:130] = -INF
+        want = hopper.gradients(q, k, v, dout, None, bias=bias, **options)
+        planted = bias.masked_fill(torch.ones(600, 520, dtype=torch.bool, device=hopper.device).triu(1), NAN)
+        got = hopper.gradients(spoilt_q, k, v, spoilt_dout, None, bias=planted, **options)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -55,6 +55,7 @@ struct Gradients {
   // together. Rows pass by the first from the last one on, by the second up to it, each for all heads of a group: CTAs
   // that begin together come by the same rows and end together. A tile and its image begin with rows of this sum.
   bool is_mirrored = false;
+  bool stores_dbias = false;  // whether tiles of keys write their part of dbias, each element of which is one pair's
   int mirrored_row0s = 0;
   int rows_a_head = 0;                              // of workspace of query rows (StatisticsRows)
   GradientScales const* gradient_scales = nullptr;  // [B, H_kv], where operands are in parts

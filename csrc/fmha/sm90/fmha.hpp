@@ -259,7 +259,7 @@ struct CopiedBias {
   using Element = typename Traits::Element;
   static constexpr int kLoads = Traits::B_c / 16;  // of four matrices each: 16 rows of 16 keys
   // Whether they are loaded while the products run, which takes registers that wider heads do not have.
-  static constexpr bool kAhead = !Traits::BiasInO;
+  static constexpr bool kAhead = Traits::StagesBias > 1;
 
   uint32_t from;  // where the lane's address of the first load lies in shared memory
   uint32_t words[kAhead ? kLoads : 1][4];
@@ -517,12 +517,12 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       // They become scores.
       auto to_scores = [&](int tile, Hiding const& hiding) {
         bool const masked = Traits::Pairs ? hiding.any() : !unmasked.contains(tile);
-        if constexpr (Traits::Pairs && Traits::BiasInO) {
+        if constexpr (Traits::Pairs && !CopiedBias<Traits>::kAhead) {
           if (copies_bias) copied.take(rings.wait_bias());
         }
         finish_scores<Traits>(params, S, job, tile, masked, seen, copies_bias, copied, query_scale, lane);
-        if constexpr (Traits::Pairs && Traits::BiasInO) {
-          if (copies_bias && tile != begin) rings.release_bias();
+        if constexpr (Traits::Pairs && !CopiedBias<Traits>::kAhead) {
+          if (copies_bias && !(Traits::BiasInO && tile == begin)) rings.release_bias();
         }
       };
       Walk<Traits::Consumers, Traits::Pairs> walk(job, warpgroup, end, masks);
@@ -693,10 +693,14 @@ struct FMHA {
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Persistent;
   // Whether parts hold a sequence may depend on the others of the batch.
-  static constexpr Features kTakes = Traits::Mods | feature::Sink | feature::Packed | feature::kUnlike |
+  static constexpr Features kTakes = Traits::Mods | feature::Sink | feature::Packed |
+                                     (feature::kUnlike & ~(Traits::BiasAlone ? feature::LeftPadding : 0)) |
                                      feature::FewerKeys | feature::Pages |
                                      (Traits::Parts == 1 ? feature::FixedSplits | feature::Float32Results : 0);
-  static bool takes_shape(Params const& params) { return !Traits::AlwaysDrops || has_dropout(params); }
+  static bool takes_shape(Params const& params) {
+    if (Traits::BiasAlone && !(is_copyable(bias_of(params)) || shares_bias(params))) return false;
+    return !Traits::AlwaysDrops || has_dropout(params);
+  }
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
   static_assert(Traits::Consumers > 1, "warpgroups take turns with each other");
 };

@@ -423,6 +423,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       if constexpr (SumsP) issue_dv(stage_v);
     }
     if constexpr (SumsS) take_gradients(changed, cdP, stage);
+    if constexpr (Traits::BiasAlone) {
+      if (params.stores_dbias) store_dbias(params, tile, t, head, words_ds);
+    }
     if constexpr (AddsQ) {
       if (turn > 0) shared.ds_full[last_ds.stage].wait_for(last_ds.phase);
       if constexpr (Traits::HoldsSums) shared.ds_empty[ds.stage].wait_for(ds.phase ^ 1);

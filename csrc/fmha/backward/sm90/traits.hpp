@@ -6,7 +6,7 @@
 
 #include "../../features.hpp"
 #include "../../sm90/warpgroup.hpp"
-#include "bias_ahead.hpp"
+#include "bias_alone.hpp"
 #include "columns.hpp"
 #include "pairs.hpp"
 #include "parts.hpp"
@@ -117,15 +117,15 @@ struct BackwardTraits {
   static constexpr int StagesV = (Cluster > 1 && HeadDimV > 128) || (BiasAlone && HeadDimV > 64) ? 2 : Stages;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
   // 504 are there, as in traits.hpp, 512 of four warpgroups.
-  static constexpr int ProducerRegisters = HoldsSums             ? 56
+  static constexpr int ProducerRegisters = HoldsSums                  ? 56
                                            : Persistent && DropsAlone ? 40
-                                                                 : 24,
-                       ConsumerRegisters = Cluster > 1           ? 192
-                                           : AddsApart           ? 208
-                                           : Crowded             ? 160
-                                           : HoldsSums           ? 224
+                                                                      : 24,
+                       ConsumerRegisters = Cluster > 1                ? 192
+                                           : AddsApart                ? 208
+                                           : Crowded                  ? 160
+                                           : HoldsSums                ? 224
                                            : Persistent && DropsAlone ? 232
-                                                                 : 240,
+                                                                      : 240,
                        RegistersOfValues = Cluster > 1 ? 184
                                            : AddsApart ? 200
                                                        : 240,

@@ -1,7 +1,9 @@
-// A bias that is all that changes scores, in kernels that add to dQ: the copy engine brings a tile of it, and consumers
-// have theirs in registers a turn ahead, so that neither they nor the next copy wait. Used by traits.hpp, producer.hpp
+// A bias that is all that changes scores, in kernels that add to dQ: the copy engine brings a tile of it, consumers
+// read it, up to head_dim 64 a turn ahead, and write its gradient where that is dS. Used by traits.hpp, producer.hpp
 // and consumer.hpp.
 #pragma once
+
+#include <iterator>
 
 #include <cute/tensor.hpp>
 
@@ -11,6 +13,7 @@
 #include "../../swizzle.hpp"
 #include "../params.hpp"
 #include "pairs.hpp"
+#include "tiles.hpp"
 
 namespace cutlass_ext::sm90 {
 
@@ -43,7 +46,8 @@ class BiasAhead {
   }
   /// Adds the bias of this one times `factor` to scores.
   template <class ScoreTensor, class Shared>
-  CUTE_DEVICE void add(ScoreTensor& S, float factor, BiasType type, Shared& shared, int row_block, uint32_t& phase) const {
+  CUTE_DEVICE void add(ScoreTensor& S, float factor, BiasType type, Shared& shared, int row_block,
+                       uint32_t& phase) const {
     if constexpr (kAhead) {
       add_bias_of_quads<kSixteens>(S, factor, type, [&](int m, uint32_t (&x)[4]) {
         CUTE_UNROLL
@@ -59,7 +63,8 @@ class BiasAhead {
   template <class Shared, class Take>
   CUTE_DEVICE static void read(Shared& shared, int row_block, uint32_t& phase, Take const& take) {
     ConsumerThread const thread;
-    int const row = thread.lane / 16 * 8 + thread.lane % 8, chunk = thread.warp_row % kAtomRows / 8 + thread.lane / 8 % 2;
+    int const row = thread.lane / 16 * 8 + thread.lane % 8,
+              chunk = thread.warp_row % kAtomRows / 8 + thread.lane / 8 % 2;
     uint32_t const from = cast_smem_ptr_to_uint(shared.bias + row_block * Traits::Step * kPanel + row * kPanel +
                                                 swizzled_chunk<uint16_t>(chunk, row));
     shared.bias_full.wait_for(phase);
@@ -69,5 +74,33 @@ class BiasAhead {
     if (elect_one_sync()) shared.bias_empty.arrive();
   }
 };
+
+/// A matrix of 8 by 8 numbers of 16 bits, a word of which each lane has, the other way round.
+CUTE_DEVICE uint32_t transposed(uint32_t word) {
+  uint32_t turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(word));
+  return turned;
+}
+
+/// Writes dBias of a tile, where that is dS: `words` are the operand of its 16 keys that a warp has. Two keys of a row
+/// at a time.
+template <class Traits, class Words>
+CUTE_DEVICE void store_dbias(BackwardParams const& params, GradientTile<Traits> const& tile, int t, int head,
+                             Words const& words) {
+  ConsumerThread const thread;
+  int const row = t * Traits::Step + thread.lane / 4,
+            key = tile.work.row0 + thread.warp_row % Traits::Held + thread.lane % 4 * 2;
+  int const rows = params.n_q - row, keys = params.n_kv - key;
+  auto* to = static_cast<uint16_t*>(params.dbias) + tile.work.batch * params.dbias_batch + head * params.dbias_head +
+             row * params.dbias_row + key;
+  CUTE_UNROLL
+  for (int eight = 0; eight < Traits::Step / 8; ++eight, to += 8 * params.dbias_row) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      uint32_t const two_keys = transposed(words(2 * eight + i));
+      if (eight * 8 < rows && i * 8 < keys) *reinterpret_cast<uint32_t*>(to + i * 8) = two_keys;
+    }
+  }
+}
 
 }  // namespace cutlass_ext::sm90
