@@ -34,7 +34,6 @@ struct Standing {
   RingPosition<Traits::StagesV> ring_v{};  // of dout, where it has stages of its own, or values in hand pass there, too
   RingPosition<Traits::BuffersDS> ds{}, last_ds{};
   uint32_t sent_phase = 0;  // of dS for, or of, the other CTA of a cluster
-  uint32_t bias_phase = 0;  // of a bias that is all that there is
   unsigned taken = 0;       // tiles of dS, by a warpgroup that does nothing else
 
   // Positions that are always the same are one: at head_dim 256 each more cost 20 to 40 bytes of spills.
@@ -149,7 +148,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   if constexpr (kInParts) {
     if (turns > 0) scales = params.gradient_scales[tile.work.batch * params.heads_kv + tile.head_kv];
   }
-  float query_scale = ScoreMod::query_scale(params);
+  float query_scale = Traits::ScoreMods ? ScoreMod::query_scale(params) : kLog2e * params.softmax_scale;
   if constexpr (kInParts) {
     query_scale = fmaf(query_scale, kCutOffScores, query_scale) * scales.scores;
     scales.dp = fmaf(scales.dp, kCutOffScores, scales.dp);
@@ -215,7 +214,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
     if constexpr (Traits::BiasAlone) {
       bias_ahead.add(S, reciprocal(ScoreMod::gradient_scale(params)), dtype_of_bias(params), shared, row_block,
-                     standing.bias_phase);
+                     ring_v.stage);
     } else if constexpr (kChanged && Traits::Hides) {
       if (tile_pairs.has_bias(params)) tile_pairs.add_bias(S, tile.bias_unit, params, shared, tile, shared.at[stage]);
       if (tile_pairs.is_mixed(shared.at[stage])) tile_pairs.hide(S);
@@ -378,7 +377,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if constexpr (Traits::DropsAlone) {
       tile_pairs.draw_for(params, tile, t, head);
     } else if constexpr (Traits::BiasAlone) {
-      bias_ahead.take(shared, row_block, standing.bias_phase);
+      bias_ahead.take(shared, row_block, stage);
     } else {
       StreamedTile const& next = shared.at[stage];
       if constexpr (Traits::TwoBodies)
