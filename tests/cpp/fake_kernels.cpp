@@ -45,7 +45,7 @@ Kernel sm90(DType dtype, int d, int d_v, int b_r, int b_c, int shared, Features 
 Kernel bias_alone(DType dtype, int d, int b_r) {
   Kernel kernel = sm90(dtype, d, d, b_r, 128, 231424, feature::Bias);
   kernel.takes &= ~LeftPadding;
-  kernel.takes_shape = [](Params const& p) { return is_copyable(p.bias) || shares_bias(p); };
+  kernel.takes_shape = [](Params const& p) { return p.bias.data && (is_copyable(p.bias) || shares_bias(p)); };
   return kernel;
 }
 /// Of calls with dropout, with or without a mask.

@@ -250,6 +250,16 @@ def test_gradients_of_a_bias_with_many_tiles(target, d, n_kv):
         check(target, q, k, v, bias=bias, **options, skips=False)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("n_q,n_kv,left", [(384, 160, 160), (900, 392, 300)])
+def test_a_bias_of_rows_that_a_window_leaves_behind(target, n_q, n_kv, left, d):
+    """Of a query tile some warpgroups see no key, others several tiles: all let every tile of the bias go."""
+    q, k, v = target.qkv(2, n_q, 3, d, n_kv=n_kv)
+    for dims in ("1hi", "bhi"):
+        bias = bias_of(target, shape_of(dims, q, k), target.dtype)
+        check(target, q, k, v, bias=bias, window=(left, -1), backward=False)
+
+
 # batch, n_q, n_kv, heads, heads_kv, d: as in test_backward.py, whose kernels go through tiles as Hopper's do of a call
 # that has nothing but a bias, which the copy engine brings.
 BIAS_ALONE = {

@@ -698,7 +698,7 @@ struct FMHA {
                                      feature::FewerKeys | feature::Pages |
                                      (Traits::Parts == 1 ? feature::FixedSplits | feature::Float32Results : 0);
   static bool takes_shape(Params const& params) {
-    if (Traits::BiasAlone && !(is_copyable(bias_of(params)) || shares_bias(params))) return false;
+    if (Traits::BiasAlone && !(has_bias(params) && (is_copyable(bias_of(params)) || shares_bias(params)))) return false;
     return !Traits::AlwaysDrops || has_dropout(params);
   }
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");

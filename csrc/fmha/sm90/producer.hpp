@@ -64,7 +64,7 @@ CUTE_DEVICE void schedule(Params const& params, typename Traits::SharedStorage& 
                 end = visibility.tiles_of(row0, tokens, B_c).end;
       // A warpgroup skips K ahead of V, so no more tiles than fit beside the one of V that it has not multiplied yet.
       int const first = tiles.end - (Traits::Stages - 1), least = first > tiles.begin ? first : tiles.begin + 1;
-      int const seen = end < least ? least : end < tiles.end && !Traits::copies_bias(params) ? end : tiles.end;
+      int const seen = Traits::copies_bias(params) ? tiles.end : min(max(end, least), tiles.end);
       job.of_warpgroup[lane].end = row0 < visibility.n_q && tiles.size() > 0 ? seen : tiles.begin;
       job.of_warpgroup[lane].unmasked = visibility.unmasked_tiles_of(row0, tokens, B_c);
     }

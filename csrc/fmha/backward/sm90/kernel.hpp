@@ -187,6 +187,7 @@ struct Backward {
     int const heads = params.heads_q / params.heads_kv;
     if (Traits::HoldsSums && int64_t(tiles_of_head(params.n_q, B_r)) * heads > kMostHeldTiles) return false;
     if (Traits::DropsAlone && !has_dropout(params)) return false;
+    if (Traits::BiasAlone && !has_bias(params)) return false;
     if (Traits::FoldsStatistics && ScoreMod::query_scale(params) < kLeastFactor) return false;
     return !(ScoreMod::caps(params) && has_bias(params));
   }
