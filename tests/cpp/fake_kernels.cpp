@@ -112,6 +112,13 @@ Kernel gradients(Kind kind, char const* family, DType dtype, int d, int b_r, int
                  int shared = 98304) {
   return {family, kind, dtype, d, d, b_r, b_c, takes, 256, shared, new_entry(), nullptr, nullptr};
 }
+/// Of calls with a bias that the copy engine brings.
+Kernel beside_a_bias(DType dtype, int d) {
+  Features const takes = Sink | Packed | (kUnlike & ~LeftPadding) | feature::Bias;
+  Kernel kernel = gradients(Kind::AllGradients, "sm90", dtype, d, 64, 128, takes, 220000);
+  kernel.takes_shape = [](Params const& p) { return p.bias.data != nullptr; };
+  return kernel;
+}
 /// Of heads of eight tiles of 64 rows at most.
 Kernel of_heads(DType dtype, int d, Features more = 0) {
   Kernel kernel = gradients(Kind::HeadGradients, "sm90", dtype, d, 64, 128, Sink | Packed | kUnlike | more);
@@ -143,7 +150,7 @@ Entered of_gradients(DType t) {
       gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain, 220000),
       gradients(Kind::AllGradients, "sm90", t, 192, 64, 128, kPlain, 230000),
       gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain | feature::Dropout),
-      gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain & ~LeftPadding | feature::Bias),
+      beside_a_bias(t, 128),
       gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain | feature::kBias),
       of_heads(t, 64),
       of_heads(t, 64, feature::Dropout),

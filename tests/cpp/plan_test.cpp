@@ -795,8 +795,8 @@ TEST(Features, OneThatNoKernelKnowsIsTakenByNone) {
     EXPECT_FALSE(kernel.takes_features(kernel.takes | made_up));
   }
   EXPECT_EQ(all, made_up - 1) << "every bit below is taken by some kernel";
-  EXPECT_STREQ(argument_of(last), "q, k, v");
-  EXPECT_STREQ(argument_of(last | made_up), "q, k, v");
+  EXPECT_STREQ(argument_of(last), "bias");
+  EXPECT_STREQ(argument_of(last | made_up), "bias");
   EXPECT_STREQ(argument_of(made_up), "(unknown)");
   EXPECT_STREQ(argument_of(feature::Sink | last), "sink");
 }
