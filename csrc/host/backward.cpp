@@ -118,13 +118,11 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
 /// Whether a kernel of tiles of keys may write dBias beside them, which then is dS: where each element is one pair's,
 /// and two keys of a row are a word.
 bool may_store_dbias(Kernel const& kernel, BackwardParams const& p) {
-  bool const of_one_pair = (p.bias.batch || p.batch == 1) && (p.bias.head || p.heads_q == 1) && p.bias.row;
+  Bias const& of = bias_of(p);
+  bool const of_one_pair = (of.batch || p.batch == 1) && (of.head || p.heads_q == 1) && of.row;
   return kernel.kind == Kind::AllGradients && (kernel.takes & feature::kMods) == feature::Bias && of_one_pair &&
-         p.n_kv % 2 == 0 && (p.bias.type == BiasType::Float16) == (kernel.dtype == DType::Float16);
+         p.n_kv % 2 == 0 && (of.type == BiasType::Float16) == (kernel.dtype == DType::Float16);
 }
-
-/// Whether such tiles come by all pairs.
-bool sees_all_pairs(BackwardParams const& p) { return p.window_left < 0 && p.window_right < 0 && have_one_length(p); }
 
 Kernel const* kernel_of(Call const& call, Kind kind) {
   auto const runs = [&](Kernel const& k) { return call.runs(k); };

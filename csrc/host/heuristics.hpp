@@ -346,6 +346,9 @@ inline double duration_of_gradients(Params const& p, Kernel const& kernel, int64
 /// Whether all sequences have the same rows, keys and positions, as far as the host knows.
 inline bool have_one_length(Params const& p) { return !(features_of(p) & (feature::Packed | feature::kUnlike)); }
 
+/// Whether tiles of keys come by all pairs, as far as the host knows.
+inline bool sees_all_pairs(Params const& p) { return p.window_left < 0 && p.window_right < 0 && have_one_length(p); }
+
 /// Waves of CTAs that a section of causal tiles is to have, longest first. Those of one come by the same rows together;
 /// of several the last ones end together. An H100's ms with three and with one: (2, 4096, 32 on 8, 128) 1.75 and 1.28,
 /// (2, 8192, 32 on 8, 128) 5.5 and 4.7, (16, 1024, 16, 128) 0.67 and 0.56, (32, 1024, 12, 64) 0.483 and 0.465, (2,

@@ -20,7 +20,7 @@ namespace cutlass_ext::sm90 {
 /// Where a tile of it lies in shared memory, in panels of 64 keys: rows of 128 bytes, swizzled.
 template <int kElements>
 struct TileOfBias {
-  alignas(1024) uint16_t bias[kElements];
+  alignas(1024) uint16_t biases[kElements];
   Barrier bias_full, bias_empty;
 };
 template <>
@@ -66,7 +66,7 @@ class BiasAhead {
     ConsumerThread const thread;
     int const row = thread.lane / 16 * 8 + thread.lane % 8,
               chunk = thread.warp_row % kAtomRows / 8 + thread.lane / 8 % 2;
-    uint32_t const from = cast_smem_ptr_to_uint(shared.bias + row_block * Traits::Step * kPanel + row * kPanel +
+    uint32_t const from = cast_smem_ptr_to_uint(shared.biases + row_block * Traits::Step * kPanel + row * kPanel +
                                                 swizzled_chunk<uint16_t>(chunk, row));
     shared.bias_full.wait_for(stage % 2);
     take([&](int m, uint32_t (&x)[4]) { load_across(from + m * (16 * kPanel * sizeof(uint16_t)), x); });

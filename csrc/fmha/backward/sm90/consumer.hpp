@@ -148,7 +148,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   if constexpr (kInParts) {
     if (turns > 0) scales = params.gradient_scales[tile.work.batch * params.heads_kv + tile.head_kv];
   }
-  float query_scale = Traits::ScoreMods ? ScoreMod::query_scale(params) : kLog2e * params.softmax_scale;
+  float query_scale = Traits::ScoreMods ? ScoreMod::query_scale(params) : kLog2e * ScoreMod::gradient_scale(params);
   if constexpr (kInParts) {
     query_scale = fmaf(query_scale, kCutOffScores, query_scale) * scales.scores;
     scales.dp = fmaf(scales.dp, kCutOffScores, scales.dp);

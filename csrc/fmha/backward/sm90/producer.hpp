@@ -100,13 +100,13 @@ struct StatisticsCopy {
     shared.bias_empty.wait_for(bias_phase ^ 1);
     bias_phase ^= 1;
     if (threadIdx.x % 32 != 0) return;
-    shared.bias_full.arrive_and_expect_tx(sizeof(shared.bias));
+    shared.bias_full.arrive_and_expect_tx(sizeof(shared.biases));
     CUTE_UNROLL
     for (int key = 0; key < Traits::Held; key += kPanel) {
       SM90_TMA_LOAD_4D::copy(&maps.biases, reinterpret_cast<uint64_t*>(&shared.bias_full),
-                             static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL), shared.bias + key * Traits::Step,
-                             tile.work.row0 + key, t * Traits::Step, of.head == 0 ? 0 : head,
-                             of.batch == 0 ? 0 : tile.work.batch);
+                             static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL),
+                             shared.biases + key * Traits::Step, tile.work.row0 + key, t * Traits::Step,
+                             of.head == 0 ? 0 : head, of.batch == 0 ? 0 : tile.work.batch);
     }
   }
 };
