@@ -27,6 +27,15 @@ enum class Kind {
 };
 constexpr int kKinds = static_cast<int>(Kind::BiasGradients) + 1;
 
+/// How the CTAs of a gradients kernel go through tiles (Traits of these names in backward/sm90/traits.hpp).
+struct TileLoop {
+  bool persistent = false;  ///< one tile, or head, after the other
+  bool splits = false;      ///< several may share a tile: of each some of the heads and tiles that pass by
+  bool any_order = false;   ///< rows may pass by in either order
+  bool sectioned = false;   ///< dQ may be made beside the tiles
+  unsigned cluster = 1;     ///< CTAs that have a tile together
+};
+
 // A bit, the argument that asks for it, when a call `p` does, and what makes it a call that does not. A new line here
 // is taken by no kernel until one says so.
 #define CUTLASS_EXT_FEATURES(FEATURE)                                                                            \

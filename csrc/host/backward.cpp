@@ -31,39 +31,13 @@ bool leaves_gaps(Features features) {
   return features & (feature::Packed | feature::KeyLengths | feature::LeftPadding);
 }
 
-/// What the kernel takes that makes it go through tiles otherwise than without: a bias alone does not, where sums for
-/// dQ are added to (Traits::IsPlain there).
-Features mods_of(Kernel const& kernel) {
-  Features const mods = kernel.takes & feature::kMods;
-  return kernel.kind == Kind::AllGradients && mods == feature::Bias ? 0 : mods;
-}
-
-/// Whether the kernel's CTAs may share a tile (Traits::Splits in fmha/backward/sm90/traits.hpp).
-bool splits_tiles(Kernel const& kernel) {
-  return wants_hopper(kernel) && kernel.dtype != DType::Float32 && !(mods_of(kernel) & feature::kPairs) &&
-         kernel.kind != Kind::HeadGradients;
-}
-
-/// Whether its CTAs take one tile, or head, after the other (Traits::Persistent there).
-bool is_persistent(Kernel const& kernel) {
-  Features const mods = mods_of(kernel);
-  return (kernel.kind == Kind::HeadGradients && wants_hopper(kernel)) ||
-         (kernel.kind == Kind::AllGradients && (!mods || (mods == feature::Dropout && kernel.head_dim <= 64)));
-}
-
 /// Whether it works out for itself what others are to know of each query row before.
 bool finds_statistics(Kernel const& kernel) { return kernel.kind == Kind::HeadGradients && !wants_hopper(kernel); }
 
-/// Whether rows may pass by its tiles in either order (Traits::AnyOrder there).
-bool takes_any_order(Kernel const& kernel) { return kernel.kind == Kind::AllGradients && !mods_of(kernel); }
-
 /// How many tiles are worked on at once.
 int64_t resident_tiles(Kernel const& kernel, Device const& device) {
-  return int64_t(occupancy_of(kernel, device).ctas_a_multiprocessor) * device.multiprocessors / ctas_a_tile(kernel);
+  return int64_t(occupancy_of(kernel, device).ctas_a_multiprocessor) * device.multiprocessors / kernel.loop.cluster;
 }
-
-/// Whether its CTAs may make dQ of sums beside their tiles (Traits::Sectioned there).
-bool takes_sections(Kernel const& kernel) { return takes_any_order(kernel) && kernel.head_dim <= 128; }
 
 /// Whether the copy engine can write rows of dQ.
 bool takes_rows_of_dq(BackwardParams const& params) {
@@ -86,11 +60,11 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   int64_t const sums_a_row = kind == Kind::AllGradients ? kernel->head_dim * sizeof(float) : 0;
   int64_t const bytes_a_head = rows_a_head * ((p.head_dim + p.head_dim_v) * p.element_bytes + sums_a_row);
   int64_t const resident = resident_tiles(*kernel, device);
-  if (splits_tiles(*kernel)) launch.splits = gradient_splits(p, *kernel, of_keys, static_cast<int>(resident));
+  if (kernel->loop.splits) launch.splits = gradient_splits(p, *kernel, of_keys, static_cast<int>(resident));
   int64_t const tiles = int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all();
   launch.is_mirrored =
-      takes_any_order(*kernel) && takes_mirrored(p, block, launch.splits.all(), bytes_a_head, resident, device);
-  launch.is_sectioned = finishes && takes_sections(*kernel) && !launch.is_mirrored && launch.splits.all() == 1 &&
+      kernel->loop.any_order && takes_mirrored(p, block, launch.splits.all(), bytes_a_head, resident, device);
+  launch.is_sectioned = finishes && kernel->loop.sectioned && !launch.is_mirrored && launch.splits.all() == 1 &&
                         finishes_beside(p, *kernel, device);
   // A CTA that has all of a head finds its tiles one after the other.
   int64_t const all_heads = int64_t(p.batch) * heads;
@@ -99,7 +73,7 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
     section = section_beside(all_heads, tiles, device);
   } else if (kind != Kind::HeadGradients && !launch.is_mirrored) {
     section =
-        gradient_section_for(p, wants_hopper(*kernel), all_heads, tiles * ctas_a_tile(*kernel), bytes_a_head, device);
+        gradient_section_for(p, wants_hopper(*kernel), all_heads, tiles * kernel->loop.cluster, bytes_a_head, device);
   }
   // Of mirrored tiles the first half is taken.
   int const taken = launch.is_mirrored ? ceil_div(Scheduler::tiles_of(length, block), 2) * block : length;
@@ -109,9 +83,8 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
     fail("ValueError", of_keys ? "k" : "q", ": has ", launch.scheduler.size(),
          " tiles of rows; a launch has room for fewer than 2^31");
   launch.ctas = kind == Kind::HeadGradients ? int64_t(p.batch) * heads : launch.scheduler.size();
-  if (is_persistent(*kernel)) launch.ctas = std::min(launch.ctas, resident);
-  launch.cluster = ctas_a_tile(*kernel);
-  launch.ctas *= launch.cluster;
+  if (kernel->loop.persistent) launch.ctas = std::min(launch.ctas, resident);
+  launch.ctas *= kernel->loop.cluster;
   return launch;
 }
 
@@ -120,8 +93,8 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
 bool may_store_dbias(Kernel const& kernel, BackwardParams const& p) {
   Bias const& of = bias_of(p);
   bool const of_one_pair = (of.batch || p.batch == 1) && (of.head || p.heads_q == 1) && of.row;
-  return kernel.kind == Kind::AllGradients && (kernel.takes & feature::kMods) == feature::Bias && of_one_pair &&
-         p.n_kv % 2 == 0 && (of.type == BiasType::Float16) == (kernel.dtype == DType::Float16);
+  return kernel.kind == Kind::AllGradients && (kernel.wants & feature::Bias) && of_one_pair && p.n_kv % 2 == 0 &&
+         (of.type == BiasType::Float16) == (kernel.dtype == DType::Float16);
 }
 
 Kernel const* kernel_of(Call const& call, Kind kind) {
@@ -172,7 +145,7 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
     params.split_sums = static_cast<float*>(allocate(sums * sizeof(float)));
   }
   if (wants_hopper(kernel) && params.mask.bits) look_at_mask(kernel, params, stream, allocate);
-  kernel.launch(params, {dim3(static_cast<unsigned>(gradients.ctas)), gradients.cluster}, stream);
+  kernel.launch(params, {dim3(static_cast<unsigned>(gradients.ctas)), kernel.loop.cluster}, stream);
   if (params.splits() > 1) finish_splits(kernel, params, stream);
 }
 
@@ -263,7 +236,8 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
     if (!params.dbias) return;
     if (!params.stores_dbias) return compute_dbias(dtype, plan.of_bias, params, stream, allocate);
     size_t const bytes = size_t(params.batch) * params.heads_q * params.n_q * params.n_kv * params.element_bytes;
-    if (!sees_all_pairs(params)) check_cuda(cudaMemsetAsync(params.dbias, 0, bytes, stream), "clearing dbias");
+    if (!sees_all_pairs(params) || has_mask(params))
+      check_cuda(cudaMemsetAsync(params.dbias, 0, bytes, stream), "clearing dbias");
   };
   if (finds_statistics(*plan.of_keys.kernel)) {
     if (params.dsink || params.dbias) {

@@ -83,7 +83,8 @@ inline Features feature_that_keeps(Kernel const& kernel, Call const& call) {
 inline std::string refusal_of(Call const& call, std::initializer_list<Kind> kinds) {
   auto const missing = [&](Kernel const& k) { return call.features & ~k.takes; };
   auto const holds = [&](Kernel const& k) {
-    return call.may_use(k) && call.params.head_dim <= k.head_dim && call.params.head_dim_v <= k.head_dim_v;
+    return call.may_use(k) && k.is_for(call.features) && call.params.head_dim <= k.head_dim &&
+           call.params.head_dim_v <= k.head_dim_v;
   };
   auto const cost = [&](Kernel const& k) { return std::tuple(!k.takes_sizes(call.params), count_bits(missing(k))); };
   bool const high = call.request.precision == Precision::High;

@@ -312,11 +312,6 @@ inline int64_t section_for(Params const& p, int block_r, int64_t l2_bytes) {
 }
 
 // ------------------------------------------------------------------------------------------ the backward pass
-/// CTAs that share a tile (Traits::Cluster in fmha/backward/sm90/traits.hpp).
-inline int ctas_a_tile(Kernel const& kernel) {
-  return wants_hopper(kernel) && kernel.kind == Kind::AllGradients && kernel.head_dim == 192 ? 2 : 1;
-}
-
 /// Whether one kernel that makes dK and dV, and adds to dQ, is faster than two: five products for seven, against sums
 /// in memory, which a call of few rows is too short for. An H200's ms in one and in two: (64, 256, 16, 64) 0.254 and
 /// 0.264, (256, 128, 16, 64) 0.411 and 0.403; (256, 64, 16, 80) 0.304 and 0.461, (128, 197, 16, 96) 0.590 and 0.641;
@@ -442,7 +437,7 @@ inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, boo
   auto const [of_tiles, sum, longest] = turns_of_tiles(p, of_keys, block, step);
   double const columns = kernel.head_dim + kernel.head_dim_v,
                turn = (of_keys ? 1 : 2 / 3.) *
-                      (kFixed + kAMillion * 1e-6 * kernel.block_r * kernel.block_c * columns / ctas_a_tile(kernel)),
+                      (kFixed + kAMillion * 1e-6 * kernel.block_r * kernel.block_c * columns / kernel.loop.cluster),
                turns = double(sum) / tiles * in_all * heads;
   bool const alike = 4 * longest * tiles <= 5 * sum;
   int64_t const bytes_a_split =

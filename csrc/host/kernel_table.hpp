@@ -60,13 +60,17 @@ struct Kernel {
   void const* entry;                   // for occupancy and the shared-memory limit
   bool (*takes_shape)(Params const&);  // what it asks of a call's sizes beyond the tile's, or null
   void (*launch)(Params const&, Grid const&, cudaStream_t);  // gradients: of BackwardParams
+  Features wants = 0;                                        // what it is for: it takes no call without
+  TileLoop loop = {};
 
   /// Whether the tile holds a call's head dims and the kernel takes its sizes.
   bool takes_sizes(Params const& params) const {
     return params.head_dim <= head_dim && params.head_dim_v <= head_dim_v && (!takes_shape || takes_shape(params));
   }
-  /// Whether the kernel takes all of a call's features.
-  bool takes_features(Features features) const { return (features & ~takes) == 0; }
+  /// Whether a call with `features` has what the kernel is for; and whether that is all that it has, beside what the
+  /// kernel takes.
+  bool is_for(Features features) const { return (wants & ~features) == 0; }
+  bool takes_features(Features features) const { return is_for(features) && (features & ~takes) == 0; }
 };
 
 /// Every kernel there is, in no order, and those of one kind and dtype.

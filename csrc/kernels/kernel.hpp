@@ -47,6 +47,24 @@ constexpr bool (*shape_of(long))(Params const&) {
   return nullptr;
 }
 
+/// `Fmha::kWants` and `Fmha::kLoop`, likewise.
+template <class Fmha>
+constexpr auto wants_of(int) -> std::remove_cv_t<decltype(Fmha::kWants)> {
+  return Fmha::kWants;
+}
+template <class Fmha>
+constexpr Features wants_of(long) {
+  return 0;
+}
+template <class Fmha>
+constexpr auto loop_of(int) -> std::remove_cv_t<decltype(Fmha::kLoop)> {
+  return Fmha::kLoop;
+}
+template <class Fmha>
+constexpr TileLoop loop_of(long) {
+  return {};
+}
+
 template <class Fmha>
 Kernel kernel_of() {
   using Traits = typename Fmha::Traits;
@@ -64,7 +82,9 @@ Kernel kernel_of() {
           shape_of<Fmha>(0),
           [](Params const& params, Grid const& grid, cudaStream_t stream) {
             launch<Traits, Fmha::kSharedBytes>(Fmha::kernel, params, grid, stream);
-          }};
+          },
+          wants_of<Fmha>(0),
+          loop_of<Fmha>(0)};
 }
 
 }  // namespace cutlass_ext

@@ -1,6 +1,6 @@
-// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 128, of calls that have a bias, a mask or
-// dropout, or a mask and dropout, and nothing else that changes scores: up to 1.7 times as fast as by the kernels for
-// all of these (bench/results/backward_h200.md).
+// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 128, of calls that have a bias, a mask,
+// both, dropout, or a mask and dropout, and nothing else that changes scores: up to 1.7 times as fast as by the kernels
+// for all of these (bench/results/backward_h200.md).
 #include "../fmha/backward/sm90/kernel.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
@@ -11,12 +11,16 @@ template <class Element, int Stages, Features Mods, SumsOfQueries OfQueries = Su
 using OfPairs = sm90::Backward<Axis::Keys, 64, 128, 128, 128, Element, Stages, Mods, OfQueries>;
 static Entered const kernels_here{
     kernel_of<OfPairs<cute::half_t, 3, feature::Dropout>>(),
+    kernel_of<OfPairs<cute::half_t, 3, feature::Mask>>(),
     kernel_of<OfPairs<cute::half_t, 3, feature::Mask | feature::Dropout>>(),
     kernel_of<OfPairs<cute::half_t, 3, feature::Bias>>(),
+    kernel_of<OfPairs<cute::half_t, 3, feature::Bias | feature::Mask>>(),
     kernel_of<OfPairs<cute::half_t, 3, feature::kBias>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Dropout>>(),
+    kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Mask>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Mask | feature::Dropout>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Bias>>(),
+    kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Bias | feature::Mask>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 3, feature::kBias>>(),
 };
 }  // namespace cutlass_ext

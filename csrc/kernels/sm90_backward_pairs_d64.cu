@@ -1,6 +1,6 @@
-// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 64, of calls that have a bias, a mask or
-// dropout, or a mask and dropout, and nothing else that changes scores: up to 1.7 times as fast as by the kernels for
-// all of these (bench/results/backward_h200.md).
+// Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 64, of calls that have a bias, a mask,
+// both, dropout, or a mask and dropout, and nothing else that changes scores: up to 1.7 times as fast as by the kernels
+// for all of these (bench/results/backward_h200.md).
 #include "../fmha/backward/sm90/kernel.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
@@ -11,13 +11,17 @@ template <class Element, int Stages, Features Mods, SumsOfQueries OfQueries = Su
 using OfPairs = sm90::Backward<Axis::Keys, 64, 128, 64, 64, Element, Stages, Mods, OfQueries>;
 static Entered const kernels_here{
     kernel_of<OfPairs<cute::half_t, 4, feature::Dropout>>(),
+    kernel_of<OfPairs<cute::half_t, 4, feature::Mask>>(),
     kernel_of<OfPairs<cute::half_t, 4, feature::Mask | feature::Dropout>>(),
     kernel_of<OfPairs<cute::half_t, 4, feature::Bias>>(),
+    kernel_of<OfPairs<cute::half_t, 4, feature::Bias | feature::Mask>>(),
     kernel_of<OfPairs<cute::half_t, 4, feature::kBias>>(),
     kernel_of<OfPairs<cute::half_t, 3, feature::Dropout, SumsOfQueries::InShared>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Dropout>>(),
+    kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Mask>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Mask | feature::Dropout>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Bias>>(),
+    kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Bias | feature::Mask>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::kBias>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Dropout, SumsOfQueries::InShared>>(),
 };

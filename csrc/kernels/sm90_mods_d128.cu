@@ -1,6 +1,6 @@
-// FMHA on Hopper's tensor cores (WGMMA), head_dim up to 128, of calls that have softcap or ALiBi, a mask, or dropout
-// with or without a mask, and nothing else that changes scores: up to 1.15 times as fast as by the kernel for all of
-// these, which with a bias alone is as fast (bench/results/backward_h200.md).
+// FMHA on Hopper's tensor cores (WGMMA), head_dim up to 128, of calls that have softcap or ALiBi, a bias, a mask or
+// both, or dropout with or without a mask, and nothing else that changes scores: up to 1.15 times as fast as by the
+// kernel for all of these (bench/results/backward_h200.md).
 #include "../fmha/sm90/fmha.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
@@ -11,10 +11,12 @@ using Of = sm90::FMHA<128, 128, 128, 128, Element, 2, 2, Mods>;
 static Entered const kernels_here{
     kernel_of<Of<cute::half_t, feature::kScoreMods>>(),
     kernel_of<sm90::FMHA<128, 128, 128, 128, cute::half_t, 2, 1, feature::Bias>>(),
+    kernel_of<sm90::FMHA<128, 128, 128, 128, cute::half_t, 2, 1, feature::Bias | feature::Mask>>(),
     kernel_of<Of<cute::half_t, feature::Mask>>(),
     kernel_of<Of<cute::half_t, feature::Mask | feature::Dropout>>(),
     kernel_of<Of<cute::bfloat16_t, feature::kScoreMods>>(),
     kernel_of<sm90::FMHA<128, 128, 128, 128, cute::bfloat16_t, 2, 1, feature::Bias>>(),
+    kernel_of<sm90::FMHA<128, 128, 128, 128, cute::bfloat16_t, 2, 1, feature::Bias | feature::Mask>>(),
     kernel_of<Of<cute::bfloat16_t, feature::Mask>>(),
     kernel_of<Of<cute::bfloat16_t, feature::Mask | feature::Dropout>>(),
 };

@@ -242,7 +242,7 @@ void kernels_taking(StableIValue* stack, uint64_t, uint64_t) {
   auto const features = static_cast<Features>(torch::stable::detail::to<int64_t>(stack[0]));
   std::string names;
   for (Kernel const& k : kernels()) {
-    if (!k.takes_features(features)) continue;
+    if (features & ~k.takes) continue;
     names += std::string(k.family) + " " + name_of(k.kind) + " " + name_of(k.dtype) + " " + std::to_string(k.block_r) +
              "x" + std::to_string(k.block_c) + " " + std::to_string(k.head_dim) + "_" + std::to_string(k.head_dim_v) +
              "\n";

@@ -95,6 +95,7 @@ struct Call {
     p.bias.key = 1;
     return *this;
   }
+  Call& mask() { return p.mask.bits = somewhere<uint32_t>(), *this; }
   Call& dropout() { return p.dropout.seed = somewhere<int64_t>(), p.dropout.threshold = 6554, *this; }
   Call& float32(Precision precision) {
     p.element_bytes = 4;
@@ -152,9 +153,10 @@ TEST(BackwardPlan, DropoutAloneHasKernelsOfItsOwn) {
   EXPECT_EQ(mods_of(Call(8, 2048, 2048, 16, 16, 128).in_any_order().dropout()), feature::Dropout);
   EXPECT_EQ(mods_of(Call(32, 512, 512, 16, 16, 64).dropout()), feature::Dropout);
   EXPECT_EQ(mods_of(Call(8, 2048, 2048, 16, 16, 128).in_any_order().dropout().bias()), feature::kMods);
-  // At head_dim 128 each tile has a CTA: CTAs that take one after the other would spill.
   BackwardPlan const plan = plan_of(Call(8, 2048, 2048, 16, 16, 128).in_any_order().dropout(), &p);
-  EXPECT_EQ(plan.of_keys.ctas, plan.of_keys.scheduler.size());
+  EXPECT_LT(plan.of_keys.ctas, plan.of_keys.scheduler.size()) << "CTAs take one tile after the other";
+  EXPECT_TRUE(plan.of_keys.is_sectioned);
+  EXPECT_FALSE(plan.of_keys.is_mirrored);
 }
 
 TEST(BackwardPlan, ABiasAloneHasKernelsOfItsOwn) {
@@ -185,6 +187,23 @@ TEST(BackwardPlan, ABiasAloneHasKernelsOfItsOwn) {
   EXPECT_TRUE(plan_of(other, &p).stores_dbias);
   EXPECT_FALSE(plan_of(other.dropout(), &p).stores_dbias);
   EXPECT_EQ(plan_of(call(0), &p).of_keys.ctas, plan.of_keys.scheduler.size());
+}
+
+TEST(BackwardPlan, AMaskAloneHasKernelsOfItsOwn) {
+  BackwardParams p;
+  auto const call = [] { return Call(8, 2048, 2048, 16, 16, 128).in_any_order().mask(); };
+  auto const mods_of = [&](Call const& call) { return plan_of(call, &p).of_keys.kernel->takes & feature::kMods; };
+  EXPECT_EQ(mods_of(call()), feature::Mask);
+  EXPECT_EQ(mods_of(call().lengths().sink()), feature::Mask);
+  EXPECT_EQ(mods_of(call().bias()), feature::Bias | feature::Mask);
+  EXPECT_EQ(mods_of(call().dropout()), feature::kMods);
+  EXPECT_EQ(mods_of(Call(8, 2048, 2048, 16, 16, 128).in_any_order()), 0u) << "a call without one";
+  BackwardPlan const plan = plan_of(call(), &p);
+  EXPECT_LT(plan.of_keys.ctas, plan.of_keys.scheduler.size()) << "CTAs take one tile after the other";
+  EXPECT_TRUE(plan.of_keys.is_sectioned);
+  Call const long_rows = Call(4, 4096, 4096, 28, 4, 128).in_any_order().causal();
+  EXPECT_TRUE(plan_of(long_rows, &p).of_keys.is_mirrored);
+  EXPECT_FALSE(plan_of(Call(long_rows).mask(), &p).of_keys.is_mirrored) << "tiles that it hides are no image's";
 }
 
 TEST(BackwardPlan, HasThreeWarpgroupsWhereTilesFillTheGpu) {
@@ -310,9 +329,9 @@ TEST(BackwardPlan, HasTwoCtasForATileOfWideHeads) {
   auto const launch = [&](int batch, int head_dim) {
     return plan_of(Call(batch, 2048, 2048, 8, 8, head_dim).in_any_order(), &p).of_keys;
   };
-  EXPECT_EQ(launch(4, 192).cluster, 2u);
+  EXPECT_EQ(launch(4, 192).kernel->loop.cluster, 2u);
   EXPECT_EQ(launch(4, 192).ctas, 132) << "two for each of 66 tiles that are worked on at once";
-  EXPECT_EQ(launch(4, 128).cluster, 1u);
+  EXPECT_EQ(launch(4, 128).kernel->loop.cluster, 1u);
   EXPECT_EQ(launch(1, 192).splits.all(), 1) << "128 tiles are two waves";
   EXPECT_GT(plan_of(Call(1, 2048, 2048, 2, 2, 192).in_any_order(), &p).of_keys.splits.all(), 1);
 }

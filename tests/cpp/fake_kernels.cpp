@@ -41,18 +41,26 @@ Kernel sm90(DType dtype, int d, int d_v, int b_r, int b_c, int shared, Features 
   return {"sm90",        Kind::Persistent, dtype,       d,       d_v,    b_r, b_c, kPersistent | more,
           2 * b_r + 128, shared,           new_entry(), nullptr, nullptr};
 }
-/// Of calls with a bias that the copy engine brings.
-Kernel bias_alone(DType dtype, int d, int b_r) {
-  Kernel kernel = sm90(dtype, d, d, b_r, 128, 231424, feature::Bias);
+/// Of calls with a bias that the copy engine brings, and with a mask.
+Kernel plain_bias(DType dtype, int d, int b_r, Features mask = 0) {
+  Kernel kernel = sm90(dtype, d, d, b_r, 128, 231424, feature::Bias | mask);
   kernel.takes &= ~LeftPadding;
-  kernel.takes_shape = [](Params const& p) { return p.bias.data && (is_copyable(p.bias) || shares_bias(p)); };
+  kernel.wants = feature::Bias | mask;
+  kernel.takes_shape = [](Params const& p) { return is_copyable(p.bias) || shares_bias(p); };
+  return kernel;
+}
+/// Of calls with a mask: in tiles of more than 128 rows one of keys alone.
+Kernel mask_alone(DType dtype, int d, int b_r, int shared) {
+  Kernel kernel = sm90(dtype, d, d, b_r, 128, shared, feature::Mask);
+  kernel.wants = feature::Mask;
+  if (b_r > 128) kernel.takes_shape = [](Params const& p) { return p.mask.row == 0; };
   return kernel;
 }
 /// Of calls with dropout, with or without a mask.
 Kernel dropping(DType dtype, int d, int threads, int shared) {
   Kernel kernel = sm90(dtype, d, d, 128, 128, shared, feature::Mask | feature::Dropout);
   kernel.threads = threads;
-  kernel.takes_shape = [](Params const& p) { return p.dropout.seed != nullptr; };
+  kernel.wants = feature::Dropout;
   return kernel;
 }
 Kernel in_parts(int d, int d_v, int b_c, int shared, Features more = 0) {
@@ -112,16 +120,29 @@ Kernel gradients(Kind kind, char const* family, DType dtype, int d, int b_r, int
                  int shared = 98304) {
   return {family, kind, dtype, d, d, b_r, b_c, takes, 256, shared, new_entry(), nullptr, nullptr};
 }
-/// Of calls with a bias that the copy engine brings.
-Kernel beside_a_bias(DType dtype, int d) {
-  Features const takes = Sink | Packed | (kUnlike & ~LeftPadding) | feature::Bias;
-  Kernel kernel = gradients(Kind::AllGradients, "sm90", dtype, d, 64, 128, takes, 220000);
-  kernel.takes_shape = [](Params const& p) { return p.bias.data != nullptr; };
+/// Hopper's that have sums for dQ, of calls without more, or with what they want.
+Kernel adding(DType dtype, int d, int b_c, int shared, Features wants = 0) {
+  Features const takes = Sink | Packed | (kUnlike & ~(wants & feature::Bias ? LeftPadding : 0)) | wants;
+  Kernel kernel = gradients(Kind::AllGradients, "sm90", dtype, d, 64, b_c, takes, shared);
+  kernel.wants = wants;
+  kernel.loop.persistent = true;
+  kernel.loop.splits = wants != feature::Dropout;
+  kernel.loop.any_order = !(wants & (feature::Mask | feature::Dropout));
+  kernel.loop.sectioned = d <= 128;
+  kernel.loop.cluster = d == 192 ? 2 : 1;
+  return kernel;
+}
+/// Hopper's that have none, of calls without pairs.
+Kernel splitting(Kind kind, DType dtype, int d, int b_r, int b_c) {
+  Kernel kernel = gradients(kind, "sm90", dtype, d, b_r, b_c, Sink | Packed | kUnlike);
+  kernel.loop.splits = true;
   return kernel;
 }
 /// Of heads of eight tiles of 64 rows at most.
 Kernel of_heads(DType dtype, int d, Features more = 0) {
   Kernel kernel = gradients(Kind::HeadGradients, "sm90", dtype, d, 64, 128, Sink | Packed | kUnlike | more);
+  kernel.wants = more;
+  kernel.loop.persistent = true;
   kernel.takes_shape = [](Params const& p) { return (p.n_q + 63) / 64 * (p.heads_q / p.heads_kv) <= 8; };
   return kernel;
 }
@@ -136,21 +157,23 @@ Entered of_gradients(DType t) {
   constexpr Features kPlain = Sink | Packed | kUnlike, kAll = kPlain | kScoreMods | kPairs | UnalignedRows;
   constexpr Kind kKeys = Kind::KeyGradients, kRows = Kind::QueryGradients;
   return {
-      gradients(kKeys, "sm90", t, 64, 64, 128, kPlain),
-      gradients(kRows, "sm90", t, 64, 128, 64, kPlain),
-      gradients(kKeys, "sm90", t, 128, 64, 128, kPlain),
-      gradients(kRows, "sm90", t, 128, 128, 64, kPlain),
+      splitting(kKeys, t, 64, 64, 128),
+      splitting(kRows, t, 64, 128, 64),
+      splitting(kKeys, t, 128, 64, 128),
+      splitting(kRows, t, 128, 128, 64),
       gradients(kKeys, "sm80", t, 64, 64, 64, kAll),
       gradients(kRows, "sm80", t, 64, 64, 64, kAll),
       gradients(kKeys, "sm80", t, 128, 64, 32, kAll),
       gradients(kRows, "sm80", t, 128, 64, 64, kAll),
-      gradients(Kind::AllGradients, "sm90", t, 64, 64, 128, kPlain, 200000),
-      gradients(Kind::AllGradients, "sm90", t, 64, 64, 192, kPlain, 225000),
-      gradients(Kind::AllGradients, "sm90", t, 96, 64, 128, kPlain, 220000),
-      gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain, 220000),
-      gradients(Kind::AllGradients, "sm90", t, 192, 64, 128, kPlain, 230000),
-      gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain | feature::Dropout),
-      beside_a_bias(t, 128),
+      adding(t, 64, 128, 200000),
+      adding(t, 64, 192, 225000),
+      adding(t, 96, 128, 220000),
+      adding(t, 128, 128, 220000),
+      adding(t, 192, 128, 230000),
+      adding(t, 128, 128, 98304, feature::Dropout),
+      adding(t, 128, 128, 220000, feature::Bias),
+      adding(t, 128, 128, 220000, feature::Mask),
+      adding(t, 128, 128, 220000, feature::Bias | feature::Mask),
       gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain | feature::kBias),
       of_heads(t, 64),
       of_heads(t, 64, feature::Dropout),
@@ -176,17 +199,20 @@ Entered of_16_bits(DType t) {
       sm90(t, 64, 64, 128, 128, 148480),
       sm90(t, 64, 64, 128, 128, 231424, kScoreMods | kPairs),
       sm90(t, 64, 64, 128, 128, 148480, kScoreMods),
-      bias_alone(t, 64, 192),
+      plain_bias(t, 64, 192),
+      plain_bias(t, 64, 192, feature::Mask),
       sm90(t, 64, 64, 128, 128, 231424, feature::kBias),
-      sm90(t, 64, 64, 128, 128, 165888, feature::Mask),
+      mask_alone(t, 64, 192, 190464),
+      mask_alone(t, 64, 128, 165888),
       dropping(t, 64, 640, 216064),
       sm90(t, 96, 96, 128, 128, 230400),
       sm90(t, 96, 96, 128, 128, 230400, kScoreMods | kPairs),
       sm90(t, 128, 128, 128, 128, 230400),
       sm90(t, 128, 128, 128, 128, 231424, kScoreMods | kPairs),
       sm90(t, 128, 128, 128, 128, 230400, kScoreMods),
-      bias_alone(t, 128, 128),
-      sm90(t, 128, 128, 128, 128, 231424, feature::Mask),
+      plain_bias(t, 128, 128),
+      plain_bias(t, 128, 128, feature::Mask),
+      mask_alone(t, 128, 128, 231424),
       dropping(t, 128, 384, 231424),
       sm90(t, 192, 128, 128, 112, 226304),
       sm90(t, 192, 128, 128, 112, 226304, kScoreMods),

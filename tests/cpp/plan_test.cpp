@@ -87,7 +87,7 @@ struct Call {
     p.bias = {somewhere<void>(), BiasType::BFloat16, 0, 0, row, 1};
     return *this;
   }
-  Call& mask() { return p.mask.bits = somewhere<uint32_t>(), *this; }
+  Call& mask(int64_t row = 0) { return p.mask.bits = somewhere<uint32_t>(), p.mask.row = row, *this; }
   Call& dropout() { return p.dropout.seed = somewhere<int64_t>(), *this; }
   Call& sink() { return p.sink = somewhere<float>(), *this; }
   Call& lengths() { return p.seqused_k = somewhere(), *this; }
@@ -276,6 +276,9 @@ TEST(Plan, OfOneThingThatChangesScoresHasAKernelOfItsOwn) {
     padded.p.leftpad_k = somewhere();
     EXPECT_EQ(mods_of(padded), scattered);
     EXPECT_EQ(mods_of(call().mask()), feature::Mask);
+    EXPECT_EQ(plan_of(call().mask()).kernel->block_r, head_dim == 64 ? 192 : 128) << "of keys alone";
+    EXPECT_EQ(plan_of(call().mask(64)).kernel->block_r, 128) << "tiles of 192 rows see more blocks of a mask of 128";
+    EXPECT_EQ(mods_of(call().bias(2048).mask(64)), feature::Bias | feature::Mask);
     EXPECT_EQ(mods_of(call().dropout()), drops);
     EXPECT_EQ(mods_of(call().mask().dropout().sink().lengths()), drops);
     for (Call const& both :

@@ -261,8 +261,8 @@ def test_a_bias_of_rows_that_a_window_leaves_behind(target, n_q, n_kv, left, d):
 
 
 # batch, n_q, n_kv, heads, heads_kv, d: as in test_backward.py, whose kernels go through tiles as Hopper's do of a call
-# that has nothing but a bias, which the copy engine brings.
-BIAS_ALONE = {
+# that has nothing but a bias, which the copy engine brings, a mask, or both.
+PLAIN_LOOP = {
     "few tiles, split by heads": (1, 600, 600, 16, 1, 64),
     "few tiles, split by both": (2, 520, 700, 12, 2, 128),
     "one head": (1, 900, 1000, 1, 1, 64),
@@ -275,13 +275,56 @@ BIAS_ALONE = {
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softmax_scale": 0.3, "window": (300, 10)}], ids=str)
-@pytest.mark.parametrize("shape", BIAS_ALONE)
+@pytest.mark.parametrize("shape", PLAIN_LOOP)
 def test_gradients_beside_a_bias_alone(hopper, shape, options):
-    batch, n_q, n_kv, heads, heads_kv, d = BIAS_ALONE[shape]
+    batch, n_q, n_kv, heads, heads_kv, d = PLAIN_LOOP[shape]
     q, k, v = hopper.qkv(batch, n_q, heads, d, n_kv=n_kv, heads_kv=heads_kv)
     for dims in ("1h", "b1", "bh") if batch < 80 else ("1h",):  # of "bh" dBias is dS, which is written as it is made
         bias = bias_of(hopper, shape_of(dims + "i", q, k), hopper.dtype, 0.1)
         check(hopper, q, k, v, bias=bias, sink=hopper.vector(heads), **options)
+
+
+def masks_of(target, batch, n_q, n_kv):
+    """Of padding, and of blocks of 128 by 128, half of them hidden, with a sequence that sees nothing where there are
+    several; and of single pairs."""
+    lengths = torch.randint(1, n_kv + 1, (batch, 1, 1, 1), device=target.device)
+    yield torch.arange(n_kv, device=target.device) < lengths
+    blocks = mask_of(target, (batch, 1, -(-n_q // 128), -(-n_kv // 128)), 0.5)
+    blocks[1:2] = False
+    yield blocks.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :n_q, :n_kv]
+    yield mask_of(target, (1, 1, n_q, n_kv))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softmax_scale": 0.3, "window": (300, 10)}], ids=str)
+@pytest.mark.parametrize("shape", PLAIN_LOOP)
+def test_gradients_beside_a_mask(hopper, shape, options):
+    """Alone, beside a bias that sequences share, and beside one that none do, whose gradient is dS."""
+    batch, n_q, n_kv, heads, heads_kv, d = PLAIN_LOOP[shape]
+    q, k, v = hopper.qkv(batch, n_q, heads, d, n_kv=n_kv, heads_kv=heads_kv)
+    for mask, dims in zip(masks_of(hopper, batch, n_q, n_kv), ("", "1h", "bh" if batch < 80 else ""), strict=True):
+        check(hopper, q, k, v, mask=mask, **options)
+        if dims:
+            bias = bias_of(hopper, shape_of(dims + "i", q, k), hopper.dtype, 0.1)
+            check(hopper, q, k, v, mask=mask, bias=bias, sink=hopper.vector(heads), **options)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("n_q", [512, 700])
+def test_a_mask_of_keys_has_taller_tiles(hopper, n_q, d):
+    """Which on Hopper have three warpgroups at head_dim 64: rows that fill them and not, padding in front, windows."""
+    q, k, v = hopper.qkv(16, n_q, 12, d, n_kv=600, heads_kv=4)
+    mask = mask_of(hopper, (16, 1, 1, 600))
+    mask[0], mask[1, ..., :300], mask[2, ..., 128:] = False, False, False
+    for options in ({}, {"causal": True}, {"window": (200, 3), "leftpad_k": hopper.int32([3, 130] + 14 * [0])}):
+        check(hopper, q, k, v, mask=mask, **options, backward=False)
+
+
+@pytest.mark.parametrize("shape", ["dq beside tiles", "wide, dq beside tiles", "short"])
+def test_gradients_beside_dropout_alone(hopper, shape):
+    batch, n_q, n_kv, heads, heads_kv, d = PLAIN_LOOP[shape]
+    q, k, v = hopper.qkv(batch, n_q, heads, d, n_kv=n_kv, heads_kv=heads_kv)
+    for options in ({}, {"causal": True}, {"leftpad_k": hopper.int32([i % 5 for i in range(batch)])}):
+        check(hopper, q, k, v, dropout_p=0.2, dropout_seed=seed_of(hopper), **options)
 
 
 @pytest.mark.parametrize("d", [64, 128])

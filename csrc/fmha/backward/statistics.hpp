@@ -109,20 +109,29 @@ inline __global__ void __launch_bounds__(kStatisticsThreads)
   int64_t const first = StatisticsRows(params).first(params, sequence, b, head) + row0,
                 result_row0 = sequence.result_row0(params, head, 0);
   float const least = lse_without_keys(params, head);
-  __shared__ uint32_t empty[kTile / 32];
-  if (threadIdx.x < kTile / 32) empty[threadIdx.x] = 0;
-  __syncthreads();
-  CUTE_NO_UNROLL
-  for (int row = row0 + threadIdx.x / 16; row < row0 + kTile; row += kStatisticsThreads / 16) {
-    float const lse = row < n_q ? params.lse[result_row0 + row] : 0.f;
-    bool const asked = row < n_q && !(lse > least) && sequence.visibility.keys_of_row(row).size() > 0;
-    if (sees_some(params, sequence, b, head, row, asked, lane) || lane != 0) continue;
-    atomicOr(&empty[row % kTile / 32], 1u << row % 32);
-    // `out` is 0, and its gradient may be anything.
-    if (lse > -INFINITY && !params.delta)
-      params.row_statistics[first + row - row0].delta = params.dlse ? -params.dlse[result_row0 + row] : 0.f;
+  __shared__ uint32_t asked[kTile / 32], empty[kTile / 32];  // a bit for each row
+  if (threadIdx.x < kTile) {
+    int const row = row0 + threadIdx.x;
+    bool const may_be_empty =
+        row < n_q && !(params.lse[result_row0 + row] > least) && sequence.visibility.keys_of_row(row).size() > 0;
+    uint32_t const rows = __ballot_sync(0xffffffffu, may_be_empty);
+    if (threadIdx.x % 32 == 0) asked[threadIdx.x / 32] = rows, empty[threadIdx.x / 32] = 0;
   }
   __syncthreads();
+  uint32_t any = 0;
+  for (uint32_t const rows : asked) any |= rows;
+  if (any) {  // of most tiles there is nothing to look at
+    CUTE_NO_UNROLL
+    for (int row = row0 + threadIdx.x / 16; row < row0 + kTile; row += kStatisticsThreads / 16) {
+      bool const is_asked = asked[row % kTile / 32] >> row % 32 & 1;
+      if (sees_some(params, sequence, b, head, row, is_asked, lane) || lane != 0) continue;
+      atomicOr(&empty[row % kTile / 32], 1u << row % 32);
+      // `out` is 0, and its gradient may be anything.
+      if (params.lse[result_row0 + row] > -INFINITY && !params.delta)
+        params.row_statistics[first + row - row0].delta = params.dlse ? -params.dlse[result_row0 + row] : 0.f;
+    }
+    __syncthreads();
+  }
   if (threadIdx.x < kTile / 32) params.empty_rows[first / 32 + threadIdx.x] = empty[threadIdx.x];
 }
 

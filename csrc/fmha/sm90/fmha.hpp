@@ -276,35 +276,21 @@ struct CopiedBias {
 
   /// Adds `factor` times as much to scores.
   template <class ScoreTensor>
-  CUTE_DEVICE void add(ScoreTensor& S, BiasType type, float factor) {
-    auto const add = [&](auto const& floats_of_word) {
-      CUTE_UNROLL
-      for (int n = 0; n < kLoads; ++n) {
-        auto& here = words[kAhead ? n : 0];
-        if constexpr (!kAhead) load(n, here);
+  CUTE_DEVICE void add(ScoreTensor& S, BiasType type, float factor) const {
+    add_bias_of_quads<kLoads>(S, factor, type, [&](int n, uint32_t (&x)[4]) {
+      if constexpr (kAhead) {
         CUTE_UNROLL
-        for (int w = 0; w < 4; ++w) {
-          float2 const x = floats_of_word(here[w]);
-          int const i = w % 2, j = n * 4 + w / 2 * 2;
-          S(i, j) = fmaf(x.x, factor, S(i, j));
-          S(i, j + 1) = fmaf(x.y, factor, S(i, j + 1));
-        }
+        for (int w = 0; w < 4; ++w) x[w] = words[n][w];
+      } else {
+        load(n, x);
       }
-    };
-    if (type == BiasType::Float16) {
-      add([](uint32_t word) { return floats_of(word, BiasType::Float16); });
-    } else {
-      add([](uint32_t word) { return floats_of(word, BiasType::BFloat16); });
-    }
+    });
   }
 
  private:
   CUTE_DEVICE void load(int n, uint32_t (&to)[4]) const {
     // Chunks of 16 bytes are swizzled by exclusive or within 128, so that those of load n are off by its bits.
-    uint32_t const at = (from ^ n * 16 % kPanel * 2) + n * 16 / kPanel * kAtomRows * kPanel * 2;
-    asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(at));
+    load_matrices((from ^ n * 16 % kPanel * 2) + n * 16 / kPanel * kAtomRows * kPanel * 2, to);
   }
 };
 
@@ -694,12 +680,15 @@ struct FMHA {
   static constexpr Kind kKind = Kind::Persistent;
   // Whether parts hold a sequence may depend on the others of the batch.
   static constexpr Features kTakes = Traits::Mods | feature::Sink | feature::Packed |
-                                     (feature::kUnlike & ~(Traits::BiasAlone ? feature::LeftPadding : 0)) |
+                                     (feature::kUnlike & ~(Traits::PlainBias ? feature::LeftPadding : 0)) |
                                      feature::FewerKeys | feature::Pages |
-                                     (Traits::Parts == 1 ? feature::FixedSplits | feature::Float32Results : 0);
+                                     (Traits::Parts == 1 ? feature::FixedSplits | feature::Float32Results : 0),
+                            kWants = Traits::PlainBias || Traits::MaskAlone ? Traits::Mods
+                                     : Traits::AlwaysDrops                  ? feature::Dropout
+                                                                            : 0;
   static bool takes_shape(Params const& params) {
-    if (Traits::BiasAlone && !(has_bias(params) && (is_copyable(bias_of(params)) || shares_bias(params)))) return false;
-    return !Traits::AlwaysDrops || has_dropout(params);
+    if (Traits::OfKeysAlone && params.mask.row != 0) return false;
+    return !Traits::PlainBias || is_copyable(bias_of(params)) || shares_bias(params);
   }
   static_assert(kSharedBytes <= 227 * 1024, "what a block can have on Hopper");
   static_assert(Traits::Consumers > 1, "warpgroups take turns with each other");

@@ -148,14 +148,16 @@ CUTE_DEVICE void look(Params const& params, Job<Consumers, true>& job) {
   CUTE_NO_UNROLL
   for (int word = 0; word * 32 < tiles; ++word) {
     int const tile0 = first + word * 32;
-    uint32_t seen_here = 0;
+    uint32_t seen_here = 0, whole_here = 0;
     CUTE_NO_UNROLL
     for (int warpgroup = 0; warpgroup < Consumers; ++warpgroup) {
-      int const row = job.token0 + warpgroup * kAtomRows, key = (tile0 + lane) * B_c;
-      Seen seen{false, false};
-      if (word * 32 + lane < tiles) seen = job.pairs.seen_of(params, {row, row + kAtomRows}, {key, key + B_c});
-      seen_here |= __ballot_sync(0xffffffffu, seen.some);
-      uint32_t const whole_here = __ballot_sync(0xffffffffu, seen.all);
+      if (warpgroup == 0 || params.mask.row != 0) {  // else all rows see the same
+        int const row = job.token0 + warpgroup * kAtomRows, key = (tile0 + lane) * B_c;
+        Seen seen{false, false};
+        if (word * 32 + lane < tiles) seen = job.pairs.seen_of(params, {row, row + kAtomRows}, {key, key + B_c});
+        seen_here |= __ballot_sync(0xffffffffu, seen.some);
+        whole_here = __ballot_sync(0xffffffffu, seen.all);
+      }
       if (lane == 0) job.all[warpgroup][word] = whole_here;
     }
     if (lane == 0) job.some[word] = seen_here;

@@ -7,6 +7,7 @@
 
 #include "../mma/wgmma.hpp"
 #include "../operand.hpp"
+#include "../params.hpp"
 #include "../registers.hpp"
 #include "../swizzle.hpp"
 #include "../visibility.hpp"
@@ -105,6 +106,44 @@ struct TileMask {
     }
   }
 };
+
+/// Four matrices of 8 by 8 numbers of 16 bits in shared memory, a row of which begins at the lane's address; and the
+/// same the other way round in registers.
+CUTE_DEVICE void load_matrices(uint32_t from, uint32_t (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from));
+}
+CUTE_DEVICE void load_across(uint32_t from, uint32_t (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from));
+}
+
+/// Adds the bias times `factor` to scores, of which `load` brings words of `Sixteens` times 16 columns: of the thread's
+/// two rows, and of those 8 columns further.
+template <int Sixteens, class ScoreTensor, class Load>
+CUTE_DEVICE void add_bias_of_quads(ScoreTensor& S, float factor, BiasType type, Load const& load) {
+  auto const add = [&](auto const& floats) {
+    CUTE_UNROLL
+    for (int m = 0; m < Sixteens; ++m) {
+      uint32_t x[4];
+      load(m, x);
+      CUTE_UNROLL
+      for (int r = 0; r < 4; ++r) {
+        float2 const two = floats(x[r]);
+        int const i = r % 2, j = 4 * m + r / 2 * 2;
+        S(i, j) = fmaf(two.x, factor, S(i, j));
+        S(i, j + 1) = fmaf(two.y, factor, S(i, j + 1));
+      }
+    }
+  };
+  if (type == BiasType::Float16) {
+    add([](uint32_t x) { return floats_of(x, BiasType::Float16); });
+  } else {
+    add([](uint32_t x) { return floats_of(x, BiasType::BFloat16); });
+  }
+}
 
 /// Writes a warp's 16 rows of O, as far as they exist, in 16 bits: in pass i of four a lane's row 4i + lane / 8 to
 /// `to + offset_of(i)`. Through 16 rows of shared memory that are the warp's own, so that global memory is written 16

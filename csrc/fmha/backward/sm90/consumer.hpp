@@ -183,13 +183,20 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if constexpr (Traits::ReadsStatistics && Traits::Cluster == 1) {
       shared.empty[stage].arrive();  // every lane for itself: each has read statistics
     } else {
-      if constexpr (Traits::ReadsStatistics) __syncwarp();  // all have read them
+      if constexpr (Traits::ReadsStatistics || Traits::SkipsTiles) __syncwarp();  // all have read them
       release_streamed(shared.empty[stage]);
     }
   };
   // What pairs have: bias and mask go into the scores, what dropout draws into P and dP.
   [[maybe_unused]] TilePairs<Traits> tile_pairs;
   [[maybe_unused]] BiasAhead<Traits> bias_ahead;
+  // What the copying warp says of the tile that passes by, and of the next one: where nothing but a mask, and a bias,
+  // changes scores, in registers before the turn begins, which takes 1 to 4% less time.
+  [[maybe_unused]] StreamedTile here, next_here;
+  [[maybe_unused]] auto const said_of = [&](int stage) -> StreamedTile const& {
+    if constexpr (Traits::PlainMask) return here;
+    return shared.at[stage];
+  };
 
   [[maybe_unused]] float row_sum[2] = {};  // of P in parts, where rows are in hand
   // From the products in S to P, an operand, and in S to P times the derivative of the score.
@@ -212,12 +219,14 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
         score_mod.template apply<true>(S, offset, offset_of);
       }
     }
-    if constexpr (Traits::BiasAlone) {
+    if constexpr (Traits::PlainBias) {
       bias_ahead.add(S, reciprocal(ScoreMod::gradient_scale(params)), dtype_of_bias(params), shared, row_block,
                      ring_v.stage);
-    } else if constexpr (kChanged && Traits::Hides) {
-      if (tile_pairs.has_bias(params)) tile_pairs.add_bias(S, tile.bias_unit, params, shared, tile, shared.at[stage]);
-      if (tile_pairs.is_mixed(shared.at[stage])) tile_pairs.hide(S);
+    } else if constexpr (kChanged && (Traits::Mods & feature::Bias)) {
+      if (has_bias(params)) tile_pairs.add_bias(S, tile.bias_unit, params, shared, tile, said_of(stage));
+    }
+    if constexpr (kChanged && (Traits::Mods & feature::Mask)) {
+      if (tile_pairs.is_mixed(said_of(stage))) tile_pairs.hide(S);
     }
     if (!unmasked.contains(t)) {
       ConsumerThread const thread;
@@ -374,12 +383,12 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   // What the tile of a stage, the next one, wants, by the body of a turn that comes before.
   [[maybe_unused]] int changed_next = 0;
   [[maybe_unused]] auto const ask_for = [&](auto changed, int stage, int t, int head) {
+    if constexpr (Traits::PlainBias) bias_ahead.take(shared, row_block, stage);
     if constexpr (Traits::DropsAlone) {
       tile_pairs.draw_for(params, tile, t, head);
-    } else if constexpr (Traits::BiasAlone) {
-      bias_ahead.take(shared, row_block, stage);
-    } else {
+    } else if constexpr (Traits::SkipsTiles) {
       StreamedTile const& next = shared.at[stage];
+      if constexpr (Traits::PlainMask) next_here = next;
       if constexpr (Traits::TwoBodies)
         changed_next = decltype(changed)::value && tile_pairs.changes_every_tile(params) ? 1 : next.mixed;
       tile_pairs.template ask<decltype(changed)::value>(params, shared, tile, next);
@@ -400,8 +409,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     auto const wait_for_next = [&] {
       if (turn + 1 < turns) shared.full[next.stage].wait_for(next.phase);
     };
-    int const t = Traits::SkipsTiles ? shared.at[stage].tile : order.t(),
-              head = Traits::SkipsTiles ? shared.at[stage].head : order.head;
+    if constexpr (Traits::PlainMask) here = next_here;
+    int const t = Traits::SkipsTiles ? said_of(stage).tile : order.t(),
+              head = Traits::SkipsTiles ? said_of(stage).head : order.head;
     shared.full_v[stage_v].wait_for(ring_v.phase);
     if constexpr (SumsS) issue_dp(cdP, stage_v, stage);
     weigh(changed, stage, t, head);
@@ -412,9 +422,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       if constexpr (Traits::Pairs) statistics.read_deltas(stage);
       wait_for_next();
     }
-    if constexpr (AddsQ && Traits::Pairs) {
+    if constexpr (AddsQ && Traits::Pairs && Traits::Mods != feature::Mask) {
       // In front of the wait for dP: behind it the assembler puts most of the weights, too, and dV's product begins
-      // when the gradients have been worked out.
+      // when the gradients have been worked out. A mask alone makes no more of weights than visibility does.
       issue_dv(stage_v);
       warpgroup_wait<1>();
     } else {
@@ -422,7 +432,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       if constexpr (SumsP) issue_dv(stage_v);
     }
     if constexpr (SumsS) take_gradients(changed, cdP, stage);
-    if constexpr (Traits::BiasAlone) {
+    if constexpr (Traits::PlainBias) {
       if (params.stores_dbias) store_dbias(params, tile, t, head, words_ds);
     }
     if constexpr (AddsQ) {
@@ -478,7 +488,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       ds.advance();
     }
     warpgroup_wait<0>();
-    if constexpr (AddsQ && Traits::SkipsTiles) due.to = shared.at[stage].sums;
+    if constexpr (AddsQ && Traits::SkipsTiles) due.to = said_of(stage).sums;
     release_rows(stage);
     ring = next;
     if constexpr (!Standing<Traits>::kOneForValues) ring_v.advance();

@@ -208,27 +208,8 @@ struct WarpBias {
   template <class ScoreTensor>
   CUTE_DEVICE void add(ScoreTensor& S, BiasType type, float factor, int lane) const {
     uint32_t const from = cast_smem_ptr_to_uint(data) + at(lane % 16, lane / 16);
-    auto const add = [&](auto const& floats) {
-      CUTE_UNROLL
-      for (int m = 0; m < kChunks / 2; ++m) {
-        uint32_t x[4];
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                     : "r"(from ^ (m * 32)));
-        CUTE_UNROLL
-        for (int r = 0; r < 4; ++r) {
-          int const i = r % 2, j = 4 * m + r / 2 * 2;
-          float2 const pair = floats(x[r]);
-          S(i, j) = fmaf(pair.x, factor, S(i, j));
-          S(i, j + 1) = fmaf(pair.y, factor, S(i, j + 1));
-        }
-      }
-    };
-    if (type == BiasType::Float16) {
-      add([](uint32_t x) { return floats_of(x, BiasType::Float16); });
-    } else {
-      add([](uint32_t x) { return floats_of(x, BiasType::BFloat16); });
-    }
+    add_bias_of_quads<kChunks / 2>(S, factor, type,
+                                   [&](int m, uint32_t (&x)[4]) { load_matrices(from ^ (m * 32), x); });
   }
 };
 

@@ -30,38 +30,6 @@ CUTE_DEVICE int part_of_warp() {
   return threadIdx.x / 32 % (4 * Traits::Consumers);
 }
 
-/// Four matrices of 8 by 8 numbers of 16 bits in shared memory, whose rows are the other way round in registers.
-CUTE_DEVICE void load_across(uint32_t from, uint32_t (&x)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(from));
-}
-
-/// Adds the bias times `factor` to scores, of which `load` brings words of `Sixteens` times 16 columns: of the thread's
-/// two rows, and of those 8 columns further.
-template <int Sixteens, class ScoreTensor, class Load>
-CUTE_DEVICE void add_bias_of_quads(ScoreTensor& S, float factor, BiasType type, Load const& load) {
-  auto const add = [&](auto const& floats) {
-    CUTE_UNROLL
-    for (int m = 0; m < Sixteens; ++m) {
-      uint32_t x[4];
-      load(m, x);
-      CUTE_UNROLL
-      for (int r = 0; r < 4; ++r) {
-        float2 const two = floats(x[r]);
-        int const i = r % 2, j = 4 * m + r / 2 * 2;
-        S(i, j) = fmaf(two.x, factor, S(i, j));
-        S(i, j + 1) = fmaf(two.y, factor, S(i, j + 1));
-      }
-    }
-  };
-  if (type == BiasType::Float16) {
-    add([](uint32_t x) { return floats_of(x, BiasType::Float16); });
-  } else {
-    add([](uint32_t x) { return floats_of(x, BiasType::BFloat16); });
-  }
-}
-
 /// What pairs have in a warp's scores of a tile: its 16 rows or keys in hand, `Step` of the other side.
 template <class Traits>
 class TilePairs {
@@ -111,11 +79,13 @@ class TilePairs {
   CUTE_DEVICE void ask(BackwardParams const& params, Shared& shared, Tile const& tile, StreamedTile const& next) {
     Place<Tile> const place(tile, next.tile);
     auto const pairs = [&] { return place.pairs(params, next.head); };
-    if (Changed && has_bias(params) && tile.bias_in_chunks) {
-      if constexpr (OfKeys) {
-        copy_bias_across(params, shared, place, next.bias_row);
-      } else {
-        copy_bias(params, shared, place, pairs());
+    if constexpr (Changed && (Traits::Mods & feature::Bias) && !Traits::PlainBias) {
+      if (cutlass_ext::has_bias(params) && tile.bias_in_chunks) {
+        if constexpr (OfKeys) {
+          copy_bias_across(params, shared, place, next.bias_row);
+        } else {
+          copy_bias(params, shared, place, pairs());
+        }
       }
     }
     if (is_mixed(next)) read_mask(params, place, OfKeys ? tile.pairs : pairs(), next);
@@ -280,9 +250,7 @@ class TilePairs {
       if constexpr (OfKeys) {
         load_across(from + m * 512, x);
       } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                     : "r"(from ^ (m * 32)));
+        load_matrices(from ^ (m * 32), x);
       }
     });
   }
@@ -295,7 +263,7 @@ class TilePairs {
     for (int i = 0; i < 2; ++i) {
       if constexpr (OfKeys) {
         static_assert(Words == 2, "a vector");
-        unsigned const key = min(place.key + along + row_of(i) + pairs.leftpad, params.n_kv - 1);
+        unsigned const key = min(place.key + along + row_of(i) + place.tile.sequence.leftpad, params.n_kv - 1);
         if (params.mask.row == 0) {  // the same for all rows
           seen_[i][0] = seen_[i][1] = 0 - (__ldg(next.mask + key / 32) >> key % 32 & 1);
         } else {

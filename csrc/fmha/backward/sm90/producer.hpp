@@ -33,6 +33,14 @@ CUTE_DEVICE void know_rows(BackwardParams const& params, typename Traits::Shared
   }
 }
 
+/// By a whole warp without which nobody works on a tile: waits until its section's sums have a place, in a launch by
+/// sections.
+template <class Traits>
+CUTE_DEVICE void wait_for_section(BackwardParams const& params, GradientTile<Traits> const& tile) {
+  if (!params.sections) return;
+  while (!is_ready(params, tile.section)) __nanosleep(100);
+}
+
 /// Has L2 fetch `bytes` of memory, a multiple of 16.
 CUTE_DEVICE void prefetch_bulk(void const* data, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(data), "r"(bytes) : "memory");
@@ -50,28 +58,22 @@ struct StatisticsCopy {
   float per_scale;
   RingPosition<Traits::Stages> ring{};
   uint32_t bias_phase = 0;
-  int section = 0;  // of a launch by sections: that before whose place is free
 
   CUTE_DEVICE StatisticsCopy(BackwardParams const& params, typename Traits::Maps const& maps,
                              typename Traits::SharedStorage& shared)
       : params(params), maps(maps), shared(shared), per_scale(1.f / ScoreMod::query_scale(params)) {}
 
   CUTE_DEVICE void operator()(GradientTile<Traits> const& tile) {
-    StreamOrder<Traits> order(params, tile, tile.tiles);
     bool const is_first = !params.sections && tile.begins_head() && threadIdx.x % 32 == 0;
-    if (Traits::Sectioned && params.sections && tile.section != section) {  // nobody works on the tile before
-      section = tile.section;
-      while (!is_ready(params, section)) __nanosleep(100);
-    }
-    for (int left = tile.turns(params); left > 0; --left, order.advance(params, tile, tile.tiles)) {
+    if constexpr (Traits::Sectioned) wait_for_section(params, tile);
+    for_each_passing(params, tile, [&](PassingTile of) {
       int64_t const row =
-          StatisticsRows(params).first(params, tile.sequence, tile.work.batch, order.head) + order.t() * Traits::Step;
+          StatisticsRows(params).first(params, tile.sequence, tile.work.batch, of.head) + of.t * Traits::Step;
       if (is_first)
-        prefetch_bulk(sums_of_tile(params, tile, order.head, order.t()),
-                      Traits::Step * Traits::HeadDim * sizeof(float));
+        prefetch_bulk(sums_of_tile(params, tile, of.head, of.t), Traits::Step * Traits::HeadDim * sizeof(float));
       bring(params.row_statistics + row);
-      if constexpr (Traits::BiasAlone) copy_bias(tile, order.head, order.t());
-    }
+      if constexpr (Traits::PlainBias) copy_bias(tile, of.head, of.t);
+    });
   }
 
  private:
@@ -176,6 +178,7 @@ struct StreamCopy {
     auto const* const empty_held = empty_rows(!Traits::OfKeys, tile.head_q, tile.work.row0, Held);
     // Heads of few rows pass by so fast that what the next tile begins with is fetched while the one before ends: (256,
     // 128, 16, 64) takes 257 us for 268, (32, 512, 32, 64) 457 for 462. Of longer heads 1 to 2% more, in full.
+    if constexpr (Traits::Sectioned && !Traits::FoldsStatistics && !OfValues) wait_for_section(params, tile);
     if constexpr (Traits::HoldsSums) {
       auto const prefetch = [&](CUtensorMap const& map, int row, int head) {
         SM90_TMA_LOAD_4D::PREFETCH::copy(&map, 0, row, head, batch);
@@ -232,8 +235,9 @@ struct StreamCopy {
       for (int first = 0; first < Step; first += kBox)
         copy_box<Step, Columns>(map_streamed, barrier, to + first * kPanel, row + first, head, batch, kHint);
     };
-    // `whole`: the head's tiles that a mask leaves whole; null: all.
-    auto const copy_streamed = [&](int head_q, int t, int64_t statistics, uint32_t const* whole) {
+    auto const copy_streamed = [&](PassingTile of) {
+      int const head_q = of.head, t = of.t;
+      int64_t const statistics = statistics_of(Traits::OfKeys ? head_q : tile.head_kv);
       int const head = Traits::OfKeys ? head_q : tile.head_kv, first = t * Step, at = tile.streamed_row0 + first;
       Range const here = counting(Traits::OfKeys ? query_rows : keys, first, Step);
       auto* const to = streamed + ring.stage * Step * Columns;
@@ -246,13 +250,13 @@ struct StreamCopy {
             if (!leader) return;
             if constexpr (Traits::SkipsTiles && !OfValues) {
               auto& says = shared.at[ring.stage];
-              says.tile = t, says.head = head_q, says.mixed = whole && !(__ldg(whole + t / 32) >> t % 32 & 1);
+              says.tile = t, says.head = head_q, says.mixed = of.mixed;
               if constexpr (Traits::OfKeys) {
                 if (says.mixed) says.mask = TilePairs<Traits>::mask_of_tile(params, tile.work.batch, head_q, t);
                 if (has_bias(params) && tile.bias_in_chunks)
                   says.bias_row = tile.pairs.bias_row(params, head_q - tile.head_q, t * Step);
               }
-              if constexpr (Traits::AddsToQueries) says.sums = params.dq_sums + (statistics + first) * Traits::HeadDim;
+              if constexpr (Traits::AddsToQueries) says.sums = sums_of_tile(params, tile, head_q, t);
             }
             barrier.arrive_and_expect_tx(Step * Columns * sizeof(Part) + StatisticsBytes);
             copy_rows(barrier, to, at, head, cut);
@@ -265,26 +269,14 @@ struct StreamCopy {
           empty_streamed);
       ring.advance();
     };
-    if constexpr (Traits::AnyOrder) {
-      StreamOrder<Traits> order(params, tile, tile.tiles);
-      for (int left = turns; left > 0; --left, order.advance(params, tile, tile.tiles)) {
-        // With one place left to fill, or one tile to fill it with: the tile in hand before has ended, or ends soon.
-        if constexpr (Traits::Sectioned && OfValues) {
-          if (left - 1 == max(turns - Traits::StagesV, 0)) count_ended();
-        }
-        copy_streamed(order.head, order.t(), statistics_of(order.head), nullptr);
+    for_each_passing(params, tile, [&](PassingTile of) {
+      // With one place left to fill, or one tile to fill it with: the tile in hand before has ended, or ends soon.
+      if constexpr (Traits::Sectioned && OfValues) {
+        if (of.left - 1 == max(turns - Traits::StagesV, 0)) count_ended();
       }
-      if (Traits::Sectioned && OfValues && params.sections) ended = tile.section;
-    } else {
-      for (int head_q = tile.head_q; head_q < tile.head_q + tile.heads; ++head_q) {
-        int64_t const statistics = statistics_of(Traits::OfKeys ? head_q : tile.head_kv);
-        uint32_t const *const seen = tile.map(params, head_q, TileMap::Seen), *const whole = tile.map(params, head_q,
-                                                                                                      TileMap::Whole);
-        for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {
-          if (!seen || __ldg(seen + t / 32) >> t % 32 & 1) copy_streamed(head_q, t, statistics, whole);
-        }
-      }
-    }
+      copy_streamed(of);
+    });
+    if (Traits::Sectioned && OfValues && params.sections) ended = tile.section;
   }
 
   /// Copies what of the keys of the cluster's other CTA the products of its dS want: two panels of columns.

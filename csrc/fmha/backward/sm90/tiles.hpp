@@ -77,10 +77,12 @@ struct GradientTile {
         sums_row0 = (int64_t(section % kSectionsOfSums) * of_section + pair) * heads * params.rows_a_head;
       }
     }
-    if (!Traits::Pairs || Traits::BiasAlone || !has_pairs(params)) return;
-    pairs = PairMod(params, sequence, work.batch, head_q);
-    bias_in_chunks = pairs.bias_in_chunks(params, heads) && !(Traits::OfKeys && bias_of(params).row == 0);
-    bias_unit = ScoreMod::changes(params) ? kLog2e : 1.f / ScoreMod::gradient_scale(params);
+    if (!Traits::Pairs || Traits::IsPlain || !has_pairs(params)) return;
+    pairs = PairMod(specialised<Traits::Mods>(params), sequence, work.batch, head_q);
+    if constexpr (Traits::Mods & feature::Bias) {
+      bias_in_chunks = pairs.bias_in_chunks(params, heads) && !(Traits::OfKeys && bias_of(params).row == 0);
+      bias_unit = ScoreMod::changes(params) ? kLog2e : 1.f / ScoreMod::gradient_scale(params);
+    }
   }
 
   /// In hand that exist; of a cluster's last tile the second CTA may have none.
@@ -103,13 +105,16 @@ struct GradientTile {
     return params.tile_map + of.first(work.batch, head, work.row0 / Traits::Held, plane);
   }
   /// Counts them, a warp for all.
-  CUTE_DEVICE int count_seen(BackwardParams const& params) const {
+  CUTE_DEVICE void count_seen(BackwardParams const& params) {
+    if (!params.tile_map) return;
     int count = 0;
     for (int g = 0; g < heads; ++g) {
       uint32_t const* const seen = map(params, head_q + g, TileMap::Seen);
       for (int t = tiles.begin + threadIdx.x % 32; t < tiles.end; t += 32) count += __ldg(seen + t / 32) >> t % 32 & 1;
     }
-    return __reduce_add_sync(0xffffffffu, count);
+    count = __reduce_add_sync(0xffffffffu, count);
+    if (threadIdx.x % 32 == 0) seen_tiles = count;
+    __syncwarp();
   }
 };
 
@@ -151,6 +156,33 @@ struct StreamOrder {
     return by_rows(params) ? params.rows_a_head : Traits::Step;
   }
 };
+
+/// A tile that passes by the one in hand: of which head, how many are left with it, and whether a mask hides some of
+/// its pairs.
+struct PassingTile {
+  int head, t, left;
+  bool mixed;
+};
+
+/// Has each of them copied, in turn: of those that a mask may hide, the ones that it does not.
+template <class Traits, class Copy>
+CUTE_DEVICE void for_each_passing(BackwardParams const& params, GradientTile<Traits> const& tile, Copy const& copy) {
+  int left = tile.turns(params);
+  if constexpr (!Traits::SkipsTiles) {
+    StreamOrder<Traits> order(params, tile, tile.tiles);
+    for (; left > 0; --left, order.advance(params, tile, tile.tiles))
+      copy(PassingTile{order.head, order.t(), left, false});
+  } else {
+    for (int head = tile.head_q; left > 0; ++head) {
+      uint32_t const *const seen = tile.map(params, head, TileMap::Seen), *const whole =
+                                                                              tile.map(params, head, TileMap::Whole);
+      for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {
+        auto const says = [&](uint32_t const* of) { return !of || __ldg(of + t / 32) >> t % 32 & 1; };
+        if (says(seen)) copy(PassingTile{head, t, left--, !says(whole)});
+      }
+    }
+  }
+}
 
 /// The CTA's tiles in turn, as all warps but the one that takes them see them.
 template <class Traits>
@@ -261,11 +293,12 @@ struct TileTaker {
       index = take(leader);
       exists = index < static_cast<unsigned>(params.scheduler.size());
       if (exists && leader) {
-        slot = GradientTile<Traits>(params, index, at_image);
+        new (&slot) GradientTile<Traits>(params, index, at_image);  // in place: 50 bytes less spilled beside dropout
         slot.held_phase = held_phase;
         if (Traits::HoldsSums && slot.is_empty) slot.tiles = {0, 0};  // a head without keys, whose dQ is 0
       }
       __syncwarp();
+      if (Traits::SkipsTiles && exists) slot.count_seen(params);
       if (Traits::HoldsSums && exists) goes_on = !slot.ends_head();
     } while (exists && slot.is_empty && !Traits::HoldsSums);
     if (leader) {

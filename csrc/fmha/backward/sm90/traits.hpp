@@ -6,10 +6,10 @@
 
 #include "../../features.hpp"
 #include "../../sm90/warpgroup.hpp"
-#include "bias_alone.hpp"
 #include "columns.hpp"
 #include "pairs.hpp"
 #include "parts.hpp"
+#include "plain_bias.hpp"
 #include "sections.hpp"
 #include "tiles.hpp"
 
@@ -67,27 +67,26 @@ struct BackwardTraits {
   // Whether pairs may be hidden, and tiles left out; and whether the kernel is for dropout and nothing else: then all
   // of its calls have it.
   static constexpr bool Hides = Mods & (feature::Bias | feature::Mask), DropsAlone = Mods == feature::Dropout;
-  /// Whether a bias is all that there is: then tiles pass by, and dQ is made, as without one.
-  static constexpr bool BiasAlone = Mods == feature::Bias && OfQueries == SumsOfQueries::InMemory,
-                        IsPlain = !Mods || BiasAlone, SkipsTiles = Hides && !BiasAlone;
   static constexpr bool AddsToQueries = OfQueries != SumsOfQueries::None,
                         HoldsSums = OfQueries == SumsOfQueries::InShared;
+  /// Whether nothing but a bias that the copy engine brings and a mask may change scores: then dQ is made, and a tile
+  /// goes through the others, but for those that a mask hides, as without both.
+  static constexpr bool IsPlain = !Mods || (AddsToQueries && !HoldsSums && !(Mods & ~(feature::Bias | feature::Mask)));
+  static constexpr bool PlainBias = IsPlain && (Mods & feature::Bias), PlainMask = IsPlain && (Mods & feature::Mask),
+                        SkipsTiles = IsPlain ? PlainMask : Hides;
   // Whether a CTA works on one tile after the other: the next one's first copies land while a tile's gradients are
-  // stored. Else the launch has a CTA for each (backward.cpp asks the same): with score changes 64 and 104 bytes
-  // spilled, with dropout alone 26 at head_dim 128.
-  static constexpr bool Persistent = AddsToQueries && (IsPlain || (DropsAlone && HeadDim <= 64));
+  // stored. Else the launch has a CTA for each: with score changes 64 and 104 bytes spilled.
+  static constexpr bool Persistent = AddsToQueries && (IsPlain || DropsAlone);
   static constexpr int TilesKnown = Persistent ? 2 : 1;
   using Element = Element_;
   using Part = typename Operand<Element>::Part;
   static constexpr int Parts = Operand<Element>::Parts;
-  // Whether several CTAs may share a tile in hand: each goes through some of the heads, and of the tiles (backward.cpp
-  // asks the same).
-  static constexpr bool Splits = (!Pairs || BiasAlone) && Parts == 1 && !HoldsSums;
+  // Whether several CTAs may share a tile in hand: each goes through some of the heads, and of the tiles.
+  static constexpr bool Splits = (!Pairs || IsPlain) && Parts == 1 && !HoldsSums;
   /// CTAs that share a tile of keys. Wide heads have registers for 64 keys a CTA alone, and a multiprocessor sends 16
   /// bytes a clock at most to be added in memory (3.9 TB/s from all of an H200's, in any way), which 64 keys wait for.
-  /// So two CTAs copy what passes by once for both, pass dS to each other, and add to a half of the columns each: (2,
-  /// 8192, 8, 192) takes 3.54 ms for 4.17. At head_dim 256 there is room for one stage of dout then, and (2, 8192, 8,
-  /// 256) takes 6.3 ms for 5.9.
+  /// So two CTAs copy what passes by once for both, pass dS to each other, and add to a half of the columns each. At
+  /// head_dim 256 there is room for one stage of dout then, and (2, 8192, 8, 256) takes 6.3 ms for 5.9.
   static constexpr int Cluster = AddsToQueries && HeadDim > 128 && HeadDim <= 192 ? 2 : 1;
   static constexpr int Held = OfKeys ? B_c / Cluster : B_r;  // rows in hand of a CTA
   static constexpr int OthersKeys = Cluster > 1 ? Held : 0;  // of a cluster's other CTA
@@ -104,28 +103,28 @@ struct BackwardTraits {
   /// Whether consumers read those of the rows that pass by.
   static constexpr bool ReadsStatistics = OfKeys && !FoldsStatistics;
   /// Whether rows may pass by in either order (StreamOrder).
-  static constexpr bool AnyOrder = AddsToQueries && !HoldsSums && IsPlain;
+  static constexpr bool AnyOrder = AddsToQueries && !HoldsSums && IsPlain && !SkipsTiles;
   /// How many parts of the sums of dQ, and of how many columns, are on their way to a warp that makes dQ of them beside
   /// the tiles (beside.hpp): what there is room for. 0: none does.
-  static constexpr int PartsBeside = !AnyOrder || AddsApart ? 0
-                                     : Crowded              ? 1
-                                     : HeadDim <= 96        ? 4
-                                                            : 2,
+  static constexpr int PartsBeside = !Persistent || HoldsSums || AddsApart ? 0
+                                     : Crowded                             ? 1
+                                     : HeadDim <= 96                       ? 4
+                                                                           : 2,
                        ColumnsBeside = Crowded || HeadDim % kPanel ? 32 : kPanel;
   static constexpr bool Sectioned = PartsBeside > 0;
   // Of dout there are as many stages as of q, but where there is no room for them.
-  static constexpr int StagesV = (Cluster > 1 && HeadDimV > 128) || (BiasAlone && HeadDimV > 64) ? 2 : Stages;
+  static constexpr int StagesV = (Cluster > 1 && HeadDimV > 128) || (PlainBias && HeadDimV > 64) ? 2 : Stages;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
   // 504 are there, as in traits.hpp, 512 of four warpgroups.
-  static constexpr int ProducerRegisters = HoldsSums                  ? 56
-                                           : Persistent && DropsAlone ? 40
-                                                                      : 24,
-                       ConsumerRegisters = Cluster > 1                ? 192
-                                           : AddsApart                ? 208
-                                           : Crowded                  ? 160
-                                           : HoldsSums                ? 224
-                                           : Persistent && DropsAlone ? 232
-                                                                      : 240,
+  static constexpr int ProducerRegisters = HoldsSums                                    ? 56
+                                           : (PlainMask || DropsAlone) && HeadDim <= 64 ? 40
+                                                                                        : 24,
+                       ConsumerRegisters = Cluster > 1                                  ? 192
+                                           : AddsApart                                  ? 208
+                                           : Crowded                                    ? 160
+                                           : HoldsSums                                  ? 224
+                                           : (PlainMask || DropsAlone) && HeadDim <= 64 ? 232
+                                                                                        : 240,
                        RegistersOfValues = Cluster > 1 ? 184
                                            : AddsApart ? 200
                                                        : 240,
@@ -146,7 +145,8 @@ struct BackwardTraits {
                                               Shape<Int<Columns>, Int<Step>, Int<Stages>>{}, cute::Step<_2, _1, _3>{}));
 
   // Whether tiles that a mask leaves whole have a body of the loop of their own, where nothing else changes scores.
-  static constexpr bool TwoBodies = (Mods & feature::Mask) && AddsToQueries;
+  // Where nothing else can, a branch in one body takes 2 to 4% less time.
+  static constexpr bool TwoBodies = (Mods & feature::Mask) && AddsToQueries && !PlainMask;
 
   // Whether a warpgroup keeps its rows in hand in registers: there are 52 left where warpgroups are two, and shared
   // memory, which the products would read them from each turn, is what the kernel waits for.
@@ -182,7 +182,7 @@ struct BackwardTraits {
   // Beside sums in shared memory values in hand pass through the stages of dout: 64 rows each.
   static constexpr int HeldBox = HoldsSums ? kAtomRows : Held;
   static constexpr int Staged = 16 * (StagesSums ? kPanel * sizeof(float) / sizeof(Part) : kPanel);  // of a warp
-  using Maps = std::conditional_t<BiasAlone, GradientMapsOfBias, GradientMaps>;
+  using Maps = std::conditional_t<PlainBias, GradientMapsOfBias, GradientMaps>;
   using LayoutDS =
       decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Part>{}, Shape<Int<B_r>, Int<Held>, Int<BuffersDS>>{}));
   using MmaKeys =
@@ -200,10 +200,10 @@ struct BackwardTraits {
   static constexpr int VectorsOfP = kAtomRows * B_r / kWarpgroup / 4;  // of a thread
 
   // Whether finished gradients pass through the buffer of dS that was left longest ago, which all have read.
-  static constexpr bool StagesInDS = HoldsSums || (FoldsStatistics && !StagesSums);
+  static constexpr bool StagesInDS = HoldsSums || (Sectioned && !StagesSums);
   // Whether a tile of bias, or its part, lies apart from `staging`: where that is too small, or in use.
-  static constexpr bool StagesPairs = Hides && !BiasAlone && (Step > kPanel || StagesSums);
-  struct SharedStorage : FromOtherCta<Part, OthersKeys, B_r>, TileOfBias<BiasAlone ? Step * Held : 0> {
+  static constexpr bool StagesPairs = (Mods & feature::Bias) && !PlainBias && (Step > kPanel || StagesSums);
+  struct SharedStorage : FromOtherCta<Part, OthersKeys, B_r>, TileOfBias<PlainBias ? Step * Held : 0> {
     alignas(1024) Part held[Held * ColumnsQK];
     alignas(1024) Part streamed[Stages * Step * ColumnsQK];
     alignas(1024) Part streamed_v[StagesV * Step * ColumnsV];

@@ -1,6 +1,6 @@
-// A bias that is all that changes scores, in kernels that add to dQ: the copy engine brings a tile of it, consumers
-// read it, up to head_dim 64 a turn ahead, and write its gradient where that is dS. Used by traits.hpp, producer.hpp
-// and consumer.hpp.
+// A bias that with a mask, or alone, is all that changes scores (Traits::PlainBias): the copy engine brings a tile of
+// it, consumers read it, up to head_dim 64 a turn ahead, and write its gradient where that is dS. Used by traits.hpp,
+// producer.hpp and consumer.hpp.
 #pragma once
 
 #include <iterator>
