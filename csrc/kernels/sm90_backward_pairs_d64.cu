@@ -17,6 +17,7 @@ static Entered const kernels_here{
     kernel_of<OfPairs<cute::half_t, 4, feature::Bias | feature::Mask>>(),
     kernel_of<OfPairs<cute::half_t, 4, feature::kBias>>(),
     kernel_of<OfPairs<cute::half_t, 3, feature::Dropout, SumsOfQueries::InShared>>(),
+    kernel_of<OfPairs<cute::half_t, 3, feature::Mask, SumsOfQueries::InShared>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Dropout>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Mask>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Mask | feature::Dropout>>(),
@@ -24,5 +25,6 @@ static Entered const kernels_here{
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Bias | feature::Mask>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::kBias>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Dropout, SumsOfQueries::InShared>>(),
+    kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Mask, SumsOfQueries::InShared>>(),
 };
 }  // namespace cutlass_ext

@@ -195,9 +195,14 @@ TEST(BackwardPlan, AMaskAloneHasKernelsOfItsOwn) {
   auto const mods_of = [&](Call const& call) { return plan_of(call, &p).of_keys.kernel->takes & feature::kMods; };
   EXPECT_EQ(mods_of(call()), feature::Mask);
   EXPECT_EQ(mods_of(call().lengths().sink()), feature::Mask);
-  EXPECT_EQ(mods_of(call().bias()), feature::Bias | feature::Mask);
+  Call both = call().bias();
+  both.p.bias.row = 2048;
+  EXPECT_EQ(mods_of(both), feature::Bias | feature::Mask);
+  EXPECT_EQ(mods_of(call().bias()), feature::kMods) << "of one row for all";
   EXPECT_EQ(mods_of(call().dropout()), feature::kMods);
   EXPECT_EQ(mods_of(Call(8, 2048, 2048, 16, 16, 128).in_any_order()), 0u) << "a call without one";
+  EXPECT_EQ(mods_of(Call(32, 512, 512, 16, 16, 64).mask()), feature::Mask) << "and of whole heads";
+  EXPECT_EQ(plan_of(Call(32, 512, 512, 16, 16, 64).mask(), &p).of_keys.kernel->kind, Kind::HeadGradients);
   BackwardPlan const plan = plan_of(call(), &p);
   EXPECT_LT(plan.of_keys.ctas, plan.of_keys.scheduler.size()) << "CTAs take one tile after the other";
   EXPECT_TRUE(plan.of_keys.is_sectioned);

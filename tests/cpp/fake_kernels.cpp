@@ -177,6 +177,7 @@ Entered of_gradients(DType t) {
       gradients(Kind::AllGradients, "sm90", t, 128, 64, 128, kPlain | feature::kBias),
       of_heads(t, 64),
       of_heads(t, 64, feature::Dropout),
+      of_heads(t, 64, feature::Mask),
       whole_heads<64>(Kind::HeadGradients, t, 49152),
       whole_heads<128>(Kind::HeadGradients, t, 98304),
       gradients(Kind::BiasGradients, "sm90", t, 64, 128, 128, Sink | kUnlike | Alibi | kPairs),

@@ -271,6 +271,8 @@ PLAIN_LOOP = {
     "columns that no panel fills": (16, 1030, 900, 5, 5, 104),
     "mirrored": (86, 513, 513, 5, 1, 128),
     "short": (40, 197, 197, 12, 12, 40),
+    "whole heads": (30, 300, 257, 6, 6, 64),
+    "whole heads, grouped": (40, 130, 257, 6, 3, 64),
 }
 
 

@@ -223,7 +223,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       bias_ahead.add(S, reciprocal(ScoreMod::gradient_scale(params)), dtype_of_bias(params), shared, row_block,
                      ring_v.stage);
     } else if constexpr (kChanged && (Traits::Mods & feature::Bias)) {
-      if (has_bias(params)) tile_pairs.add_bias(S, tile.bias_unit, params, shared, tile, said_of(stage));
+      if (has_bias(params)) tile_pairs.add_bias(S, params, shared, tile, said_of(stage));
     }
     if constexpr (kChanged && (Traits::Mods & feature::Mask)) {
       if (tile_pairs.is_mixed(said_of(stage))) tile_pairs.hide(S);
@@ -488,7 +488,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       ds.advance();
     }
     warpgroup_wait<0>();
-    if constexpr (AddsQ && Traits::SkipsTiles) due.to = said_of(stage).sums;
+    if constexpr (AddsQ && Traits::SkipsTiles) due.take(said_of(stage));
     release_rows(stage);
     ring = next;
     if constexpr (!Standing<Traits>::kOneForValues) ring_v.advance();

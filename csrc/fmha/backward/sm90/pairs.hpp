@@ -78,18 +78,19 @@ class TilePairs {
   template <bool Changed, class Shared, class Tile>
   CUTE_DEVICE void ask(BackwardParams const& params, Shared& shared, Tile const& tile, StreamedTile const& next) {
     Place<Tile> const place(tile, next.tile);
-    auto const pairs = [&] { return place.pairs(params, next.head); };
     if constexpr (Changed && (Traits::Mods & feature::Bias) && !Traits::PlainBias) {
       if (cutlass_ext::has_bias(params) && tile.bias_in_chunks) {
         if constexpr (OfKeys) {
           copy_bias_across(params, shared, place, next.bias_row);
         } else {
-          copy_bias(params, shared, place, pairs());
+          copy_bias(params, shared, place, place.pairs(params, next.head));
         }
       }
     }
-    if (is_mixed(next)) read_mask(params, place, OfKeys ? tile.pairs : pairs(), next);
-    if (Changed && has_dropout(params)) draw_for(params, tile, next.tile, next.head);
+    if (is_mixed(next)) read_mask(params, place, next);
+    if constexpr (Changed && (Traits::Mods & feature::Dropout)) {
+      if (has_dropout(params)) draw_for(params, tile, next.tile, next.head);
+    }
   }
 
   /// Draws for tile `streamed_tile` and query head `head`.
@@ -103,15 +104,15 @@ class TilePairs {
     }
   }
 
-  /// Adds the bias times `factor` to scores.
+  /// Adds the bias to scores.
   template <class Shared, class Tile, class ScoreTensor>
-  CUTE_DEVICE void add_bias(ScoreTensor& S, float factor, BackwardParams const& params, Shared& shared,
-                            Tile const& tile, StreamedTile const& here) const {
+  CUTE_DEVICE void add_bias(ScoreTensor& S, BackwardParams const& params, Shared& shared, Tile const& tile,
+                            StreamedTile const& here) const {
     Place<Tile> const place(tile, here.tile);
     if (!tile.bias_in_chunks) {
-      add_elements(S, factor, params, place, place.pairs(params, here.head));
+      add_elements(S, tile.bias_unit, params, place, place.pairs(params, here.head));
     } else {
-      add_chunks(S, factor, dtype_of_bias(params), shared, place);
+      add_chunks(S, tile.bias_unit, dtype_of_bias(params), shared, place);
     }
   }
 
@@ -256,8 +257,7 @@ class TilePairs {
   }
 
   template <class Place>
-  CUTE_DEVICE void read_mask(BackwardParams const& params, Place const& place, PairMod const& pairs,
-                             StreamedTile const& next) {
+  CUTE_DEVICE void read_mask(BackwardParams const& params, Place const& place, StreamedTile const& next) {
     int const along = place.thread.lane / 4, across = place.thread.lane % 4 * 2;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -272,6 +272,7 @@ class TilePairs {
           seen_[i][0] = rows.x >> across, seen_[i][1] = rows.y >> across;
         }
       } else {
+        PairMod const pairs = place.pairs(params, next.head);
         CUTE_UNROLL
         for (int word = 0; word < Words; ++word)
           seen_[i][word] = pairs.seen(params, place.tile.sequence.visibility, place.row + along + row_of(i),

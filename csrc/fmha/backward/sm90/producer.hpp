@@ -253,10 +253,13 @@ struct StreamCopy {
               says.tile = t, says.head = head_q, says.mixed = of.mixed;
               if constexpr (Traits::OfKeys) {
                 if (says.mixed) says.mask = TilePairs<Traits>::mask_of_tile(params, tile.work.batch, head_q, t);
-                if (has_bias(params) && tile.bias_in_chunks)
-                  says.bias_row = tile.pairs.bias_row(params, head_q - tile.head_q, t * Step);
+                if constexpr (!Traits::IsPlain) {
+                  if (has_bias(params) && tile.bias_in_chunks)
+                    says.bias_row = tile.pairs.bias_row(params, head_q - tile.head_q, t * Step);
+                }
               }
-              if constexpr (Traits::AddsToQueries) says.sums = sums_of_tile(params, tile, head_q, t);
+              if constexpr (Traits::AddsToQueries && !Traits::HoldsSums)
+                says.sums = sums_of_tile(params, tile, head_q, t);
             }
             barrier.arrive_and_expect_tx(Step * Columns * sizeof(Part) + StatisticsBytes);
             copy_rows(barrier, to, at, head, cut);

@@ -260,10 +260,18 @@ struct DueSums {
     }
   }
 
-  /// Where a mask hides tiles, `to` is set before: what the copying warp says of the tile.
+  /// Where a mask hides tiles, of the one that passed by: what the copying warp says.
+  CUTE_DEVICE void take(StreamedTile const& said) {
+    if constexpr (Traits::HoldsSums) {
+      held = (said.head - tile.head_q) * tiles_of_rows + said.tile;
+    } else {
+      to = said.sums;
+    }
+  }
+  /// After that, or the next one.
   CUTE_DEVICE void find() {
     if constexpr (Traits::SkipsTiles) {
-      to += sums.first();
+      if constexpr (!Traits::HoldsSums) to += sums.first();
       return;
     }
     if constexpr (Traits::HoldsSums) held = (order.head - tile.head_q) * tiles_of_rows + order.t();

@@ -18,10 +18,20 @@ namespace cutlass_ext::sm90 {
 constexpr int kMostHeldTiles = 8;
 CUTE_HOST_DEVICE int tiles_of_head(int rows, int block) { return (rows + block - 1) / block; }
 
+/// What pairs of a tile have, of its first head, where kernels ask for it.
+template <bool Asked>
+struct PairsOfTile {
+  PairMod pairs;
+  bool bias_in_chunks;  // whether eight keys of a row are a vector of 16 bytes, which is copied ahead
+  float bias_unit;      // of the bias in scores
+};
+template <>
+struct PairsOfTile<false> {};
+
 /// What a CTA works on at a time: a tile of one side, and the tiles of the other that it goes through, once for each
 /// head.
 template <class Traits>
-struct GradientTile {
+struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain> {
   WorkItem work;  // row0: first row in hand
   Sequence sequence;
   Visibility view;  // from the side in hand: what is held are its rows, what is streamed its keys
@@ -33,9 +43,6 @@ struct GradientTile {
   int held_row0, streamed_row0;  // rows of the tensors that hold the side's first
   int64_t sums_row0;             // of the sums of dQ, the first of the first head
   int section = 0;               // of the launch's, where it goes by sections
-  PairMod pairs;                 // of the first head
-  bool bias_in_chunks;           // whether eight keys of a row are a vector of 16 bytes, which is copied ahead
-  float bias_unit;               // of the bias in scores
   int seen_tiles;                // turns, where a mask hides tiles
   uint32_t held_phase = 0;       // of the barriers of the tile in hand
 
@@ -77,11 +84,14 @@ struct GradientTile {
         sums_row0 = (int64_t(section % kSectionsOfSums) * of_section + pair) * heads * params.rows_a_head;
       }
     }
-    if (!Traits::Pairs || Traits::IsPlain || !has_pairs(params)) return;
-    pairs = PairMod(specialised<Traits::Mods>(params), sequence, work.batch, head_q);
-    if constexpr (Traits::Mods & feature::Bias) {
-      bias_in_chunks = pairs.bias_in_chunks(params, heads) && !(Traits::OfKeys && bias_of(params).row == 0);
-      bias_unit = ScoreMod::changes(params) ? kLog2e : 1.f / ScoreMod::gradient_scale(params);
+    if constexpr (Traits::Pairs && !Traits::IsPlain) {
+      if (!has_pairs(params)) return;
+      this->pairs = PairMod(specialised<Traits::Mods>(params), sequence, work.batch, head_q);
+      if constexpr (Traits::Mods & feature::Bias) {
+        this->bias_in_chunks =
+            this->pairs.bias_in_chunks(params, heads) && !(Traits::OfKeys && bias_of(params).row == 0);
+        this->bias_unit = ScoreMod::changes(params) ? kLog2e : 1.f / ScoreMod::gradient_scale(params);
+      }
     }
   }
 

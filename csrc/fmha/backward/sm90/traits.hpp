@@ -69,9 +69,10 @@ struct BackwardTraits {
   static constexpr bool Hides = Mods & (feature::Bias | feature::Mask), DropsAlone = Mods == feature::Dropout;
   static constexpr bool AddsToQueries = OfQueries != SumsOfQueries::None,
                         HoldsSums = OfQueries == SumsOfQueries::InShared;
-  /// Whether nothing but a bias that the copy engine brings and a mask may change scores: then dQ is made, and a tile
-  /// goes through the others, but for those that a mask hides, as without both.
-  static constexpr bool IsPlain = !Mods || (AddsToQueries && !HoldsSums && !(Mods & ~(feature::Bias | feature::Mask)));
+  /// Whether nothing but a bias that the copy engine brings and a mask may change scores, beside sums in shared memory
+  /// a mask alone: then dQ is made, and a tile goes through the others, but for those that a mask hides, as without.
+  static constexpr bool IsPlain =
+      !Mods || (AddsToQueries && !(Mods & ~(HoldsSums ? feature::Mask : feature::Bias | feature::Mask)));
   static constexpr bool PlainBias = IsPlain && (Mods & feature::Bias), PlainMask = IsPlain && (Mods & feature::Mask),
                         SkipsTiles = IsPlain ? PlainMask : Hides;
   // Whether a CTA works on one tile after the other: the next one's first copies land while a tile's gradients are
@@ -244,7 +245,7 @@ struct BackwardTraits {
   static_assert(Cluster == 1 || HeadDim == 3 * kPanel, "each CTA adds to columns of two panels");
   static_assert(!AddsApart || !Mods, "there are no registers for score changes");
   static_assert(!AddsApart || BuffersDS == 2, "the phase of P is a turn's buffer: both alternate");
-  static_assert(!HoldsSums || (HoldsInRegisters && TakesTurns && Persistent && !Hides),
+  static_assert(!HoldsSums || (HoldsInRegisters && TakesTurns && Persistent && !PlainBias),
                 "a warp adds to the same tiles each time");
   static_assert(!HoldsSums || Consumers == 2, "every other tile is a warpgroup's");
   static_assert(!Crowded || (StagesSums && FoldsStatistics), "there are no registers for more");
