@@ -19,7 +19,9 @@ auto kernel_of_rows(int cols) {
 
 void compute_row_statistics(DType dtype, BackwardParams const& params, int64_t ctas_of_heads, float* to_clear,
                             size_t floats, cudaStream_t stream) {
-  int64_t heads = int64_t(params.batch) * params.heads_q;
+  int64_t const all_heads = int64_t(params.batch) * params.heads_q,
+                tiles = Scheduler::tiles_of(params.n_q, StatisticsRows::kTile);
+  int64_t heads = all_heads;
   int tiles_a_head = 0;
   if (ctas_of_heads > 0) {
     heads = ctas_of_heads * (params.heads_q / params.heads_kv);
@@ -29,15 +31,15 @@ void compute_row_statistics(DType dtype, BackwardParams const& params, int64_t c
   auto const kernel = dtype == DType::Float32   ? kernel_of_rows<float>(cols)
                       : dtype == DType::Float16 ? kernel_of_rows<cutlass::half_t>(cols)
                                                 : kernel_of_rows<cutlass::bfloat16_t>(cols);
-  int64_t const ctas = heads * Scheduler::tiles_of(params.n_q, StatisticsRows::kTile);
-  if (ctas > INT32_MAX) fail("ValueError", "q: has ", ctas, " tiles of rows; a launch has room for fewer than 2^31");
+  int64_t const ctas = heads * tiles, all = all_heads * tiles;
+  if (all > INT32_MAX) fail("ValueError", "q: has ", all, " tiles of rows; a launch has room for fewer than 2^31");
   if (ctas > 0) {
     ToClear clear{reinterpret_cast<float4*>(to_clear), static_cast<int64_t>(floats / 4)};
     clear.of_a_cta = (clear.size + ctas - 1) / ctas;
     kernel<<<static_cast<unsigned>(ctas), kStatisticsThreads, 0, stream>>>(params, tiles_a_head, clear);
     check_cuda(cudaGetLastError(), "launching the statistics of rows");
     if (params.empty_rows) {
-      empty_rows_kernel<<<static_cast<unsigned>(ctas), kStatisticsThreads, 0, stream>>>(params);
+      empty_rows_kernel<<<static_cast<unsigned>(all), kStatisticsThreads, 0, stream>>>(params);
       check_cuda(cudaGetLastError(), "looking for rows without keys");
     }
   }
