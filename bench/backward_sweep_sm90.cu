@@ -17,10 +17,7 @@ constexpr int kHeadDim = SWEEP_HEAD_DIM;
 
 template <class Traits>
 std::string shape_of() {
-  std::string const kind = Traits::HoldsSums       ? "heads"
-                           : Traits::AddsToQueries ? "all"
-                           : Traits::OfKeys        ? "keys"
-                                                   : "rows";
+  std::string const kind = Traits::AddsToQueries ? "all" : Traits::OfKeys ? "keys" : "rows";
   return kind + "/Br" + std::to_string(Traits::B_r) + "/Bc" + std::to_string(Traits::B_c) + "/stages" +
          std::to_string(Traits::Stages);
 }
@@ -30,8 +27,8 @@ template <class Traits>
 bool is_shipped() {
   std::string arguments = Traits::OfKeys ? "<Axis::Keys" : "<Axis::Rows";
   for (int const x : {Traits::B_r, Traits::B_c, kHeadDim, kHeadDim}) arguments += ", " + std::to_string(x);
-  arguments += ", cute::bfloat16_t, " + std::to_string(Traits::Stages) + ", false";
-  if (Traits::AddsToQueries) arguments += Traits::HoldsSums ? ", SumsOfQueries::InShared" : ", SumsOfQueries::InMemory";
+  arguments += ", cute::bfloat16_t, " + std::to_string(Traits::Stages);
+  if (Traits::AddsToQueries) arguments += ", 0, SumsOfQueries::InMemory";
   return std::string(SWEEP_SHIPPED).find(arguments + ">") != std::string::npos;
 }
 
@@ -71,7 +68,7 @@ template <int Stages>
 void register_stages() {
   constexpr SumsOfQueries kInMemory = SumsOfQueries::InMemory;
   if constexpr (sizeof(typename sm90::BackwardTraits<Axis::Keys, 64, 128, kHeadDim, kHeadDim, cute::bfloat16_t, Stages,
-                                                     false, kInMemory>::SharedStorage) <= 227 * 1024)
+                                                     0, kInMemory>::SharedStorage) <= 227 * 1024)
     register_gradients<Gradients<Axis::Keys, 64, 128, Stages, kInMemory>>();
 }
 

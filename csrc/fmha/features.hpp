@@ -33,6 +33,7 @@ struct TileLoop {
   bool splits = false;      ///< several may share a tile: of each some of the heads and tiles that pass by
   bool any_order = false;   ///< rows may pass by in either order
   bool sectioned = false;   ///< dQ may be made beside the tiles
+  bool owns_sums = false;   ///< a CTA has memory for the sums of dQ of a head
   unsigned cluster = 1;     ///< CTAs that have a tile together
 };
 

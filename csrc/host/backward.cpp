@@ -138,6 +138,11 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   params.is_mirrored = gradients.is_mirrored;
   params.mirrored_row0s = (2 * ceil_div(Scheduler::tiles_of(params.n_kv, kernel.block_c), 2) - 1) * kernel.block_c;
   params.rows_a_head = static_cast<int>(StatisticsRows(params).of_a_head);
+  if (kernel.loop.owns_sums) {
+    params.rows_a_head = Scheduler::tiles_of(params.n_q, SumsOfTile::kRows) * SumsOfTile::kRows;
+    int64_t const rows = gradients.ctas * params.heads_per_kv.divisor * params.rows_a_head;
+    params.dq_sums = static_cast<float*>(allocate(rows * kernel.head_dim * sizeof(float)));
+  }
   bool const of_keys = kernel.kind != Kind::QueryGradients;
   if (params.splits() > 1) {
     int const columns = kernel.head_dim + (of_keys ? kernel.head_dim_v : 0);
@@ -185,7 +190,8 @@ BackwardPlan plan_backward(BackwardParams const& params, Request const& request)
   }
   BackwardPlan plan;
   Kernel const* const of_heads = kernel_of(call, Kind::HeadGradients);
-  if (of_heads && holds_queries(params, *of_heads, resident_tiles(*of_heads, any.device), request.deterministic))
+  if (of_heads &&
+      holds_queries(params, *of_heads, resident_tiles(*of_heads, any.device), any.device, request.deterministic))
     plan.of_keys = launch_with(of_heads, params, any.device);
   if (!plan.of_keys.kernel && !request.deterministic && adds_to_queries(params))
     plan.of_keys = launch_of(call, Kind::AllGradients, takes_rows_of_dq(params));
@@ -271,7 +277,8 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
       jobs.size = (scheduler.sections() - 1) * jobs.of_a_section;
     }
   }
-  bool const of_first_heads = plan.of_keys.kernel->kind == Kind::HeadGradients && makes_rows_known(params);
+  bool const of_first_heads = plan.of_keys.kernel->kind == Kind::HeadGradients &&
+                              !plan.of_keys.kernel->loop.owns_sums && makes_rows_known(params);
   if (of_first_heads) params.scheduler = scheduler;
   compute_row_statistics(dtype, params, of_first_heads ? plan.of_keys.ctas : 0, to_clear, cleared, stream);
   make_dbias();

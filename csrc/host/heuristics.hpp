@@ -387,8 +387,25 @@ inline bool takes_mirrored(Params const& p, int block, int splits, int64_t bytes
 /// want otherwise; an H200's ms, there and else: (32, 512, 32, 64) 0.469 and 0.536, causal 0.364 and 0.448, (128, 197,
 /// 12, 64) 0.236 and 0.310, (256, 128, 16, 64) 0.227 and 0.384, (20, 512, 16, 64), of heads in 2.4 waves, 0.180 and
 /// 0.190; with fixed bits (32, 512, 32, 64) 0.469 and 0.675.
-inline bool holds_queries(Params const& p, Kernel const& kernel, int64_t resident_ctas, bool deterministic) {
+///
+/// Where the CTAs' sums are memory of their own, these and the rows that each reads again for every tile of keys are to
+/// stay in L2. An H200's ms, there and else: (64, 256, 16, 128) 0.334 and 0.384, causal 0.286 and 0.350, (128, 197, 16,
+/// 80) 0.460 and 0.549, (40, 320, 16, 128), 43 MB, 0.347 and 0.360; but (40, 352, 16, 128), 48 MB, 0.423 and 0.393,
+/// (40, 512, 16, 80), 48 MB, 0.545 and 0.504. Under a causal mask, where later tiles read less, (40, 384, 16, 128), 52
+/// MB, 0.326 and 0.342, (40, 448, 16, 128), 61 MB, 0.421 and 0.417. With fixed bits the other way takes longer: (32,
+/// 512, 16, 128), 69 MB, 0.577 and 0.606, but (20, 768, 16, 80), 71 MB, 0.649 and 0.603. Of
+/// few tiles several CTAs share one instead (GradientSplits).
+inline bool holds_queries(Params const& p, Kernel const& kernel, int64_t resident_ctas, Device const& device,
+                          bool deterministic) {
   int64_t const heads = int64_t(p.batch) * p.heads_kv, tiles = Scheduler::tiles_of(p.n_kv, kernel.block_c);
+  if (kernel.loop.owns_sums) {
+    int64_t const group = p.heads_q / p.heads_kv,
+                  bytes_a_row = (p.head_dim + p.head_dim_v) * p.element_bytes + kernel.head_dim * sizeof(float);
+    int64_t const percent = has_unequal_tiles(p) || deterministic ? 90 : 72;
+    if (2 * heads * tiles < resident_ctas ||
+        100 * std::min(heads, resident_ctas) * group * p.n_q * bytes_a_row > percent * device.l2_bytes)
+      return false;
+  }
   return p.n_q > 0 && heads * tiles > 0 &&
          5 * tiles * ceil_div(heads, resident_ctas) <= (deterministic ? 7 : 6) * ceil_div(heads * tiles, resident_ctas);
 }

@@ -10,9 +10,14 @@
 namespace cutlass_ext {
 namespace {
 
+/// For rows of so many columns.
 template <class Element>
 auto kernel_of_rows(int cols) {
-  return lanes_of_row<Element>(cols) == 8 ? row_statistics_kernel<Element, 8> : row_statistics_kernel<Element, 16>;
+  int const bytes = cols * int(sizeof(Element)), vectors = (bytes + kLanesOfRow * 16 - 1) / (kLanesOfRow * 16);
+  return vectors <= 1   ? row_statistics_kernel<Element, 1>
+         : vectors <= 2 ? row_statistics_kernel<Element, 2>
+         : vectors <= 4 ? row_statistics_kernel<Element, 4>
+                        : row_statistics_kernel<Element, 8>;
 }
 
 }  // namespace
@@ -31,8 +36,11 @@ void compute_row_statistics(DType dtype, BackwardParams const& params, int64_t c
   auto const kernel = dtype == DType::Float32   ? kernel_of_rows<float>(cols)
                       : dtype == DType::Float16 ? kernel_of_rows<cutlass::half_t>(cols)
                                                 : kernel_of_rows<cutlass::bfloat16_t>(cols);
-  int64_t const ctas = heads * tiles, all = all_heads * tiles;
-  if (all > INT32_MAX) fail("ValueError", "q: has ", all, " tiles of rows; a launch has room for fewer than 2^31");
+  constexpr int kCtasOfTile = StatisticsRows::kTile / kStatisticsRows;
+  int64_t const ctas = heads * tiles * kCtasOfTile, all = all_heads * tiles;
+  if (all * kCtasOfTile > INT32_MAX)
+    fail("ValueError", "q: has ", all * kCtasOfTile, " times ", kStatisticsRows,
+         " rows; a launch has room for fewer than 2^31");
   if (ctas > 0) {
     ToClear clear{reinterpret_cast<float4*>(to_clear), static_cast<int64_t>(floats / 4)};
     clear.of_a_cta = (clear.size + ctas - 1) / ctas;

@@ -9,14 +9,18 @@ static Entered const kernels_here{
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 96, 96, cute::half_t, 3>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 96, 96, cute::half_t, 2>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 96, 96, cute::half_t, 3, 0, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 96, 96, cute::half_t, 3, 0, SumsOfQueries::InOwnMemory>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 128, 128, cute::half_t, 2>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, 0, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, 0, SumsOfQueries::InOwnMemory>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 96, 96, cute::bfloat16_t, 3>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 96, 96, cute::bfloat16_t, 2>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 96, 96, cute::bfloat16_t, 3, 0, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 96, 96, cute::bfloat16_t, 3, 0, SumsOfQueries::InOwnMemory>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 128, 128, cute::bfloat16_t, 2>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, 0, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, 0, SumsOfQueries::InOwnMemory>>(),
 };
 }  // namespace cutlass_ext

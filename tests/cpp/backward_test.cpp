@@ -211,6 +211,26 @@ TEST(BackwardPlan, AMaskAloneHasKernelsOfItsOwn) {
   EXPECT_FALSE(plan_of(Call(long_rows).mask(), &p).of_keys.is_mirrored) << "tiles that it hides are no image's";
 }
 
+TEST(BackwardPlan, KeepsSumsOfWideHeadsInMemoryOfACtaWhereL2HasThem) {
+  auto const keeps = [](Call const& call) {
+    BackwardParams p;
+    return plan_of(call, &p).of_keys.kernel->loop.owns_sums;
+  };
+  auto const of = [](int batch, int n, int heads, int heads_kv, int head_dim) {
+    return Call(batch, n, n, heads, heads_kv, head_dim).in_any_order();
+  };
+  EXPECT_TRUE(keeps(of(64, 256, 16, 16, 128)));
+  EXPECT_TRUE(keeps(of(64, 256, 16, 16, 128).causal()));
+  EXPECT_TRUE(keeps(of(128, 197, 16, 16, 80)));
+  EXPECT_TRUE(keeps(of(64, 150, 16, 8, 128).packed(9600, 9600)));
+  EXPECT_FALSE(keeps(of(64, 256, 16, 16, 64))) << "in shared memory";
+  EXPECT_FALSE(keeps(of(32, 512, 16, 16, 128))) << "69 MB";
+  EXPECT_FALSE(keeps(of(32, 256, 16, 4, 128))) << "rows of four heads";
+  EXPECT_FALSE(keeps(of(2, 256, 16, 16, 128))) << "32 of 132 CTAs would work";
+  EXPECT_FALSE(keeps(of(32, 384, 16, 16, 128))) << "52 MB";
+  EXPECT_TRUE(keeps(Call(32, 384, 384, 16, 16, 128))) << "fixed bits, which seven products would take else";
+}
+
 TEST(BackwardPlan, HasThreeWarpgroupsWhereTilesFillTheGpu) {
   auto const line = [](int batch, int n, int heads, int heads_kv) {
     return line_of(Call(batch, n, n, heads, heads_kv, 64).in_any_order());
@@ -319,9 +339,9 @@ TEST(BackwardPlan, ChoosesTheFirstFamilyThatTakesTheCall) {
 TEST(BackwardPlan, AddsToQueriesWhereItIsFasterAndTheOrderIsFree) {
   EXPECT_EQ(line_of(Call(2, 8192, 8192, 8, 4, 128).in_any_order()), "all sm90 64x128 d128, 512 tiles");
   EXPECT_EQ(line_of(Call(2, 256, 256, 8, 4, 128).in_any_order()), line_of(Call(2, 256, 256, 8, 4, 128)));
-  EXPECT_EQ(line_of(Call(32, 257, 512, 16, 16, 128).in_any_order()), "all sm90 64x128 d128, 2048 tiles");
+  EXPECT_EQ(line_of(Call(4, 257, 512, 16, 16, 128).in_any_order()), "all sm90 64x128 d128, 256 tiles");
   EXPECT_EQ(line_of(Call(32, 33, 512, 16, 16, 128).in_any_order().dropout()), "all sm90 64x128 d128, 2048 tiles");
-  EXPECT_EQ(line_of(Call(256, 33, 64, 16, 16, 72).in_any_order()), "all sm90 64x128 d96, 4096 tiles");
+  EXPECT_EQ(line_of(Call(2, 33, 640, 16, 16, 72).in_any_order()), "all sm90 64x128 d96, 160 tiles");
   EXPECT_EQ(line_of(Call(64, 257, 256, 8, 8, 192).in_any_order()), "all sm90 64x128 d192, 1024 tiles");
   for (Call const& call : {Call(2, 8192, 8192, 8, 4, 128).softcap(), Call(2, 8192, 8192, 8, 4, 128).backend("sm80")}) {
     Call any_order = call;
@@ -348,13 +368,13 @@ TEST(BackwardPlan, HasACtaForAllOfAHeadWhereThatFillsTheGpu) {
   EXPECT_EQ(line_of(Call(9, 100, 100, 24, 6, 40)), heads + "54 tiles") << "of one tile, whatever their number";
   EXPECT_EQ(line_of(Call(32, 100, 200, 24, 6, 64).packed(3000, 5000).sink()), heads + "384 tiles");
   for (Call const& call : {
-           Call(32, 513, 512, 32, 32, 64),            // rows that there is no room for
-           Call(32, 129, 512, 32, 8, 64),             // nor for those of all heads of a key head
-           Call(4, 512, 512, 32, 32, 64),             // a head for half of the CTAs
-           Call(32, 512, 512, 32, 32, 72),            // no such kernel
-           Call(32, 512, 512, 32, 32, 64).softcap(),  //
-           Call(32, 0, 512, 32, 32, 64),              // nothing to clear counters before it
-           Call(32, 512, 0, 32, 32, 64),              // nobody to write dQ
+           Call(32, 513, 512, 32, 32, 64),                  // rows that there is no room for
+           Call(32, 129, 512, 32, 8, 64),                   // nor for those of all heads of a key head
+           Call(4, 512, 512, 32, 32, 64),                   // a head for half of the CTAs
+           Call(32, 512, 512, 32, 32, 72).backend("sm80"),  // no such kernel
+           Call(32, 512, 512, 32, 32, 64).softcap(),        //
+           Call(32, 0, 512, 32, 32, 64),                    // nothing to clear counters before it
+           Call(32, 512, 0, 32, 32, 64),                    // nobody to write dQ
        })
     EXPECT_NE(line_of(call).substr(0, 6), "heads ");
 }
@@ -595,9 +615,11 @@ std::string run_of(Call const& call, size_t* workspace) {
   BackwardParams p;
   BackwardPlan plan = plan_of(call, &p);
   Kernel of_keys = *plan.of_keys.kernel, of_queries = plan.is_one() ? of_keys : *plan.of_queries.kernel;
+  static bool has_heads;
+  has_heads = of_keys.kind == Kind::HeadGradients;
   of_keys.launch = [](Params const& params, Grid const& grid, cudaStream_t) {
     auto const& p = static_cast<BackwardParams const&>(params);
-    bool const of_heads = p.counters && !p.dq_sums, persistent = p.counters;
+    bool const of_heads = p.counters && has_heads, persistent = p.counters;
     int64_t const items = of_heads ? int64_t(p.batch) * p.heads_kv : p.scheduler.size();
     EXPECT_EQ(static_cast<int64_t>(grid.ctas.x),
               persistent ? std::min(items, p.dq_sums ? kResidentOfAll : kResident) : items);
@@ -663,6 +685,14 @@ TEST(BackwardRun, ClearsTheSumsOfQueriesAndFinishesThem) {
   EXPECT_EQ(run_of(Call(32, 1000, 1000, 8, 4, 128).in_any_order(), &workspace), "statistics, keys, dQ");
   EXPECT_EQ(fake::cleared_bytes, 32u * 8 * 1024 * 128 * sizeof(float) + 16) << "and the count of tiles";
   EXPECT_EQ(workspace, fake::cleared_bytes + 32u * 8 * 1024 * sizeof(RowStatistics));
+}
+
+TEST(BackwardRun, HasRoomForTheSumsOfEachCtasHead) {
+  size_t workspace;
+  EXPECT_EQ(run_of(Call(64, 250, 250, 16, 16, 128).in_any_order(), &workspace), "statistics, keys");
+  EXPECT_EQ(fake::cleared_bytes, 16u);
+  EXPECT_EQ(first_heads, 0) << "statistics are made of all heads before";
+  EXPECT_EQ(workspace, 132u * 256 * 128 * sizeof(float) + 16 + 64u * 16 * 256 * sizeof(RowStatistics));
 }
 
 TEST(BackwardRun, HasRoomForSumsOfSectionsAndFinishesTheLast) {

@@ -146,6 +146,14 @@ Kernel of_heads(DType dtype, int d, Features more = 0) {
   kernel.takes_shape = [](Params const& p) { return (p.n_q + 63) / 64 * (p.heads_q / p.heads_kv) <= 8; };
   return kernel;
 }
+/// With memory of its own for a head's sums of dQ.
+Kernel owning(DType dtype, int d) {
+  Kernel kernel = of_heads(dtype, d);
+  kernel.loop.owns_sums = true;
+  kernel.shared_bytes = 220000;
+  kernel.takes_shape = [](Params const& p) { return p.head_dim > 64; };
+  return kernel;
+}
 /// Of heads of `most` rows and keys at most, without a launch before them.
 template <int most>
 Kernel whole_heads(Kind kind, DType dtype, int shared) {
@@ -178,6 +186,8 @@ Entered of_gradients(DType t) {
       of_heads(t, 64),
       of_heads(t, 64, feature::Dropout),
       of_heads(t, 64, feature::Mask),
+      owning(t, 96),
+      owning(t, 128),
       whole_heads<64>(Kind::HeadGradients, t, 49152),
       whole_heads<128>(Kind::HeadGradients, t, 98304),
       gradients(Kind::BiasGradients, "sm90", t, 64, 128, 128, Sink | kUnlike | Alibi | kPairs),

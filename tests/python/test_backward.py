@@ -367,7 +367,7 @@ def test_keys_have_the_same_bits_anyway(kernels):
 
 # ------------------------------------------------------------------------------------------------ heads of few rows
 # batch, n_q, n_kv, heads, heads_kv, d: heads that one CTA of Hopper's has all of, with one tile of keys and with
-# several, as many rows as there is room for, those of several heads together.
+# several, as many rows as there is room for, those of several heads together; above d 64 with sums in memory.
 WHOLE_HEADS = {
     "one tile": (3, 100, 128, 5, 5, 64),
     "512 rows": (12, 512, 512, 11, 11, 64),
@@ -378,6 +378,12 @@ WHOLE_HEADS = {
     "more rows than keys": (2, 500, 65, 3, 3, 24),
     "several heads a CTA": (45, 197, 197, 12, 12, 64),
     "several heads of few rows a CTA": (90, 40, 100, 8, 4, 40),
+    "wide": (11, 300, 300, 12, 12, 128),
+    "wide, rows of two heads": (33, 65, 150, 8, 4, 104),
+    "wide, more keys than rows": (33, 70, 600, 4, 4, 72),
+    "wide, more rows than keys": (33, 300, 65, 4, 4, 128),
+    "a panel and a half": (11, 260, 197, 12, 12, 80),
+    "a panel and a half, several heads a CTA": (45, 130, 197, 12, 12, 96),
 }
 
 
@@ -411,18 +417,19 @@ def test_whole_heads(kernels, shape, options):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("heads,longest", [((12, 12), 512), ((8, 2), 128)])
-def test_whole_heads_of_packed_sequences(kernels, heads, longest, causal):
+@pytest.mark.parametrize("heads,longest,d", [((12, 12), 512, 64), ((8, 2), 128, 64), ((12, 6), 150, 128)])
+def test_whole_heads_of_packed_sequences(kernels, heads, longest, d, causal):
     rows = [longest, 0, 1, longest - 1, 65, 64, 0, 7, longest] * 9
     keys = [longest + 130, 33, 0, longest - 1, 64, 129, 0, 300, 1] * 9
     for lse in (True, False):
-        check_packed(kernels, packed(kernels, rows, keys, heads, 64), lse=lse, causal=causal, start_pos="end")
+        check_packed(kernels, packed(kernels, rows, keys, heads, d), lse=lse, causal=causal, start_pos="end")
 
 
-def test_lengths_of_whole_heads(kernels):
+@pytest.mark.parametrize("d", [64, 80, 128])
+def test_lengths_of_whole_heads(kernels, d):
     lengths = {"seqused_k": kernels.int32([300, 0, 129, 128] * 9), "leftpad_k": kernels.int32([5, 0, 100, 128] * 9)}
     for lse in (True, False):
-        tensors = kernels.qkv(36, 200, 4, 64, n_kv=300)
+        tensors = kernels.qkv(36, 200, 4, d, n_kv=300)
         check(kernels, *tensors, lse=lse, causal=True, start_pos="end", small=True, **lengths)
 
 

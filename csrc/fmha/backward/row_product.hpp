@@ -13,11 +13,8 @@ namespace cutlass_ext {
 
 CUTE_DEVICE void prefetch_to_l2(void const* data) { asm volatile("prefetch.global.L2 [%0];" ::"l"(data)); }
 
-/// Lanes that share a row of so many columns: each reads 16 bytes of it at a time.
-template <class Element>
-constexpr int lanes_of_row(int cols) {
-  return cols * int(sizeof(Element)) <= 128 ? 8 : 16;
-}
+/// Lanes that share a row: each reads 16 bytes of it at a time.
+constexpr int kLanesOfRow = 8;
 
 /// `sum` and the products of 16 bytes of dO and O.
 template <class Element>
@@ -28,25 +25,30 @@ CUTE_DEVICE float add_products(float sum, uint4 const& dout, uint4 const& out) {
   return sum;
 }
 
-/// rowsum(dO O) of one row, by `Lanes` lanes: every one of them gets it.
-template <int Lanes, class Element>
+/// rowsum(dO O) of one row of up to `Vectors` vectors for each of `Lanes` lanes, which are all on their way at once:
+/// every one of them gets it.
+template <int Lanes, int Vectors, class Element>
 CUTE_DEVICE float row_product(Element const* dout, Element const* out, int cols, bool aligned, int lane) {
   constexpr int kVector = 16 / sizeof(Element);
-  float sum = 0.f;
-  for (int col = lane * kVector; col < cols; col += Lanes * kVector) {
-    uint4 x, y;
+  uint4 x[Vectors] = {}, y[Vectors] = {};
+  CUTE_UNROLL
+  for (int v = 0; v < Vectors; ++v) {
+    int const col = (v * Lanes + lane) * kVector;
+    if (col >= cols) continue;
     if (aligned) {
-      x = *reinterpret_cast<uint4 const*>(dout + col);
-      y = *reinterpret_cast<uint4 const*>(out + col);
+      x[v] = *reinterpret_cast<uint4 const*>(dout + col);
+      y[v] = *reinterpret_cast<uint4 const*>(out + col);
     } else {
       CUTE_UNROLL
       for (int i = 0; i < kVector; ++i) {
-        reinterpret_cast<Element*>(&x)[i] = dout[col + i];
-        reinterpret_cast<Element*>(&y)[i] = out[col + i];
+        reinterpret_cast<Element*>(&x[v])[i] = dout[col + i];
+        reinterpret_cast<Element*>(&y[v])[i] = out[col + i];
       }
     }
-    sum = add_products<Element>(sum, x, y);
   }
+  float sum = 0.f;
+  CUTE_UNROLL
+  for (int v = 0; v < Vectors; ++v) sum = add_products<Element>(sum, x[v], y[v]);
   return warp_sum<Lanes, 1>(sum);
 }
 
@@ -54,7 +56,7 @@ CUTE_DEVICE float row_product(Element const* dout, Element const* out, int cols,
 /// tile of `Tile` rows are written, too.
 template <int Tile, class Element>
 CUTE_DEVICE void make_rows_known(BackwardParams const& params, Sequence const& sequence, int b, int head) {
-  constexpr int kLanes = 8, kRows = 2 * 32 / kLanes, kAtOnce = 2;  // what 56 registers have room for
+  constexpr int kLanes = kLanesOfRow, kRows = 2 * 32 / kLanes, kAtOnce = 2;  // what 56 registers have room for
   static_assert(Tile % (kAtOnce * kRows) == 0);
   int const lane = threadIdx.x % kLanes, row = threadIdx.x % 64 / kLanes, n_q = sequence.visibility.n_q;
   bool const has_columns = lane * int(16 / sizeof(Element)) < params.head_dim_v;

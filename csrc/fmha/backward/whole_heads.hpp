@@ -81,9 +81,9 @@ class GradientsOfHead : WholeHead<Traits> {
       lse_[i] = exists ? params.lse[result_row] : -INFINITY;
       // Not the sum of P dP, though all keys are here: lse and O may be those of more keys.
       bool const has_product = lse_[i] > -INFINITY && !params.delta;  // all lanes take part in the sum
-      delta_[i] = row_product<4>(row_of_head(params.dout, params.dout_stride, row),
-                                 row_of_head(params.o, params.o_stride, row), has_product ? params.head_dim_v : 0,
-                                 is_aligned<Element>(params.o, params.o_stride), place_.lane % 4);
+      delta_[i] = row_product<4, Traits::HeadDim * sizeof(Element) / 64>(
+          row_of_head(params.dout, params.dout_stride, row), row_of_head(params.o, params.o_stride, row),
+          has_product ? params.head_dim_v : 0, is_aligned<Element>(params.o, params.o_stride), place_.lane % 4);
       if (exists && params.delta) delta_[i] = params.delta[result_row];
       if (exists && params.dlse) delta_[i] -= params.dlse[result_row];
     }

@@ -660,6 +660,12 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       take_turn(std::bool_constant < Traits::ScoreMods || Traits::Pairs > {}, turn);
     }
   }
+  // What is in hand is let go as soon as it has been multiplied for the last time: the next tile's copies land while
+  // the rest is added and stored.
+  auto const release_held = [&](Barrier& barrier) {
+    if (Traits::Persistent && turns > 0) release(barrier);
+  };
+  if constexpr (!Traits::HoldsInRegisters) release_held(shared.held_v_empty);
   if constexpr (AddsQ) {
     // Waited for by all: what is left next goes where the tile before this turn's dS has been read.
     if (turns > 0) shared.ds_full[last_ds.stage].wait_for(last_ds.phase);
@@ -668,19 +674,17 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       Tensor cQ = QuerySums<Traits>::accumulator();
       due.sums.issue(cQ, last_ds.stage);
       warpgroup_wait<0>();
+      release_held(shared.held_empty);
       due.add(cQ, last_ds.stage);
+    } else {
+      release_held(shared.held_empty);
     }
   }
   warpgroup_wait<0>();
   warpgroup_fence_operand(cS);
   warpgroup_fence_operand(cA);
   warpgroup_fence_operand(cV);
-  if constexpr (Traits::Persistent) {
-    if (turns > 0) {
-      release(shared.held_empty);
-      if constexpr (!Traits::HoldsInRegisters) release(shared.held_v_empty);
-    }
-  }
+  if constexpr (!AddsQ) release_held(shared.held_empty);
   if constexpr (Traits::StagesSums) {
     tma_store_wait<0>();  // `staging` is written again, and is to be there until it has been read
     __syncwarp();
@@ -714,6 +718,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
     if constexpr (Traits::HoldsSums) {
       if (tile.ends_head()) store_held_sums(params, due.sums, tile, row_block);
+    }
+    if constexpr (Traits::OwnsSums) {
+      if (tile.ends_head()) store_own_sums(params, due, tile, staging);
     }
   }
 }

@@ -173,7 +173,7 @@ struct Backward {
   static constexpr char const* kFamily = "sm90";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &backward_kernel<Traits>;
-  static constexpr Kind kKind = Traits::HoldsSums       ? Kind::HeadGradients
+  static constexpr Kind kKind = Traits::HasHeads        ? Kind::HeadGradients
                                 : Traits::AddsToQueries ? Kind::AllGradients
                                 : Traits::OfKeys        ? Kind::KeyGradients
                                                         : Kind::QueryGradients;
@@ -181,12 +181,13 @@ struct Backward {
   static constexpr Features kTakes = Traits::Mods | feature::Sink | feature::Packed |
                                      (feature::kUnlike & ~(Traits::PlainBias ? feature::LeftPadding : 0)),
                             kWants = Traits::IsPlain || Traits::DropsAlone ? Traits::Mods : 0;
-  static constexpr TileLoop kLoop{Traits::Persistent, Traits::Splits, Traits::AnyOrder, Traits::Sectioned,
-                                  Traits::Cluster};
+  static constexpr TileLoop kLoop{Traits::Persistent, Traits::Splits,   Traits::AnyOrder,
+                                  Traits::Sectioned,  Traits::OwnsSums, Traits::Cluster};
   /// Softcap's derivative is found in scores, from which what has been added since is not taken again.
   static bool takes_shape(Params const& params) {
     int const heads = params.heads_q / params.heads_kv;
     if (Traits::HoldsSums && int64_t(tiles_of_head(params.n_q, B_r)) * heads > kMostHeldTiles) return false;
+    if (Traits::OwnsSums && std::max(params.head_dim, params.head_dim_v) <= 64) return false;  // of others, or none
     if (Traits::FoldsStatistics && ScoreMod::query_scale(params) < kLeastFactor) return false;
     return !(ScoreMod::caps(params) && has_bias(params));
   }

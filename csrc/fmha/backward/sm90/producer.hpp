@@ -64,7 +64,7 @@ struct StatisticsCopy {
       : params(params), maps(maps), shared(shared), per_scale(1.f / ScoreMod::query_scale(params)) {}
 
   CUTE_DEVICE void operator()(GradientTile<Traits> const& tile) {
-    bool const is_first = !params.sections && tile.begins_head() && threadIdx.x % 32 == 0;
+    bool const is_first = !Traits::OwnsSums && !params.sections && tile.begins_head() && threadIdx.x % 32 == 0;
     if constexpr (Traits::Sectioned) wait_for_section(params, tile);
     for_each_passing(params, tile, [&](PassingTile of) {
       int64_t const row =
@@ -176,10 +176,11 @@ struct StreamCopy {
     int const row = tile.held_row0 + tile.work.row0;
     Range const here = counting(Traits::OfKeys ? keys : query_rows, tile.work.row0, Held);
     auto const* const empty_held = empty_rows(!Traits::OfKeys, tile.head_q, tile.work.row0, Held);
-    // Heads of few rows pass by so fast that what the next tile begins with is fetched while the one before ends: (256,
-    // 128, 16, 64) takes 257 us for 268, (32, 512, 32, 64) 457 for 462. Of longer heads 1 to 2% more, in full.
+    // Few rows pass by so fast that what the next tile begins with is fetched while the one before ends: (256, 128, 16,
+    // 64) takes 257 us for 268, (32, 512, 32, 64) 457 for 462. Of longer heads 1 to 2% more, in full.
+    constexpr int kFewTurns = 8;
     if constexpr (Traits::Sectioned && !Traits::FoldsStatistics && !OfValues) wait_for_section(params, tile);
-    if constexpr (Traits::HoldsSums) {
+    if (Traits::HasHeads || (!Traits::Pairs && turns <= kFewTurns)) {
       auto const prefetch = [&](CUtensorMap const& map, int row, int head) {
         SM90_TMA_LOAD_4D::PREFETCH::copy(&map, 0, row, head, batch);
       };

@@ -22,6 +22,11 @@ CUTE_DEVICE void add_to_memory(float* to, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 
+/// Writes them there, so that L2 has them.
+CUTE_DEVICE void put_in_memory(float* to, float a, float b, float c, float d) {
+  __stcg(reinterpret_cast<float4*>(to), make_float4(a, b, c, d));
+}
+
 /// Has the copy engine add `bytes` of shared memory, as floats, to as many in memory; one thread, and a bulk group of
 /// its own. The sums stay in L2 as long as they can: every tile of keys adds to them.
 CUTE_DEVICE void add_to_memory(float* to, void const* from, int bytes) {
@@ -180,11 +185,16 @@ struct QuerySums {
     }
   }
 
-  /// `to`: as `first` says. Sums lie in memory in the order in which threads hold them: each adds whole vectors, side
-  /// by side with its neighbours', those of a warp in one piece. SumsOfTile knows the order.
+  /// `to`: as `first` says; `begins`: nothing is there yet. Sums lie in memory in the order in which threads hold them:
+  /// each adds whole vectors, side by side with its neighbours', those of a warp in one piece. SumsOfTile knows the
+  /// order.
   template <class Sums>
-  CUTE_DEVICE void add(Sums const& sums, float* to) const {
-    if constexpr (Traits::StagesSums) {
+  CUTE_DEVICE void add(Sums const& sums, float* to, bool begins = false) const {
+    if (Traits::OwnsSums && begins) {
+      CUTE_UNROLL
+      for (int e = 0; e < size(sums); e += 4)
+        put_in_memory(to + e * 32, sums(e), sums(e + 1), sums(e + 2), sums(e + 3));
+    } else if constexpr (Traits::StagesSums) {
       auto* const warps = reinterpret_cast<float4*>(shared.staging + part_of_warp<Traits>() * Traits::Staged);
       tma_store_wait<0>();  // what the warp left there last has been read: by the thread that had it copied
       __syncwarp();
@@ -251,6 +261,7 @@ struct DueSums {
       to = sums_of_tile(params, tile, order.head, order.t()) + sums.first();
       to -= int64_t(order.step_back(params)) * Traits::HeadDim;
     }
+    if constexpr (Traits::OwnsSums) clear_unseen();
     if constexpr (Traits::HoldsSums) {
       if (!tile.begins_head()) return;
       for (int held = row_block; held < tile.heads * tiles_of_rows; held += 2) {
@@ -259,6 +270,22 @@ struct DueSums {
       }
     }
   }
+
+  /// Of a head's rows that its first tile of keys does not see: there is nothing else to begin with.
+  CUTE_DEVICE void clear_unseen() const {
+    if (!tile.begins_head() || tiles.size() == tiles_of_rows) return;
+    CUTE_NO_UNROLL
+    for (int held = 0; held < tile.heads * tiles_of_rows; ++held) {
+      int const head = held / tiles_of_rows, t = held - head * tiles_of_rows;
+      if (tiles.contains(t) || !is_owner(held)) continue;
+      float* const at = sums_of_tile(params, tile, tile.head_q + head, t) + sums.first();
+      CUTE_UNROLL
+      for (int i = 0; i < sums.Columns / 8; ++i) put_in_memory(at + i * 128, 0.f, 0.f, 0.f, 0.f);
+    }
+  }
+  /// Whether the warpgroup adds to a tile, by its number, of a head that the CTA has all of: always the same one, so
+  /// that each thread reads what it has written.
+  CUTE_DEVICE bool is_owner(int held) const { return !Traits::TakesTurns || held % 2 == row_block; }
 
   /// Where a mask hides tiles, of the one that passed by: what the copying warp says.
   CUTE_DEVICE void take(StreamedTile const& said) {
@@ -274,8 +301,10 @@ struct DueSums {
       if constexpr (!Traits::HoldsSums) to += sums.first();
       return;
     }
-    if constexpr (Traits::HoldsSums) held = (order.head - tile.head_q) * tiles_of_rows + order.t();
+    auto const number = [&] { return (order.head - tile.head_q) * tiles_of_rows + order.t(); };
+    if constexpr (Traits::HoldsSums) held = number();
     int const rows = order.advance(params, tile, tiles);
+    if constexpr (Traits::OwnsSums) held = number();
     if constexpr (!Traits::HoldsSums) to += int64_t(rows) * Traits::HeadDim;
   }
   /// Of dS in buffer `stage`, which is free then.
@@ -287,13 +316,13 @@ struct DueSums {
       if (elect_one_sync()) shared.ds_empty[stage].arrive();
       sums.hold(of_tile, held);
     } else {
-      sums.add(of_tile, to);
+      sums.add(of_tile, to, tile.begins_head());
     }
   }
-  /// Whether the warpgroup adds what is due before turn `turn`: in shared memory always to the same tiles.
+  /// Whether the warpgroup adds what is due before turn `turn`.
   CUTE_DEVICE bool is_own(int turn) const {
-    return !Traits::TakesTurns || (Traits::HoldsSums ? held % 2 == row_block
-                                                     : (turn + row_block) % Traits::Consumers == Traits::Consumers - 1);
+    if constexpr (Traits::HasHeads) return is_owner(held);
+    return !Traits::TakesTurns || (turn + row_block) % Traits::Consumers == Traits::Consumers - 1;
   }
 };
 

@@ -49,6 +49,59 @@ CUTE_DEVICE void store_held_sums(BackwardParams const& params, QuerySums<Traits>
   }
 }
 
+/// Sums of dQ of 16 rows and of a part of the columns, as the lanes of a warp hold them.
+template <class Traits>
+struct SumsOfWarp {
+  using Element = typename Traits::Element;
+  static constexpr int kColumns = Traits::QueryColumns;
+
+  decltype(QuerySums<Traits>::accumulator()) sums;
+
+  /// `at`: the lane's first vector.
+  CUTE_DEVICE void load(float const* at) {
+    CUTE_UNROLL
+    for (int e = 0; e < size(sums); e += 4) {
+      float4 const x = __ldcg(reinterpret_cast<float4 const*>(at + e * 32));
+      sums(e) = x.x, sums(e + 1) = x.y, sums(e + 2) = x.z, sums(e + 3) = x.w;
+    }
+  }
+  /// To columns from `column` on of `rows` rows of dQ, 16 at most, through `staging`: 16 rows of a panel.
+  CUTE_DEVICE void store(BackwardParams const& params, int batch, int row, int head, int rows, int column,
+                         Element* staging) {
+    int const lane = threadIdx.x % 32;
+    CUTE_UNROLL
+    for (int e = 0; e < size(sums); ++e) sums(e) *= factor_of_gradients(params);
+    auto* const to = row_at<Element>(params.dq, params.dq_stride, batch, row + lane / 8, head) + column;
+    store_rows<Stored<Traits, kColumns>>(
+        to, [&](int pass) { return pass * 4 * params.dq_stride.row; }, rows, max(params.head_dim - column, 0),
+        rows_and_columns(sums), staging, lane);
+  }
+};
+
+/// dQ of a head from memory that the CTA has for itself, once all of its keys have been gone through: of what each
+/// thread has added there.
+template <class Traits>
+CUTE_DEVICE void store_own_sums(BackwardParams const& params, DueSums<Traits> const& due,
+                                GradientTile<Traits> const& tile, typename Traits::Element* staging) {
+  int const n_q = tile.sequence.visibility.n_q, tiles = due.tiles_of_rows, all = tile.heads * tiles,
+            warp_row = threadIdx.x / 32 % 4 * 16, step = Traits::TakesTurns ? 2 : 1;
+  auto const at = [&](int held) {
+    int const head = held / tiles;
+    return sums_of_tile(params, tile, tile.head_q + head, held - head * tiles) + due.sums.first();
+  };
+  SumsOfWarp<Traits> now, next;
+  int held = Traits::TakesTurns ? due.row_block : 0;
+  if (held < all) now.load(at(held));
+  CUTE_NO_UNROLL
+  for (; held < all; held += step) {
+    if (held + step < all) next.load(at(held + step));  // on its way while this one is stored
+    int const head = held / tiles, row = (held - head * tiles) * Traits::Step + warp_row;
+    now.store(params, tile.sequence.batch, tile.sequence.q_row0 + row, tile.head_q + head, n_q - row,
+              due.sums.part() * SumsOfWarp<Traits>::kColumns, staging);
+    now = next;
+  }
+}
+
 /// `A`: dK or dQ of a tile in hand whose operands were in parts, `V`: dV, as far as `What` has them. `mine`: of rows in
 /// hand that are query rows, and `row_sum` the thread's share of what their P, in parts, sum to.
 template <class Traits, Sums What, class SumsA, class SumsV>

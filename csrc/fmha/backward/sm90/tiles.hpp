@@ -74,8 +74,11 @@ struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain> {
       Range const own = split_turns(params, work.split, heads, &tiles);
       head_q += own.begin, heads = own.size();
     }
-    if constexpr (Traits::AddsToQueries && !Traits::HoldsSums)
+    if constexpr (Traits::OwnsSums) {
+      sums_row0 = int64_t(blockIdx.x) * heads * params.rows_a_head;
+    } else if constexpr (Traits::AddsToQueries && !Traits::HoldsSums) {
       sums_row0 = StatisticsRows(params).first(params, sequence, work.batch, head_q);
+    }
     if constexpr (Traits::Sectioned) {
       if (params.sections) {
         section = params.scheduler.section_of(index);
@@ -251,7 +254,7 @@ struct TileTaker {
       at_image = !at_image;
       if (at_image) return index;
     }
-    if constexpr (Traits::HoldsSums) {
+    if constexpr (Traits::HasHeads) {
       return goes_on ? index + 1 : take_head(leader, is_first);
     } else if constexpr (Traits::Cluster > 1) {
       return is_first ? blockIdx.x / Traits::Cluster : draw_together(leader);
@@ -275,11 +278,12 @@ struct TileTaker {
     index_phase ^= 1;
     return drawn;
   }
-  /// That of the next head's first tile, once the statistics of its rows are there. The head behind it is drawn, so
-  /// that those of its rows are made meanwhile.
+  /// That of the next head's first tile; beside sums in shared memory once the statistics of its rows are there: then
+  /// the head behind it is drawn, so that those of its rows are made meanwhile.
   CUTE_DEVICE unsigned take_head(bool leader, bool is_first) {
     unsigned const tiles = tiles_of_head(params.n_kv, Traits::Held);
     unsigned first = blockIdx.x * tiles;
+    if constexpr (Traits::OwnsSums) return is_first ? first : draw_next() * tiles;
     if (!is_first) {
       shared.rows_known.wait_for(rows_phase);
       rows_phase ^= 1;
@@ -305,12 +309,12 @@ struct TileTaker {
       if (exists && leader) {
         new (&slot) GradientTile<Traits>(params, index, at_image);  // in place: 50 bytes less spilled beside dropout
         slot.held_phase = held_phase;
-        if (Traits::HoldsSums && slot.is_empty) slot.tiles = {0, 0};  // a head without keys, whose dQ is 0
+        if (Traits::HasHeads && slot.is_empty) slot.tiles = {0, 0};  // a head without keys, whose dQ is 0
       }
       __syncwarp();
       if (Traits::SkipsTiles && exists) slot.count_seen(params);
-      if (Traits::HoldsSums && exists) goes_on = !slot.ends_head();
-    } while (exists && slot.is_empty && !Traits::HoldsSums);
+      if (Traits::HasHeads && exists) goes_on = !slot.ends_head();
+    } while (exists && slot.is_empty && !Traits::HasHeads);
     if (leader) {
       shared.is_last[at.stage] = !exists;
       shared.tile_full[at.stage].arrive();

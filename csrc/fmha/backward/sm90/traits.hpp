@@ -30,9 +30,10 @@ constexpr bool sums_ds(Sums what) { return what != Sums::Values; }
 
 /// Where a kernel over tiles of keys adds up dQ.
 enum class SumsOfQueries {
-  None,      ///< another launch does
-  InMemory,  ///< CTAs add to it in any order
-  InShared,  ///< a CTA has all tiles of a head, one after the other
+  None,         ///< another launch does
+  InMemory,     ///< CTAs add to it in any order
+  InShared,     ///< a CTA has all tiles of a head, one after the other
+  InOwnMemory,  ///< the same, in memory of the CTA's own, for one head after the other: it stays in L2
 };
 
 /// Of a cluster, what the other CTA's `Keys` keys make this one add to dQ: two panels of their columns, and their dS.
@@ -68,7 +69,8 @@ struct BackwardTraits {
   // of its calls have it.
   static constexpr bool Hides = Mods & (feature::Bias | feature::Mask), DropsAlone = Mods == feature::Dropout;
   static constexpr bool AddsToQueries = OfQueries != SumsOfQueries::None,
-                        HoldsSums = OfQueries == SumsOfQueries::InShared;
+                        HoldsSums = OfQueries == SumsOfQueries::InShared,
+                        OwnsSums = OfQueries == SumsOfQueries::InOwnMemory, HasHeads = HoldsSums || OwnsSums;
   /// Whether nothing but a bias that the copy engine brings and a mask may change scores, beside sums in shared memory
   /// a mask alone: then dQ is made, and a tile goes through the others, but for those that a mask hides, as without.
   static constexpr bool IsPlain =
@@ -83,7 +85,7 @@ struct BackwardTraits {
   using Part = typename Operand<Element>::Part;
   static constexpr int Parts = Operand<Element>::Parts;
   // Whether several CTAs may share a tile in hand: each goes through some of the heads, and of the tiles.
-  static constexpr bool Splits = (!Pairs || IsPlain) && Parts == 1 && !HoldsSums;
+  static constexpr bool Splits = (!Pairs || IsPlain) && Parts == 1 && !HasHeads;
   /// CTAs that share a tile of keys. Wide heads have registers for 64 keys a CTA alone, and a multiprocessor sends 16
   /// bytes a clock at most to be added in memory (3.9 TB/s from all of an H200's, in any way), which 64 keys wait for.
   /// So two CTAs copy what passes by once for both, pass dS to each other, and add to a half of the columns each. At
@@ -104,13 +106,13 @@ struct BackwardTraits {
   /// Whether consumers read those of the rows that pass by.
   static constexpr bool ReadsStatistics = OfKeys && !FoldsStatistics;
   /// Whether rows may pass by in either order (StreamOrder).
-  static constexpr bool AnyOrder = AddsToQueries && !HoldsSums && IsPlain && !SkipsTiles;
+  static constexpr bool AnyOrder = AddsToQueries && !HasHeads && IsPlain && !SkipsTiles;
   /// How many parts of the sums of dQ, and of how many columns, are on their way to a warp that makes dQ of them beside
   /// the tiles (beside.hpp): what there is room for. 0: none does.
-  static constexpr int PartsBeside = !Persistent || HoldsSums || AddsApart ? 0
-                                     : Crowded                             ? 1
-                                     : HeadDim <= 96                       ? 4
-                                                                           : 2,
+  static constexpr int PartsBeside = !Persistent || HasHeads || AddsApart ? 0
+                                     : Crowded                            ? 1
+                                     : HeadDim <= 96                      ? 4
+                                                                          : 2,
                        ColumnsBeside = Crowded || HeadDim % kPanel ? 32 : kPanel;
   static constexpr bool Sectioned = PartsBeside > 0;
   // Of dout there are as many stages as of q, but where there is no room for them.
@@ -178,7 +180,7 @@ struct BackwardTraits {
   static constexpr int QueryColumns = AddsApart ? 32 : HeadDim / SumsOfTile::parts(HeadDim);
   // Whether the copy engine adds it, out of `staging`: the registers are free at once. Wider heads have neither room
   // there nor time of shared memory.
-  static constexpr bool StagesSums = TakesTurns && HeadDim <= kPanel && !HoldsSums;
+  static constexpr bool StagesSums = TakesTurns && HeadDim <= kPanel && !HasHeads;
   static constexpr int VectorsOfSums = HoldsSums ? kMostHeldTiles * B_r * HeadDim / 4 : 1;
   // Beside sums in shared memory values in hand pass through the stages of dout: 64 rows each.
   static constexpr int HeldBox = HoldsSums ? kAtomRows : Held;
@@ -201,7 +203,7 @@ struct BackwardTraits {
   static constexpr int VectorsOfP = kAtomRows * B_r / kWarpgroup / 4;  // of a thread
 
   // Whether finished gradients pass through the buffer of dS that was left longest ago, which all have read.
-  static constexpr bool StagesInDS = HoldsSums || (Sectioned && !StagesSums);
+  static constexpr bool StagesInDS = HasHeads || (Sectioned && !StagesSums);
   // Whether a tile of bias, or its part, lies apart from `staging`: where that is too small, or in use.
   static constexpr bool StagesPairs = (Mods & feature::Bias) && !PlainBias && (Step > kPanel || StagesSums);
   struct SharedStorage : FromOtherCta<Part, OthersKeys, B_r>, TileOfBias<PlainBias ? Step * Held : 0> {
