@@ -755,7 +755,7 @@ def dies(group, method, check, backward, device="cpu"):
     options = {"group": group, "layout": "contiguous", "method": method, "check": check}
     if backward or device == "cuda":
         out = ce.distributed.fmha(q, k, v, **options)
-        dist.barrier(group)
+    dist.barrier(group)  # until all of them have their groups
     if dist.get_rank(group) == 1:
         os._exit(0)
     torch.autograd.grad(out.sum(), (q, k, v)) if backward else ce.distributed.fmha(q, k, v, **options)
@@ -771,7 +771,7 @@ MISSING = {
 @pytest.mark.parametrize(
     "method,check,backward,missing",
     [
-        ("ring", True, False, r"rank \d is gone"),
+        ("ring", True, False, "rank 1 is gone"),
         *[(method, False, False, missing) for method, missing in MISSING.items()],
         *[(method, False, True, "") for method in MISSING],
     ],
@@ -786,6 +786,7 @@ def test_a_dead_rank(method, check, backward, missing):
         pool.close()
     for rank, (error, _) in found.items():
         assert re.match(f"RuntimeError: rank {rank} of 3: {missing}", error), found
+        missing = missing.replace("rank 1", f"rank (1|{rank})")  # the second may miss the first one, which has ended
 
 
 @pytest.mark.gpu
