@@ -22,19 +22,23 @@ enum class Kind {
   KeyGradients,    ///< of the backward pass: dK and dV, a CTA for each tile of keys
   QueryGradients,  ///< and dQ, a CTA for each tile of query rows
   AllGradients,    ///< dK and dV, and sums for dQ, which CTAs add to in any order
-  HeadGradients,   ///< dK, dV and dQ of a key head, by one CTA
+  HeadGradients,   ///< dK, dV and dQ of a key head, by one CTA or cluster
   BiasGradients,   ///< dBias, by CTAs that go through its tiles
 };
 constexpr int kKinds = static_cast<int>(Kind::BiasGradients) + 1;
 
+/// CTAs that a cluster may have on any Hopper GPU.
+constexpr int kMostInCluster = 8;
+
 /// How the CTAs of a gradients kernel go through tiles (Traits of these names in backward/sm90/traits.hpp).
 struct TileLoop {
-  bool persistent = false;  ///< one tile, or head, after the other
-  bool splits = false;      ///< several may share a tile: of each some of the heads and tiles that pass by
-  bool any_order = false;   ///< rows may pass by in either order
-  bool sectioned = false;   ///< dQ may be made beside the tiles
-  bool owns_sums = false;   ///< a CTA has memory for the sums of dQ of a head
-  unsigned cluster = 1;     ///< CTAs that have a tile together
+  bool persistent = false;   ///< one tile, or head, after the other
+  bool splits = false;       ///< several may share a tile: of each some of the heads and tiles that pass by
+  bool any_order = false;    ///< rows may pass by in either order
+  bool sectioned = false;    ///< dQ may be made beside the tiles
+  bool passes_sums = false;  ///< each CTA of a cluster has a tile of a head, and passes sums of dQ on
+  bool knows_rows = false;   ///< CTAs make the statistics of rows of their next head
+  unsigned cluster = 1;      ///< CTAs that have a tile together
 };
 
 // A bit, the argument that asks for it, when a call `p` does, and what makes it a call that does not. A new line here

@@ -34,9 +34,20 @@ bool leaves_gaps(Features features) {
 /// Whether it works out for itself what others are to know of each query row before.
 bool finds_statistics(Kernel const& kernel) { return kernel.kind == Kind::HeadGradients && !wants_hopper(kernel); }
 
-/// How many tiles are worked on at once.
-int64_t resident_tiles(Kernel const& kernel, Device const& device) {
-  return int64_t(occupancy_of(kernel, device).ctas_a_multiprocessor) * device.multiprocessors / kernel.loop.cluster;
+/// CTAs of a cluster of a launch: as many as a tile has or, where they pass sums on, a head has tiles.
+int cluster_of(Kernel const& kernel, Params const& p) {
+  return kernel.loop.passes_sums ? std::max(Scheduler::tiles_of(p.n_kv, kernel.block_c), 1) : kernel.loop.cluster;
+}
+
+/// How many of its CTAs the device holds at once; and how many tiles, or heads whose tiles are a cluster's.
+int64_t resident_ctas(Kernel const& kernel, Device const& device) {
+  return int64_t(occupancy_of(kernel, device).ctas_a_multiprocessor) * device.multiprocessors;
+}
+int64_t resident_tiles(Kernel const& kernel, Params const& p, Device const& device) {
+  int const cluster = cluster_of(kernel, p);
+  if (kernel.loop.passes_sums && cluster > 1)
+    return cluster > kMostInCluster ? 0 : occupancy_of(kernel, device).clusters[cluster];
+  return resident_ctas(kernel, device) / cluster;
 }
 
 /// Whether the copy engine can write rows of dQ.
@@ -59,24 +70,28 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   int64_t const rows_a_head = of_keys ? int64_t(p.n_q) * (p.heads_q / p.heads_kv) : p.n_kv;
   int64_t const sums_a_row = kind == Kind::AllGradients ? kernel->head_dim * sizeof(float) : 0;
   int64_t const bytes_a_head = rows_a_head * ((p.head_dim + p.head_dim_v) * p.element_bytes + sums_a_row);
-  int64_t const resident = resident_tiles(*kernel, device);
+  launch.cluster = cluster_of(*kernel, p);
+  int64_t const resident = resident_tiles(*kernel, p, device);
   if (kernel->loop.splits) launch.splits = gradient_splits(p, *kernel, of_keys, static_cast<int>(resident));
   int64_t const tiles = int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all();
   launch.is_mirrored =
-      kernel->loop.any_order && takes_mirrored(p, block, launch.splits.all(), bytes_a_head, resident, device);
+      kernel->loop.passes_sums
+          ? has_unequal_tiles(p) || !have_one_length(p)
+          : kernel->loop.any_order && takes_mirrored(p, block, launch.splits.all(), bytes_a_head, resident, device);
   launch.is_sectioned = finishes && kernel->loop.sectioned && !launch.is_mirrored && launch.splits.all() == 1 &&
                         finishes_beside(p, *kernel, device);
-  // A CTA that has all of a head finds its tiles one after the other.
+  // A CTA, or a cluster, that has all of a head finds its tiles one after the other.
   int64_t const all_heads = int64_t(p.batch) * heads;
   int64_t section = 1;
   if (launch.is_sectioned) {
     section = section_beside(all_heads, tiles, device);
   } else if (kind != Kind::HeadGradients && !launch.is_mirrored) {
-    section =
-        gradient_section_for(p, wants_hopper(*kernel), all_heads, tiles * kernel->loop.cluster, bytes_a_head, device);
+    section = gradient_section_for(p, wants_hopper(*kernel), all_heads, tiles * launch.cluster, bytes_a_head, device);
   }
-  // Of mirrored tiles the first half is taken.
-  int const taken = launch.is_mirrored ? ceil_div(Scheduler::tiles_of(length, block), 2) * block : length;
+  // Of mirrored tiles the first half is taken, but where a cluster has all of a head.
+  int const taken = launch.is_mirrored && !kernel->loop.passes_sums
+                        ? ceil_div(Scheduler::tiles_of(length, block), 2) * block
+                        : length;
   launch.scheduler =
       Scheduler(p.batch, heads, taken, block, launch.splits.all(), section, of_keys ? Axis::Keys : Axis::Rows);
   if (launch.scheduler.size() > INT32_MAX)
@@ -84,7 +99,7 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
          " tiles of rows; a launch has room for fewer than 2^31");
   launch.ctas = kind == Kind::HeadGradients ? int64_t(p.batch) * heads : launch.scheduler.size();
   if (kernel->loop.persistent) launch.ctas = std::min(launch.ctas, resident);
-  launch.ctas *= kernel->loop.cluster;
+  launch.ctas *= launch.cluster;
   return launch;
 }
 
@@ -101,7 +116,7 @@ Kernel const* kernel_of(Call const& call, Kind kind) {
   auto const runs = [&](Kernel const& k) { return call.runs(k); };
   auto const cost = [&](Kernel const& k) {
     double const duration = kind == Kind::AllGradients && wants_hopper(k)
-                                ? duration_of_gradients(call.params, k, resident_tiles(k, call.device))
+                                ? duration_of_gradients(call.params, k, resident_tiles(k, call.params, call.device))
                                 : 0;
     // Of those for whole heads the smallest, then Hopper's, then what takes more features: of 64 rows and keys by
     // mma.sync (1024, 49, 6, 32) takes 0.114 ms for 0.202, with dropout 0.119 for 0.225, but of 128 (64, 128, 12, 64)
@@ -138,11 +153,6 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   params.is_mirrored = gradients.is_mirrored;
   params.mirrored_row0s = (2 * ceil_div(Scheduler::tiles_of(params.n_kv, kernel.block_c), 2) - 1) * kernel.block_c;
   params.rows_a_head = static_cast<int>(StatisticsRows(params).of_a_head);
-  if (kernel.loop.owns_sums) {
-    params.rows_a_head = Scheduler::tiles_of(params.n_q, SumsOfTile::kRows) * SumsOfTile::kRows;
-    int64_t const rows = gradients.ctas * params.heads_per_kv.divisor * params.rows_a_head;
-    params.dq_sums = static_cast<float*>(allocate(rows * kernel.head_dim * sizeof(float)));
-  }
   bool const of_keys = kernel.kind != Kind::QueryGradients;
   if (params.splits() > 1) {
     int const columns = kernel.head_dim + (of_keys ? kernel.head_dim_v : 0);
@@ -150,7 +160,7 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
     params.split_sums = static_cast<float*>(allocate(sums * sizeof(float)));
   }
   if (wants_hopper(kernel) && params.mask.bits) look_at_mask(kernel, params, stream, allocate);
-  kernel.launch(params, {dim3(static_cast<unsigned>(gradients.ctas)), kernel.loop.cluster}, stream);
+  kernel.launch(params, {dim3(static_cast<unsigned>(gradients.ctas)), gradients.cluster}, stream);
   if (params.splits() > 1) finish_splits(kernel, params, stream);
 }
 
@@ -190,8 +200,8 @@ BackwardPlan plan_backward(BackwardParams const& params, Request const& request)
   }
   BackwardPlan plan;
   Kernel const* const of_heads = kernel_of(call, Kind::HeadGradients);
-  if (of_heads &&
-      holds_queries(params, *of_heads, resident_tiles(*of_heads, any.device), any.device, request.deterministic))
+  if (of_heads && holds_queries(params, *of_heads, resident_tiles(*of_heads, params, any.device),
+                                resident_ctas(*of_heads, any.device), request.deterministic))
     plan.of_keys = launch_with(of_heads, params, any.device);
   if (!plan.of_keys.kernel && !request.deterministic && adds_to_queries(params))
     plan.of_keys = launch_of(call, Kind::AllGradients, takes_rows_of_dq(params));
@@ -277,8 +287,7 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
       jobs.size = (scheduler.sections() - 1) * jobs.of_a_section;
     }
   }
-  bool const of_first_heads = plan.of_keys.kernel->kind == Kind::HeadGradients &&
-                              !plan.of_keys.kernel->loop.owns_sums && makes_rows_known(params);
+  bool const of_first_heads = plan.of_keys.kernel->loop.knows_rows && makes_rows_known(params);
   if (of_first_heads) params.scheduler = scheduler;
   compute_row_statistics(dtype, params, of_first_heads ? plan.of_keys.ctas : 0, to_clear, cleared, stream);
   make_dbias();

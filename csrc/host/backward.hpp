@@ -18,6 +18,7 @@ struct GradientLaunch {
   Scheduler scheduler;
   GradientSplits splits;
   int64_t ctas = 0;
+  unsigned cluster = 1;       // CTAs of a cluster
   bool is_mirrored = false;   // as in Gradients
   bool is_sectioned = false;  // whether CTAs make dQ of sums beside their tiles (sm90/sections.hpp)
 };

@@ -40,10 +40,10 @@ Occupancy asked(Kernel const& kernel) {
                                                            kernel.shared_bytes),
              "counting a kernel's CTAs");
   found.ctas_a_multiprocessor = std::max(found.ctas_a_multiprocessor, 1);
-  if (kernel.kind != Kind::Cluster) return found;
-  for (int i = 0; i < 3; ++i) {
-    LaunchConfig const launch(Grid{dim3(2u << i), 2u << i}, kernel.threads, kernel.shared_bytes, nullptr);
-    check_cuda(cudaOccupancyMaxActiveClusters(&found.clusters[i], kernel.entry, &launch.config),
+  if (kernel.kind != Kind::Cluster && !kernel.loop.passes_sums) return found;
+  for (unsigned size = 2; size <= kMostInCluster; ++size) {
+    LaunchConfig const launch(Grid{dim3(size), size}, kernel.threads, kernel.shared_bytes, nullptr);
+    check_cuda(cudaOccupancyMaxActiveClusters(&found.clusters[size], kernel.entry, &launch.config),
                "counting a kernel's clusters");
   }
   return found;

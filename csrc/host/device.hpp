@@ -29,7 +29,7 @@ inline bool runs_on(Kernel const& kernel, Device const& device) {
 /// What a device holds of a kernel that runs on it.
 struct Occupancy {
   int ctas_a_multiprocessor = 0;
-  int clusters[3] = {};  // of 2, 4 and 8 CTAs, at once; of kernels that run in clusters
+  int clusters[kMostInCluster + 1] = {};  // at once, by their CTAs; of kernels that run in clusters of several sizes
 };
 
 /// The first call for a kernel and a device raises the kernel's shared-memory limit there.

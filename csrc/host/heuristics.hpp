@@ -114,12 +114,12 @@ inline int warpgroups_of_short(Params const& p, Device const& device) {
 /// 128: 7.5 us for 9.9 at 1024 keys of 8 heads, 14.0 for 15.9 at 8192; 14.0 for 15.6 at 2 x 4096 keys of 8), and lose
 /// in long ones where their CTAs do not fill the GPU (73.5 for 67.9 at 16,384 keys of 32 heads, 30.2 for 24.9 at 32,768
 /// of 4, which have 64 and 32 CTAs).
-inline int cluster_of(Params const& p, int const (&resident_clusters)[3]) {
+inline int cluster_of(Params const& p, Occupancy const& occupancy) {
   constexpr int kTurnsOfUnlike = 8, kEnoughCtas = 48;
   int64_t const wanted = int64_t(p.batch) * p.heads_kv;
   int size = 0;
   for (int i = 0; i < 3; ++i) {
-    if (wanted <= resident_clusters[i]) size = 2 << i;
+    if (wanted <= occupancy.clusters[2 << i]) size = 2 << i;
   }
   if (size == 0) return 0;
   int64_t keys = p.n_kv;
@@ -382,32 +382,34 @@ inline bool takes_mirrored(Params const& p, int block, int splits, int64_t bytes
   return 8 * std::abs(outer - inner) <= std::max(outer, inner) + 8;
 }
 
-/// Whether a CTA is to have all tiles of a head, so that dQ needs no sums in memory: where whole heads fill the GPU
-/// nearly as well as tiles do. It is worth a fifth to a third, and half of the time of two kernels, which fixed bits
-/// want otherwise; an H200's ms, there and else: (32, 512, 32, 64) 0.469 and 0.536, causal 0.364 and 0.448, (128, 197,
-/// 12, 64) 0.236 and 0.310, (256, 128, 16, 64) 0.227 and 0.384, (20, 512, 16, 64), of heads in 2.4 waves, 0.180 and
-/// 0.190; with fixed bits (32, 512, 32, 64) 0.469 and 0.675.
+/// Whether a CTA, or a cluster, is to have all tiles of a head, so that dQ needs no sums in memory: where heads fill
+/// the GPU nearly as well as tiles do. It is worth a fifth to a third, and half of the time of two kernels, which fixed
+/// bits want otherwise; an H200's ms, there and else: (32, 512, 32, 64) 0.469 and 0.536, causal 0.364 and 0.448, (128,
+/// 197, 12, 64) 0.236 and 0.310, (256, 128, 16, 64) 0.227 and 0.384, (20, 512, 16, 64), of heads in 2.4 waves, 0.180
+/// and 0.190; with fixed bits (32, 512, 32, 64) 0.469 and 0.675.
 ///
-/// Where the CTAs' sums are memory of their own, these and the rows that each reads again for every tile of keys are to
-/// stay in L2. An H200's ms, there and else: (64, 256, 16, 128) 0.334 and 0.384, causal 0.286 and 0.350, (128, 197, 16,
-/// 80) 0.460 and 0.549, (40, 320, 16, 128), 43 MB, 0.347 and 0.360; but (40, 352, 16, 128), 48 MB, 0.423 and 0.393,
-/// (40, 512, 16, 80), 48 MB, 0.545 and 0.504. Under a causal mask, where later tiles read less, (40, 384, 16, 128), 52
-/// MB, 0.326 and 0.342, (40, 448, 16, 128), 61 MB, 0.421 and 0.417. With fixed bits the other way takes longer: (32,
-/// 512, 16, 128), 69 MB, 0.577 and 0.606, but (20, 768, 16, 80), 71 MB, 0.649 and 0.603. Of
-/// few tiles several CTAs share one instead (GradientSplits).
-inline bool holds_queries(Params const& p, Kernel const& kernel, int64_t resident_ctas, Device const& device,
+/// Where each tile of a head is another CTA's, of a cluster, few heads are faster so, too: no launch adds anything up.
+/// But CTAs of many turns are to be busy, all of them, or several would rather share a tile. A GPU of 132
+/// multiprocessors has room for 66 clusters of two, 39 of three and 30 of four. An H200's ms, there and else: (64, 256,
+/// 16, 128) 0.279 and 0.384, causal 0.247 and 0.350, (128, 197, 16, 80) 0.435 and 0.549, (40, 350, 16, 128) 0.375 and
+/// 0.406, (2, 256, 16, 128) 0.022 and 0.025; but (40, 512, 16, 80), of four tiles, 0.549 and 0.495, and (1, 256, 8
+/// heads on 1, 128), 32 turns of two CTAs, 0.090 and 0.035. With fixed bits the other way takes longer: (32, 512, 16,
+/// 128) 0.556 and 0.612, but (16, 1024, 16, 128), of eight tiles, 1.010 and 0.960.
+inline bool holds_queries(Params const& p, Kernel const& kernel, int64_t resident_heads, int64_t resident_ctas,
                           bool deterministic) {
+  constexpr int kFewTurns = 8;
   int64_t const heads = int64_t(p.batch) * p.heads_kv, tiles = Scheduler::tiles_of(p.n_kv, kernel.block_c);
-  if (kernel.loop.owns_sums) {
-    int64_t const group = p.heads_q / p.heads_kv,
-                  bytes_a_row = (p.head_dim + p.head_dim_v) * p.element_bytes + kernel.head_dim * sizeof(float);
-    int64_t const percent = has_unequal_tiles(p) || deterministic ? 90 : 72;
-    if (2 * heads * tiles < resident_ctas ||
-        100 * std::min(heads, resident_ctas) * group * p.n_q * bytes_a_row > percent * device.l2_bytes)
+  if (p.n_q == 0 || heads * tiles == 0 || resident_heads == 0) return false;
+  int64_t const waves_of_heads = ceil_div(heads, resident_heads);
+  int64_t all = heads * tiles;
+  if (kernel.loop.passes_sums) {
+    int64_t const turns = int64_t(p.heads_q / p.heads_kv) * Scheduler::tiles_of(p.n_q, kernel.block_r);
+    if (p.packed()) all = std::min(all, p.heads_kv * (int64_t(p.stored_keys()) / kernel.block_c + p.batch));
+    if (tiles > (deterministic ? 4 : 3) || (turns > kFewTurns && 5 * all < 4 * waves_of_heads * resident_ctas))
       return false;
   }
-  return p.n_q > 0 && heads * tiles > 0 &&
-         5 * tiles * ceil_div(heads, resident_ctas) <= (deterministic ? 7 : 6) * ceil_div(heads * tiles, resident_ctas);
+  return 5 * (kernel.loop.passes_sums ? 1 : tiles) * waves_of_heads <=
+         (deterministic ? 7 : 6) * ceil_div(all, resident_ctas);
 }
 
 /// Tiles in hand of a head, and the tiles that pass by them: all, and by the one that sees most.

@@ -50,7 +50,7 @@ Plan plan_decode(Call const& call) {
     return cheapest({kind}, call.request.dtype, [&](Kernel const& k) { return call.runs(k); }, cost);
   };
   if (Kernel const* const kernel = of(Kind::Cluster)) {
-    if (int const size = cluster_of(p, occupancy_of(*kernel, call.device).clusters)) {
+    if (int const size = cluster_of(p, occupancy_of(*kernel, call.device))) {
       plan.kernel = kernel;
       plan.splits = size;
       plan.grid = {dim3(size, p.heads_kv, p.batch), unsigned(size)};

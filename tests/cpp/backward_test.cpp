@@ -211,24 +211,35 @@ TEST(BackwardPlan, AMaskAloneHasKernelsOfItsOwn) {
   EXPECT_FALSE(plan_of(Call(long_rows).mask(), &p).of_keys.is_mirrored) << "tiles that it hides are no image's";
 }
 
-TEST(BackwardPlan, KeepsSumsOfWideHeadsInMemoryOfACtaWhereL2HasThem) {
-  auto const keeps = [](Call const& call) {
+TEST(BackwardPlan, PassesSumsOfWideHeadsOnWhereAClusterHasAllOfThem) {
+  auto const launch_of = [](Call const& call) {
     BackwardParams p;
-    return plan_of(call, &p).of_keys.kernel->loop.owns_sums;
+    return plan_of(call, &p).of_keys;
   };
+  auto const passes = [&](Call const& call) { return launch_of(call).kernel->loop.passes_sums; };
   auto const of = [](int batch, int n, int heads, int heads_kv, int head_dim) {
     return Call(batch, n, n, heads, heads_kv, head_dim).in_any_order();
   };
-  EXPECT_TRUE(keeps(of(64, 256, 16, 16, 128)));
-  EXPECT_TRUE(keeps(of(64, 256, 16, 16, 128).causal()));
-  EXPECT_TRUE(keeps(of(128, 197, 16, 16, 80)));
-  EXPECT_TRUE(keeps(of(64, 150, 16, 8, 128).packed(9600, 9600)));
-  EXPECT_FALSE(keeps(of(64, 256, 16, 16, 64))) << "in shared memory";
-  EXPECT_FALSE(keeps(of(32, 512, 16, 16, 128))) << "69 MB";
-  EXPECT_FALSE(keeps(of(32, 256, 16, 4, 128))) << "rows of four heads";
-  EXPECT_FALSE(keeps(of(2, 256, 16, 16, 128))) << "32 of 132 CTAs would work";
-  EXPECT_FALSE(keeps(of(32, 384, 16, 16, 128))) << "52 MB";
-  EXPECT_TRUE(keeps(Call(32, 384, 384, 16, 16, 128))) << "fixed bits, which seven products would take else";
+  EXPECT_TRUE(passes(of(64, 256, 16, 16, 128)));
+  EXPECT_TRUE(passes(of(64, 256, 16, 16, 128).causal()));
+  EXPECT_TRUE(passes(of(128, 197, 16, 16, 80)));
+  EXPECT_TRUE(passes(of(64, 150, 16, 8, 128).packed(9600, 9600)));
+  EXPECT_TRUE(passes(of(2, 256, 16, 16, 128))) << "64 of 132 CTAs work, and no launch adds up";
+  EXPECT_TRUE(passes(of(32, 256, 16, 4, 128)));
+  EXPECT_FALSE(passes(of(1, 256, 8, 1, 128))) << "each of two CTAs would go through eight heads";
+  EXPECT_FALSE(passes(Call(4, 4096, 77, 17, 17, 128).in_any_order())) << "64 turns of half of the CTAs";
+  EXPECT_TRUE(passes(Call(8, 4096, 77, 16, 16, 128).in_any_order()));
+  EXPECT_FALSE(passes(of(128, 384, 16, 16, 128).packed(13000, 13000))) << "a tile a head, nearly always";
+  EXPECT_FALSE(passes(of(64, 256, 16, 16, 64))) << "in shared memory";
+  EXPECT_FALSE(passes(of(32, 512, 16, 16, 128))) << "clusters of four leave multiprocessors idle";
+  EXPECT_TRUE(passes(Call(32, 512, 512, 16, 16, 128))) << "fixed bits, which seven products would take else";
+  EXPECT_FALSE(passes(Call(32, 1024, 1024, 16, 16, 128))) << "of eight still more";
+  GradientLaunch const two = launch_of(of(64, 256, 16, 16, 128)), three = launch_of(of(4, 300, 5, 5, 128).causal()),
+                       one = launch_of(of(64, 128, 16, 16, 128));
+  EXPECT_EQ(two.cluster, 2u), EXPECT_EQ(two.ctas, 132), EXPECT_FALSE(two.is_mirrored);
+  EXPECT_EQ(three.cluster, 3u), EXPECT_EQ(three.ctas, 3 * 20), EXPECT_TRUE(three.is_mirrored);
+  EXPECT_EQ(three.scheduler.size(), 3 * 20) << "all tiles, whichever CTA has one";
+  EXPECT_EQ(one.cluster, 1u), EXPECT_EQ(one.ctas, 132);
 }
 
 TEST(BackwardPlan, HasThreeWarpgroupsWhereTilesFillTheGpu) {
@@ -338,7 +349,7 @@ TEST(BackwardPlan, ChoosesTheFirstFamilyThatTakesTheCall) {
 
 TEST(BackwardPlan, AddsToQueriesWhereItIsFasterAndTheOrderIsFree) {
   EXPECT_EQ(line_of(Call(2, 8192, 8192, 8, 4, 128).in_any_order()), "all sm90 64x128 d128, 512 tiles");
-  EXPECT_EQ(line_of(Call(2, 256, 256, 8, 4, 128).in_any_order()), line_of(Call(2, 256, 256, 8, 4, 128)));
+  EXPECT_EQ(line_of(Call(2, 256, 1024, 8, 4, 128).in_any_order()), line_of(Call(2, 256, 1024, 8, 4, 128)));
   EXPECT_EQ(line_of(Call(4, 257, 512, 16, 16, 128).in_any_order()), "all sm90 64x128 d128, 256 tiles");
   EXPECT_EQ(line_of(Call(32, 33, 512, 16, 16, 128).in_any_order().dropout()), "all sm90 64x128 d128, 2048 tiles");
   EXPECT_EQ(line_of(Call(2, 33, 640, 16, 16, 72).in_any_order()), "all sm90 64x128 d96, 160 tiles");
@@ -436,7 +447,7 @@ TEST(BackwardPlan, SplitsTilesWhereCtasAreFew) {
             "keys sm90 64x128 d128, 32 tiles in 1 by 8, rows sm90 128x64 d128, 32 tiles in 1 by 8");
   EXPECT_EQ(line_of(Call(1, 70, 70, 8, 1, 128)),
             "keys sm90 64x128 d128, 1 tiles in 8 by 2, rows sm90 128x64 d128, 8 tiles");
-  EXPECT_EQ(line_of(Call(1, 100, 100, 1, 1, 128)), "keys sm90 64x128 d128, 1 tiles, rows sm90 128x64 d128, 1 tiles");
+  EXPECT_EQ(line_of(Call(1, 100, 100, 1, 1, 192)), "keys sm90 64x64 d192, 2 tiles, rows sm90 128x64 d192, 1 tiles");
   EXPECT_EQ(line_of(Call(8, 4096, 4096, 16, 1, 128).in_any_order()), "all sm90 64x128 d128, 256 tiles");
   EXPECT_EQ(line_of(Call(1, 4096, 4096, 1, 1, 128).float32(Precision::High)),
             "keys sm90 64x64 d128, 64 tiles, rows sm90 128x32 d128, 32 tiles")
@@ -620,9 +631,9 @@ std::string run_of(Call const& call, size_t* workspace) {
   of_keys.launch = [](Params const& params, Grid const& grid, cudaStream_t) {
     auto const& p = static_cast<BackwardParams const&>(params);
     bool const of_heads = p.counters && has_heads, persistent = p.counters;
-    int64_t const items = of_heads ? int64_t(p.batch) * p.heads_kv : p.scheduler.size();
-    EXPECT_EQ(static_cast<int64_t>(grid.ctas.x),
-              persistent ? std::min(items, p.dq_sums ? kResidentOfAll : kResident) : items);
+    int64_t const items = of_heads ? int64_t(p.batch) * p.heads_kv : p.scheduler.size(),
+                  resident = p.dq_sums || grid.cluster > 1 ? kResidentOfAll / grid.cluster : kResident;
+    EXPECT_EQ(static_cast<int64_t>(grid.ctas.x), (persistent ? std::min(items, resident) : items) * grid.cluster);
     EXPECT_EQ(params.counters != nullptr, persistent);
     done.emplace_back("keys");
   };
@@ -687,12 +698,12 @@ TEST(BackwardRun, ClearsTheSumsOfQueriesAndFinishesThem) {
   EXPECT_EQ(workspace, fake::cleared_bytes + 32u * 8 * 1024 * sizeof(RowStatistics));
 }
 
-TEST(BackwardRun, HasRoomForTheSumsOfEachCtasHead) {
+TEST(BackwardRun, HasNoSumsWhereTheyPassFromCtaToCta) {
   size_t workspace;
   EXPECT_EQ(run_of(Call(64, 250, 250, 16, 16, 128).in_any_order(), &workspace), "statistics, keys");
   EXPECT_EQ(fake::cleared_bytes, 16u);
   EXPECT_EQ(first_heads, 0) << "statistics are made of all heads before";
-  EXPECT_EQ(workspace, 132u * 256 * 128 * sizeof(float) + 16 + 64u * 16 * 256 * sizeof(RowStatistics));
+  EXPECT_EQ(workspace, 16 + 64u * 16 * 256 * sizeof(RowStatistics));
 }
 
 TEST(BackwardRun, HasRoomForSumsOfSectionsAndFinishesTheLast) {
@@ -748,8 +759,8 @@ TEST(BackwardRun, MakesPartsAndHasLaunchesStandBy) {
 
 TEST(BackwardRun, ClearsWhatMayLieOutsideEverySequence) {
   size_t workspace;
-  EXPECT_EQ(run_of(Call(50, 1000, 500, 8, 4, 128).head_dim_v(64).lengths(), &workspace), "statistics, rows, keys");
-  EXPECT_EQ(fake::cleared_bytes, 50u * 500 * 4 * (128 + 64) * 2);
+  EXPECT_EQ(run_of(Call(50, 1000, 600, 8, 4, 128).head_dim_v(64).lengths(), &workspace), "statistics, rows, keys");
+  EXPECT_EQ(fake::cleared_bytes, 50u * 600 * 4 * (128 + 64) * 2);
   EXPECT_EQ(run_of(Call(3, 100, 200, 8, 4, 64).packed(250, 333), &workspace), "statistics, rows, keys");
   EXPECT_EQ(fake::cleared_bytes, 333u * 4 * (64 + 64) * 2 + 250u * 8 * 64 * 2);
   EXPECT_EQ(workspace, 8u * 640 * sizeof(RowStatistics));  // of 250 rows and a tile a sequence, in whole tiles

@@ -142,16 +142,16 @@ Kernel splitting(Kind kind, DType dtype, int d, int b_r, int b_c) {
 Kernel of_heads(DType dtype, int d, Features more = 0) {
   Kernel kernel = gradients(Kind::HeadGradients, "sm90", dtype, d, 64, 128, Sink | Packed | kUnlike | more);
   kernel.wants = more;
-  kernel.loop.persistent = true;
+  kernel.loop.persistent = kernel.loop.knows_rows = true;
   kernel.takes_shape = [](Params const& p) { return (p.n_q + 63) / 64 * (p.heads_q / p.heads_kv) <= 8; };
   return kernel;
 }
-/// With memory of its own for a head's sums of dQ.
-Kernel owning(DType dtype, int d) {
+/// Of heads that a cluster has, whose CTAs pass sums of dQ on.
+Kernel passing(DType dtype, int d) {
   Kernel kernel = of_heads(dtype, d);
-  kernel.loop.owns_sums = true;
+  kernel.loop.passes_sums = true, kernel.loop.knows_rows = false;
   kernel.shared_bytes = 220000;
-  kernel.takes_shape = [](Params const& p) { return p.head_dim > 64; };
+  kernel.takes_shape = [](Params const& p) { return p.head_dim > 64 && p.n_kv <= 1024; };
   return kernel;
 }
 /// Of heads of `most` rows and keys at most, without a launch before them.
@@ -186,8 +186,8 @@ Entered of_gradients(DType t) {
       of_heads(t, 64),
       of_heads(t, 64, feature::Dropout),
       of_heads(t, 64, feature::Mask),
-      owning(t, 96),
-      owning(t, 128),
+      passing(t, 96),
+      passing(t, 128),
       whole_heads<64>(Kind::HeadGradients, t, 49152),
       whole_heads<128>(Kind::HeadGradients, t, 98304),
       gradients(Kind::BiasGradients, "sm90", t, 64, 128, 128, Sink | kUnlike | Alibi | kPairs),

@@ -367,7 +367,7 @@ def test_keys_have_the_same_bits_anyway(kernels):
 
 # ------------------------------------------------------------------------------------------------ heads of few rows
 # batch, n_q, n_kv, heads, heads_kv, d: heads that one CTA of Hopper's has all of, with one tile of keys and with
-# several, as many rows as there is room for, those of several heads together; above d 64 with sums in memory.
+# several, as many rows as there is room for, those of several heads together; above d 64 a cluster of up to three.
 WHOLE_HEADS = {
     "one tile": (3, 100, 128, 5, 5, 64),
     "512 rows": (12, 512, 512, 11, 11, 64),
@@ -378,10 +378,12 @@ WHOLE_HEADS = {
     "more rows than keys": (2, 500, 65, 3, 3, 24),
     "several heads a CTA": (45, 197, 197, 12, 12, 64),
     "several heads of few rows a CTA": (90, 40, 100, 8, 4, 40),
-    "wide": (11, 300, 300, 12, 12, 128),
+    "wide": (3, 300, 300, 12, 12, 128),
     "wide, rows of two heads": (33, 65, 150, 8, 4, 104),
-    "wide, more keys than rows": (33, 70, 600, 4, 4, 72),
+    "wide, more keys than rows": (9, 70, 380, 4, 4, 72),
     "wide, more rows than keys": (33, 300, 65, 4, 4, 128),
+    "wide, a tile of keys": (33, 200, 128, 5, 5, 128),
+    "wide, two heads in turn": (45, 200, 250, 4, 2, 120),
     "a panel and a half": (11, 260, 197, 12, 12, 80),
     "a panel and a half, several heads a CTA": (45, 130, 197, 12, 12, 96),
 }
@@ -414,6 +416,32 @@ def test_whole_heads(kernels, shape, options):
         call = torch.randn_like(out), *tensors, out, lse
         explanation = cutlass_ext.explain(cutlass_ext.fmha_backward, *call, backend=kernels.backend, **options)
         assert explanation.kernel == "head_gradients", explanation
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("d", [80, 128])
+def test_heads_of_four_tiles_of_keys_with_fixed_bits(kernels, d, causal):
+    q, k, v = kernels.qkv(3, 450, 7, d, n_kv=500)
+    dout, dlse = of_out(kernels, q, v)
+    got = kernels.gradients(q, k, v, dout, dlse, causal=causal, deterministic=True)
+    expect_gradients(q, k, v, dout, dlse, causal=causal).check(got, small=True)
+
+
+def test_a_sequence_longer_than_its_caller_says(kernels):
+    """What it gets is not said, but the call ends, and the others get what they have to."""
+    batch = packed(kernels, [100, 90, 80], [100, 300, 128], (4, 4), 128)
+    dout, dlse = of_out(kernels, batch.q, batch.v)
+    packing = batch.packing | {"max_seqlen_k": 128}
+    dq, dk, dv = kernels.gradients(*batch, dout, dlse, **packing, causal=True)
+    want = kernels.gradients(*batch, dout, dlse, **batch.packing, causal=True)
+    for got, of, middle in (
+        (dq, want[0], slice(100, 190)),
+        (dk, want[1], slice(100, 400)),
+        (dv, want[2], slice(100, 400)),
+    ):
+        outside = torch.ones(len(got), dtype=torch.bool, device=got.device)
+        outside[middle] = False
+        torch.testing.assert_close(got[outside], of[outside])
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -53,7 +53,8 @@ struct Gradients {
   float* split_sums = nullptr;
   // Whether a CTA takes tiles of keys by twos, one and its mirror image: under a causal mask any two see as many rows
   // together. Rows pass by the first from the last one on, by the second up to it, each for all heads of a group: CTAs
-  // that begin together come by the same rows and end together. A tile and its image begin with rows of this sum.
+  // that begin together come by the same rows and end together. A tile and its image begin with rows of this sum. Where
+  // a cluster has a head, whether its CTAs take the tiles of every other head the other way round.
   bool is_mirrored = false;
   bool stores_dbias = false;  // whether tiles of keys write their part of dbias, each element of which is one pair's
   int mirrored_row0s = 0;

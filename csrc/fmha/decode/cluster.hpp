@@ -24,8 +24,8 @@ struct ClusterTraits : NarrowTile<HeadDim, Element> {
 
   struct SharedStorage {
     typename Tile::Stage ring[Warps][Stages];
-    float4 parts[kMaxCluster][Tile::Rows * Tile::Units];  // of all CTAs, in the first one
-    float2 parts_ml[kMaxCluster][Tile::Rows];
+    float4 parts[kMostInCluster][Tile::Rows * Tile::Units];  // of all CTAs, in the first one
+    float2 parts_ml[kMostInCluster][Tile::Rows];
     float2 ml[Warps][Tile::Rows];
     sm90::Barrier parts_there;
   };
@@ -84,19 +84,6 @@ struct NewRows {
   }
 };
 
-/// Writes `x` to another CTA's shared memory and counts its bytes at a barrier there.
-CUTE_DEVICE void push(uint32_t to, float4 const& x, uint32_t barrier) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
-      : "memory");
-}
-CUTE_DEVICE void push(uint32_t to, float2 const& x, uint32_t barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
-               "f"(x.x), "f"(x.y), "r"(barrier)
-               : "memory");
-}
-
 /// The warps' sums meet in shared memory, those of the `size` CTAs in that of the first, which writes the result.
 template <class Traits>
 CUTE_DEVICE void merge_cluster(NarrowParams const& params, typename Traits::SharedStorage& shared,
@@ -105,21 +92,21 @@ CUTE_DEVICE void merge_cluster(NarrowParams const& params, typename Traits::Shar
   using Element = typename Tile::Element;
   constexpr int Units = Tile::Units, Warps = Traits::Warps;
   int const rows = packed_rows(params, queries);
-  auto const in_first = [&](void const* p) { return cute::set_block_rank(cute::cast_smem_ptr_to_uint(p), 0); };
+  auto const in_first = [](void const* p) { return sm90::address_in(0, p); };
   uint32_t const barrier = in_first(&shared.parts_there);
   for (unsigned index = threadIdx.x; index < rows * Units; index += Traits::Threads) {
     unsigned const row = index / Units, unit = index % Units;
     UnitPart const sum = merge_units<Warps>(
         Warps, [&](int w) { return shared.ml[w][row]; },
         [&](int w) { return reinterpret_cast<float4*>(shared.ring[w])[NarrowSums<Tile>::scratch_place(row, unit)]; });
-    push(in_first(&shared.parts[rank][index]), sum.o, barrier);
-    if (unit == 0) push(in_first(&shared.parts_ml[rank][row]), make_float2(sum.row.m, sum.row.l), barrier);
+    sm90::push(in_first(&shared.parts[rank][index]), sum.o, barrier);
+    if (unit == 0) sm90::push(in_first(&shared.parts_ml[rank][row]), make_float2(sum.row.m, sum.row.l), barrier);
   }
   if (rank > 0) return;
   shared.parts_there.wait_for(0);
   for (unsigned index = threadIdx.x; index < rows * Units; index += Traits::Threads) {
     unsigned const row = index / Units;
-    UnitPart const sum = merge_units<kMaxCluster>(
+    UnitPart const sum = merge_units<kMostInCluster>(
         size, [&](int i) { return shared.parts_ml[i][row]; }, [&](int i) { return shared.parts[i][index]; });
     write_unit<Element>(params, queries, PackedRow(params, head, row), index % Units, sum.o, finish<Element>(sum.row));
   }

@@ -12,8 +12,8 @@ namespace cutlass_ext::decode {
 /// keys of a tile, which lies in one page.
 constexpr int kNarrowRows = 8, kNarrowBatch = 256, kNarrowTileShift = 4;
 
-/// Of the kernel of cluster.hpp: the largest cluster, and the warps of a CTA.
-constexpr int kMaxCluster = 8, kClusterWarps = 8;
+/// The warps of a CTA of cluster.hpp.
+constexpr int kClusterWarps = 8;
 
 /// Tiles for each warp of cluster.hpp at most: it holds their pages in its lanes.
 constexpr int kClusterTurns = 16;

@@ -39,11 +39,22 @@ CUTE_DEVICE uint32_t address_in(uint32_t rank, void const* here) {
   return cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), rank);
 }
 
-/// Writes `x` where `to` lies in CTA `rank` of the cluster, whose barrier there counts the bytes. By one thread.
-CUTE_DEVICE void push_to(uint32_t rank, unsigned const& to, unsigned x, Barrier const& barrier) {
+/// Writes `x` to the shared memory of another CTA of the cluster and counts its bytes at a barrier there: addresses of
+/// `address_in`.
+CUTE_DEVICE void push(uint32_t to, unsigned x, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to), "r"(x),
+               "r"(barrier)
+               : "memory");
+}
+CUTE_DEVICE void push(uint32_t to, float2 const& x, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+               "f"(x.x), "f"(x.y), "r"(barrier)
+               : "memory");
+}
+CUTE_DEVICE void push(uint32_t to, float4 const& x, uint32_t barrier) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address_in(rank, &to)),
-      "r"(x), "r"(address_in(rank, &barrier))
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
       : "memory");
 }
 

@@ -35,6 +35,7 @@ struct Standing {
   RingPosition<Traits::BuffersDS> ds{}, last_ds{};
   uint32_t sent_phase = 0;  // of dS for, or of, the other CTA of a cluster
   unsigned taken = 0;       // tiles of dS, by a warpgroup that does nothing else
+  PhasesOfSums phases;
 
   // Positions that are always the same are one: at head_dim 256 each more cost 20 to 40 bytes of spills.
   static constexpr bool kOneForValues = !Traits::HoldsSums && Traits::StagesV == Traits::Stages,
@@ -345,7 +346,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   // WGMMAs in flight forbid a branch around their issue, and are not to be in flight at the end of a turn: what is
   // issued for a tile behind the last is of whatever lies there.
   StreamOrder<Traits> order(params, tile, tiles);
-  [[maybe_unused]] DueSums<Traits> due(params, shared, tile, row_block);
+  [[maybe_unused]] DueSums<Traits> due(params, shared, tile, row_block, standing.phases);
   if (turns > 0) {
     if constexpr (!kGetsP) shared.held_full.wait_for(tile.held_phase);
     if constexpr (kGetsP) {
@@ -410,6 +411,9 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       if (turn + 1 < turns) shared.full[next.stage].wait_for(next.phase);
     };
     if constexpr (Traits::PlainMask) here = next_here;
+    if constexpr (Traits::PassesSums) {
+      if (turn > 0) due.find();
+    }
     int const t = Traits::SkipsTiles ? said_of(stage).tile : order.t(),
               head = Traits::SkipsTiles ? said_of(stage).head : order.head;
     shared.full_v[stage_v].wait_for(ring_v.phase);
@@ -437,7 +441,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
     if constexpr (AddsQ) {
       if (turn > 0) shared.ds_full[last_ds.stage].wait_for(last_ds.phase);
-      if constexpr (Traits::HoldsSums) shared.ds_empty[ds.stage].wait_for(ds.phase ^ 1);
+      if constexpr (Traits::EmptiesDS) shared.ds_empty[ds.stage].wait_for(ds.phase ^ 1);
       due.sums.share(words_ds, ds.stage);
       if constexpr (kReadsDS || Traits::TakesTurns) {
         warpgroup_wait<0>();  // P's registers are wanted, or no WGMMA is to be in flight where the turns part
@@ -462,7 +466,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       }
     };
     if constexpr (Traits::TakesTurns) {
-      if (turn > 0) due.find();
+      if (turn > 0 && !Traits::PassesSums) due.find();
       if (turn > 0 && due.is_own(turn)) {
         due.sums.issue(cQ, last_ds.stage);
         go_on();
@@ -669,7 +673,11 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
   if constexpr (AddsQ) {
     // Waited for by all: what is left next goes where the tile before this turn's dS has been read.
     if (turns > 0) shared.ds_full[last_ds.stage].wait_for(last_ds.phase);
-    if constexpr (Traits::TakesTurns) due.find();
+    if constexpr (Traits::PassesSums) {
+      if (turns > 0) due.find();
+    } else if constexpr (Traits::TakesTurns) {
+      due.find();
+    }
     if (turns > 0 && due.is_own(turns)) {
       Tensor cQ = QuerySums<Traits>::accumulator();
       due.sums.issue(cQ, last_ds.stage);
@@ -699,6 +707,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       if constexpr (Traits::HoldsSums) shared.ds_empty[ds.stage].wait_for(ds.phase ^ 1);
       staging = shared.ds + (ds.stage * Traits::Held + warp_row) * kPanel;
     }
+    if constexpr (Traits::StagesInSums) staging = due.sums.staging();
     if constexpr (Traits::AddsApart) {  // what the warp has passed on there has been taken
       if constexpr (SumsP) {
         shared.p_empty.wait_for(ds.stage ^ 1);
@@ -717,10 +726,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       }
     }
     if constexpr (Traits::HoldsSums) {
-      if (tile.ends_head()) store_held_sums(params, due.sums, tile, row_block);
-    }
-    if constexpr (Traits::OwnsSums) {
-      if (tile.ends_head()) store_own_sums(params, due, tile, staging);
+      if (tile.ends_head()) store_held_sums(params, due, tile);
     }
   }
 }

@@ -5,9 +5,10 @@
 // its bits, are fixed, and P and dS pass from accumulators to operands in registers: seven products. A third kernel, of
 // five, goes by keys and adds what each tile makes of dQ to memory, in any order: dS passes through shared memory, so
 // that the warpgroups share out dS K; at head_dim 64 three of them are faster than two, with less in registers and more
-// to do while one waits; at 192 two CTAs share a tile (Traits::Cluster). A fourth does so for heads of few rows,
-// whose dQ shared memory holds while a CTA goes through all of their keys. One warp copies each of the two streams by
-// TMA. Instantiated by csrc/kernels/sm90_backward_*.cu.
+// to do while one waits; at 192 two CTAs share a tile (Traits::Cluster). Two more have whole heads: one those of few
+// rows, whose dQ shared memory holds while a CTA goes through all of their keys, and one those of few keys, whose tiles
+// are those of a cluster's CTAs: what they add to dQ passes from one to the next. One warp copies each of the two
+// streams by TMA. Instantiated by csrc/kernels/sm90_backward_*.cu.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -31,10 +32,10 @@ CUTE_DEVICE typename Traits::SharedStorage& shared_of(unsigned char* smem) {
   return *static_cast<typename Traits::SharedStorage*>(at);
 }
 
-/// Waits for the other CTA of a cluster, which arrives at barriers here until it is done.
+/// Waits for the other CTAs of a cluster, which arrive at barriers here until they are done.
 template <class Traits>
 CUTE_DEVICE void leave_cluster() {
-  if constexpr (Traits::Cluster > 1) {
+  if constexpr (Traits::Cluster > 1 || Traits::PassesSums) {
     __syncwarp();
     cute::cluster_sync();
   }
@@ -80,6 +81,12 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
         for (auto& barrier : shared.beside_full) barrier.init(1);
       }
       if constexpr (Traits::HoldsSums) shared.head_taken.init(1), shared.rows_known.init(2 * 32);
+      if constexpr (Traits::PassesSums) {
+        for (auto& barrier : shared.sums_full) barrier.init(1);
+        for (auto& way : shared.sums_empty) {
+          for (auto& barrier : way) barrier.init(1);
+        }
+      }
       if constexpr (Traits::Cluster > 1) {
         auto& cluster = shared.cluster;
         for (auto* barrier : {&cluster.index_full, &cluster.index_read, &cluster.ds_full}) barrier->init(1);
@@ -99,8 +106,8 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       cutlass::arch::fence_barrier_init();
     }
   }
-  if constexpr (Traits::Cluster > 1) {
-    cute::cluster_sync();  // the other CTA's barriers are there, too
+  if constexpr (Traits::Cluster > 1 || Traits::PassesSums) {
+    cute::cluster_sync();  // the other CTAs' barriers are there, too
   } else {
     __syncthreads();
   }
@@ -162,6 +169,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       accumulate<Traits, kSums>(params, shared, tile, warpgroup - 1, standing);
     }
   });
+  leave_cluster<Traits>();
 }
 
 /// One side's kernel at one tile shape, a CTA for each tile of that side, or, with sums of queries, as many as there is
@@ -181,13 +189,15 @@ struct Backward {
   static constexpr Features kTakes = Traits::Mods | feature::Sink | feature::Packed |
                                      (feature::kUnlike & ~(Traits::PlainBias ? feature::LeftPadding : 0)),
                             kWants = Traits::IsPlain || Traits::DropsAlone ? Traits::Mods : 0;
-  static constexpr TileLoop kLoop{Traits::Persistent, Traits::Splits,   Traits::AnyOrder,
-                                  Traits::Sectioned,  Traits::OwnsSums, Traits::Cluster};
+  static constexpr TileLoop kLoop{Traits::Persistent, Traits::Splits,    Traits::AnyOrder, Traits::Sectioned,
+                                  Traits::PassesSums, Traits::HoldsSums, Traits::Cluster};
   /// Softcap's derivative is found in scores, from which what has been added since is not taken again.
   static bool takes_shape(Params const& params) {
     int const heads = params.heads_q / params.heads_kv;
     if (Traits::HoldsSums && int64_t(tiles_of_head(params.n_q, B_r)) * heads > kMostHeldTiles) return false;
-    if (Traits::OwnsSums && std::max(params.head_dim, params.head_dim_v) <= 64) return false;  // of others, or none
+    if (Traits::PassesSums && (std::max(params.head_dim, params.head_dim_v) <= 64 ||  // of others, or none
+                               Scheduler::tiles_of(params.n_kv, B_c) > kMostInCluster))
+      return false;
     if (Traits::FoldsStatistics && ScoreMod::query_scale(params) < kLeastFactor) return false;
     return !(ScoreMod::caps(params) && has_bias(params));
   }

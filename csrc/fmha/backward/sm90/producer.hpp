@@ -64,7 +64,7 @@ struct StatisticsCopy {
       : params(params), maps(maps), shared(shared), per_scale(1.f / ScoreMod::query_scale(params)) {}
 
   CUTE_DEVICE void operator()(GradientTile<Traits> const& tile) {
-    bool const is_first = !Traits::OwnsSums && !params.sections && tile.begins_head() && threadIdx.x % 32 == 0;
+    bool const is_first = !Traits::PassesSums && !params.sections && tile.begins_head() && threadIdx.x % 32 == 0;
     if constexpr (Traits::Sectioned) wait_for_section(params, tile);
     for_each_passing(params, tile, [&](PassingTile of) {
       int64_t const row =

@@ -1,4 +1,5 @@
-// What a tile of keys adds to dQ: dS K, to sums in memory or in shared memory. Used by consumer.hpp.
+// What a tile of keys adds to dQ: dS K, to sums in memory, in shared memory, or on their way from one CTA of a cluster
+// to the next. Used by consumer.hpp.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -20,11 +21,6 @@ CUTE_DEVICE void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32
 /// Adds four numbers that lie side by side to as many in memory.
 CUTE_DEVICE void add_to_memory(float* to, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
-}
-
-/// Writes them there, so that L2 has them.
-CUTE_DEVICE void put_in_memory(float* to, float a, float b, float c, float d) {
-  __stcg(reinterpret_cast<float4*>(to), make_float4(a, b, c, d));
 }
 
 /// Has the copy engine add `bytes` of shared memory, as floats, to as many in memory; one thread, and a bulk group of
@@ -118,18 +114,15 @@ struct QuerySums {
   CUTE_DEVICE int part() const { return Traits::TakesTurns ? 0 : warpgroup; }
   CUTE_DEVICE static auto accumulator() { return partition_fragment_C(Mma{}, Shape<Int<Traits::B_r>, Int<Columns>>{}); }
   /// K in hand from a column on, as operand B.
-  CUTE_DEVICE auto keys_from(int column) const {
-    constexpr int kKeys = Traits::Held;
-    return MmaOfPanels{}.get_slice(0).partition_fragment_B(
-        make_tensor(make_smem_ptr(shared.held + column / kPanel * kPanel * kKeys + column % kPanel),
-                    LayoutAlongRows<Element, kKeys, Described>{}));
-  }
+  CUTE_DEVICE auto keys_from(int column) const { return keys_of(shared.held, column); }
   /// The same of the keys of a cluster's other CTA, whose panels here begin with the columns' first.
   CUTE_DEVICE auto others_keys_from(int column) const {
+    return keys_of(shared.other_held, column - first_column() / kPanel * kPanel);
+  }
+  CUTE_DEVICE static auto keys_of(Element* held, int column) {
     constexpr int kKeys = Traits::Held;
-    int const at = column - first_column() / kPanel * kPanel;
     return MmaOfPanels{}.get_slice(0).partition_fragment_B(
-        make_tensor(make_smem_ptr(shared.other_held + at / kPanel * kPanel * kKeys + at % kPanel),
+        make_tensor(make_smem_ptr(held + column / kPanel * kPanel * kKeys + column % kPanel),
                     LayoutAlongRows<Element, kKeys, Described>{}));
   }
   /// Of those that the CTA adds to.
@@ -185,16 +178,11 @@ struct QuerySums {
     }
   }
 
-  /// `to`: as `first` says; `begins`: nothing is there yet. Sums lie in memory in the order in which threads hold them:
-  /// each adds whole vectors, side by side with its neighbours', those of a warp in one piece. SumsOfTile knows the
-  /// order.
+  /// `to`: as `first` says. Sums lie in memory in the order in which threads hold them: each adds whole vectors, side
+  /// by side with its neighbours', those of a warp in one piece. SumsOfTile knows the order.
   template <class Sums>
-  CUTE_DEVICE void add(Sums const& sums, float* to, bool begins = false) const {
-    if (Traits::OwnsSums && begins) {
-      CUTE_UNROLL
-      for (int e = 0; e < size(sums); e += 4)
-        put_in_memory(to + e * 32, sums(e), sums(e + 1), sums(e + 2), sums(e + 3));
-    } else if constexpr (Traits::StagesSums) {
+  CUTE_DEVICE void add(Sums const& sums, float* to) const {
+    if constexpr (Traits::StagesSums) {
       auto* const warps = reinterpret_cast<float4*>(shared.staging + part_of_warp<Traits>() * Traits::Staged);
       tma_store_wait<0>();  // what the warp left there last has been read: by the thread that had it copied
       __syncwarp();
@@ -213,7 +201,7 @@ struct QuerySums {
   /// The vectors of tile `tile` of those that shared memory has, 32 apart, that the thread alone reads and writes.
   CUTE_DEVICE float4* held(int tile) const {
     constexpr int kTileVectors = Traits::B_r * Traits::HeadDim / 4;
-    return shared.sums + tile * kTileVectors + SumsOfTile::first(Traits::HeadDim, 0, threadIdx.x / 32 % 4) +
+    return shared.sums + tile * kTileVectors + SumsOfTile::first(Traits::HeadDim, part(), threadIdx.x / 32 % 4) +
            threadIdx.x % 32;
   }
   template <class Sums>
@@ -225,11 +213,75 @@ struct QuerySums {
       to[e * 8] = make_float4(x.x + sums(e), x.y + sums(e + 1), x.z + sums(e + 2), x.w + sums(e + 3));
     }
   }
+  /// Of sums that pass from CTA to CTA, where those for the thread are left, and for its warp: a place that it asks the
+  /// CTA of the next keys to fill, a tile after the other.
+  CUTE_DEVICE float4* place() const { return held(Traits::TakesTurns ? warpgroup : 0); }
+  /// The warp's, before it asks.
+  CUTE_DEVICE Element* staging() const { return reinterpret_cast<Element*>(place() - threadIdx.x % 32); }
+  CUTE_DEVICE Barrier& of_warp(Barrier* barriers) const { return barriers[warpgroup * 4 + threadIdx.x / 32 % 4]; }
+  CUTE_DEVICE void ask(GradientTile<Traits> const& tile) const {
+    if (!elect_one_sync()) return;
+    of_warp(shared.sums_full).arrive_and_expect_tx(kVectors * sizeof(float4));
+    of_warp(shared.sums_empty[tile.way]).arrive_at(tile.rank_behind());
+  }
+  /// Adds what has been left there.
+  template <class Sums>
+  CUTE_DEVICE void receive(Sums& sums, uint32_t phase) const {
+    of_warp(shared.sums_full).wait_for(phase);
+    float4 const* const from = place();
+    CUTE_UNROLL
+    for (int e = 0; e < size(sums); e += 4) {
+      float4 const x = from[e * 8];
+      sums(e) += x.x, sums(e + 1) += x.y, sums(e + 2) += x.z, sums(e + 3) += x.w;
+    }
+    __syncwarp();  // all have read them
+  }
+  /// Passes them on to the CTA of the keys before, once it has asked.
+  template <class Sums>
+  CUTE_DEVICE void send(Sums const& sums, GradientTile<Traits> const& tile, uint32_t phase) const {
+    of_warp(shared.sums_empty[tile.way]).wait_for(phase);
+    uint32_t const rank = tile.rank_before(), to = address_in(rank, place()),
+                   barrier = address_in(rank, &of_warp(shared.sums_full));
+    CUTE_UNROLL
+    for (int e = 0; e < size(sums); e += 4)
+      push(to + e * 8 * sizeof(float4), make_float4(sums(e), sums(e + 1), sums(e + 2), sums(e + 3)), barrier);
+  }
   /// Where the thread adds, or the warp, counted from the sums of a tile.
   CUTE_DEVICE int first() const {
     int const lane = Traits::StagesSums ? 0 : threadIdx.x % 32;
     return (SumsOfTile::first(Traits::HeadDim, part(), threadIdx.x / 32 % 4) + lane) * 4;
   }
+};
+
+/// What `store_rows` has to know of sums with `Columns` columns.
+template <class Traits, int Columns>
+struct Stored {
+  using Element = typename Traits::Element;
+  static constexpr int HeadDimV = Columns, PanelsV = Traits::template Padded<Columns> / kPanel,
+                       StagedPanels = Traits::PassesSums && PanelsV > 1 ? 2 : 1;
+};
+
+/// dQ of a tile of rows, all of whose keys have been gone through, and of the warpgroup's columns, through `staging`:
+/// 16 rows of a panel that are the warp's own.
+template <class Traits, class Sums>
+CUTE_DEVICE void store_queries(BackwardParams const& params, GradientTile<Traits> const& tile, int head, int t,
+                               int part, Sums& sums, typename Traits::Element* staging) {
+  using Element = typename Traits::Element;
+  constexpr int kColumns = Traits::QueryColumns;
+  int const lane = threadIdx.x % 32, row = t * Traits::Step + threadIdx.x / 32 % 4 * 16, column = part * kColumns;
+  CUTE_UNROLL
+  for (int e = 0; e < size(sums); ++e) sums(e) *= factor_of_gradients(params);
+  auto* const to =
+      row_at<Element>(params.dq, params.dq_stride, tile.sequence.batch, tile.sequence.q_row0 + row + lane / 8, head) +
+      column;
+  store_rows<Stored<Traits, kColumns>>(
+      to, [&](int pass) { return pass * 4 * params.dq_stride.row; }, tile.sequence.visibility.n_q - row,
+      max(params.head_dim - column, 0), rows_and_columns(sums), staging, lane);
+}
+
+/// Phases of barriers: for sums that come from another CTA of a cluster, and for those that go either way, a bit each.
+struct PhasesOfSums {
+  uint32_t received = 0, sent = 0;
 };
 
 /// What the next tile that is due adds to dQ. Where, is worked out when it is wanted: registers of what is being added,
@@ -241,27 +293,32 @@ struct DueSums {
   GradientTile<Traits> const& tile;
   int row_block;
   QuerySums<Traits> sums;
+  PhasesOfSums& phases;
   float* to = nullptr;
   Range tiles;  // of a head
   StreamOrder<Traits> order;
-  int held = 0;  // the tile's number of those in shared memory
+  int held = 0;  // the tile's number of those of a head
   int tiles_of_rows;
 
   CUTE_DEVICE DueSums(BackwardParams const& params, typename Traits::SharedStorage& shared,
-                      GradientTile<Traits> const& tile, int row_block)
+                      GradientTile<Traits> const& tile, int row_block, PhasesOfSums& phases)
       : params(params),
         shared(shared),
         tile(tile),
         row_block(row_block),
         sums(shared, row_block),
+        phases(phases),
         tiles(tile.tiles),
         order(params, tile, tiles),
         tiles_of_rows(tiles_of_head(tile.sequence.visibility.n_q, Traits::Step)) {
-    if constexpr (!Traits::SkipsTiles && !Traits::HoldsSums) {
-      to = sums_of_tile(params, tile, order.head, order.t()) + sums.first();
-      to -= int64_t(order.step_back(params)) * Traits::HeadDim;
+    if constexpr (!Traits::SkipsTiles) {
+      if constexpr (!Traits::HasHeads) to = sums_of_tile(params, tile, order.head, order.t()) + sums.first();
+      [[maybe_unused]] int64_t const rows = order.step_back(params);
+      if constexpr (!Traits::HasHeads) to -= rows * Traits::HeadDim;
     }
-    if constexpr (Traits::OwnsSums) clear_unseen();
+    if constexpr (Traits::PassesSums) {
+      if (tile.begins_head() && tiles.size() < tiles_of_rows) clear_unseen();
+    }
     if constexpr (Traits::HoldsSums) {
       if (!tile.begins_head()) return;
       for (int held = row_block; held < tile.heads * tiles_of_rows; held += 2) {
@@ -271,20 +328,22 @@ struct DueSums {
     }
   }
 
-  /// Of a head's rows that its first tile of keys does not see: there is nothing else to begin with.
+  /// dQ of rows that no key sees, by the CTA of a head's first keys.
   CUTE_DEVICE void clear_unseen() const {
-    if (!tile.begins_head() || tiles.size() == tiles_of_rows) return;
     CUTE_NO_UNROLL
     for (int held = 0; held < tile.heads * tiles_of_rows; ++held) {
       int const head = held / tiles_of_rows, t = held - head * tiles_of_rows;
-      if (tiles.contains(t) || !is_owner(held)) continue;
-      float* const at = sums_of_tile(params, tile, tile.head_q + head, t) + sums.first();
-      CUTE_UNROLL
-      for (int i = 0; i < sums.Columns / 8; ++i) put_in_memory(at + i * 128, 0.f, 0.f, 0.f, 0.f);
+      bool seen = !is_owner(held);
+      for (int row0 = 0; row0 < tile.keys_of_launch(params) && !seen; row0 += Traits::Held)
+        seen = tile.row_tiles_of(row0).contains(t);
+      if (seen) continue;
+      Tensor none = sums.accumulator();
+      clear(none);
+      store_queries(params, tile, tile.head_q + head, t, sums.part(), none, sums.staging());
     }
   }
-  /// Whether the warpgroup adds to a tile, by its number, of a head that the CTA has all of: always the same one, so
-  /// that each thread reads what it has written.
+  /// Whether the warpgroup adds to a tile, by its number, where dQ of a head is the CTA's, or its cluster's: always the
+  /// same one, so that each thread reads what it has written, or what the thread of its number in another CTA has.
   CUTE_DEVICE bool is_owner(int held) const { return !Traits::TakesTurns || held % 2 == row_block; }
 
   /// Where a mask hides tiles, of the one that passed by: what the copying warp says.
@@ -301,22 +360,46 @@ struct DueSums {
       if constexpr (!Traits::HoldsSums) to += sums.first();
       return;
     }
-    auto const number = [&] { return (order.head - tile.head_q) * tiles_of_rows + order.t(); };
-    if constexpr (Traits::HoldsSums) held = number();
     int const rows = order.advance(params, tile, tiles);
-    if constexpr (Traits::OwnsSums) held = number();
-    if constexpr (!Traits::HoldsSums) to += int64_t(rows) * Traits::HeadDim;
+    if constexpr (Traits::HasHeads) {
+      held = (order.head - tile.head_q) * tiles_of_rows + order.t();
+    } else {
+      to += int64_t(rows) * Traits::HeadDim;
+    }
+    if constexpr (Traits::PassesSums) {
+      // At the beginning of the turn at whose end they are wanted.
+      if (is_owner(held) && tile.behind.contains(order.t())) sums.ask(tile);
+    }
   }
   /// Of dS in buffer `stage`, which is free then.
   template <class Accumulator>
   CUTE_DEVICE void add(Accumulator& of_tile, int stage) {
     warpgroup_fence_operand(of_tile);
-    if constexpr (!Traits::TakesTurns) find();
-    if constexpr (Traits::HoldsSums) {
+    if constexpr (!Traits::TakesTurns && !Traits::PassesSums) find();
+    if constexpr (Traits::EmptiesDS) {
       if (elect_one_sync()) shared.ds_empty[stage].arrive();
+    }
+    if constexpr (Traits::HoldsSums) {
       sums.hold(of_tile, held);
+    } else if constexpr (Traits::PassesSums) {
+      pass_on(of_tile);
     } else {
-      sums.add(of_tile, to, tile.begins_head());
+      sums.add(of_tile, to);
+    }
+  }
+  /// To what the next keys have added before: to the CTA of the keys before or, if there is none, to memory.
+  template <class Accumulator>
+  CUTE_DEVICE void pass_on(Accumulator& of_tile) {
+    int const t = order.t();
+    if (tile.behind.contains(t)) {
+      sums.receive(of_tile, phases.received);
+      phases.received ^= 1;
+    }
+    if (tile.before.contains(t)) {
+      sums.send(of_tile, tile, phases.sent >> tile.way & 1);
+      phases.sent ^= 1 << tile.way;
+    } else {
+      store_queries(params, tile, order.head, t, sums.part(), of_tile, sums.staging());
     }
   }
   /// Whether the warpgroup adds what is due before turn `turn`.

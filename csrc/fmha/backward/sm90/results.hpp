@@ -12,93 +12,25 @@
 
 namespace cutlass_ext::sm90 {
 
-/// What `store_rows` has to know of sums with `Columns` columns.
-template <class Traits, int Columns>
-struct Stored {
-  using Element = typename Traits::Element;
-  static constexpr int HeadDimV = Columns, PanelsV = Traits::template Padded<Columns> / kPanel, StagedPanels = 1;
-};
-
 /// dQ of a head from shared memory, once all of its keys have been gone through: of the tiles that the warpgroup adds
 /// to.
 template <class Traits>
-CUTE_DEVICE void store_held_sums(BackwardParams const& params, QuerySums<Traits> const& sums,
-                                 GradientTile<Traits> const& tile, int row_block) {
-  using Element = typename Traits::Element;
-  int const rows = tile.sequence.visibility.n_q, tiles = tiles_of_head(rows, Traits::Step), lane = threadIdx.x % 32,
-            warp_row = threadIdx.x / 32 % 4 * 16;
-  Tensor cQ = QuerySums<Traits>::accumulator();
-  Tensor dQ = rows_and_columns(cQ);
+CUTE_DEVICE void store_held_sums(BackwardParams const& params, DueSums<Traits> const& due,
+                                 GradientTile<Traits> const& tile) {
+  int const tiles = due.tiles_of_rows;
+  Tensor cQ = due.sums.accumulator();
   CUTE_NO_UNROLL
-  for (int held = row_block; held < tile.heads * tiles; held += 2) {
-    float4* const from = sums.held(held);
+  for (int held = due.row_block; held < tile.heads * tiles; held += 2) {
+    float4* const from = due.sums.held(held);
     CUTE_UNROLL
     for (int e = 0; e < size(cQ); e += 4) {
       float4 const x = from[e * 8];
       cQ(e) = x.x, cQ(e + 1) = x.y, cQ(e + 2) = x.z, cQ(e + 3) = x.w;
     }
-    CUTE_UNROLL
-    for (int e = 0; e < size(cQ); ++e) cQ(e) *= factor_of_gradients(params);
     __syncwarp();  // all have read what is written over
-    int const head = held / tiles, row = (held - head * tiles) * Traits::Step + warp_row;
-    auto* const to = row_at<Element>(params.dq, params.dq_stride, tile.sequence.batch,
-                                     tile.sequence.q_row0 + row + lane / 8, tile.head_q + head);
-    store_rows<Stored<Traits, Traits::HeadDim>>(
-        to, [&](int pass) { return pass * 4 * params.dq_stride.row; }, rows - row, params.head_dim, dQ,
-        reinterpret_cast<Element*>(from - lane), lane);
-  }
-}
-
-/// Sums of dQ of 16 rows and of a part of the columns, as the lanes of a warp hold them.
-template <class Traits>
-struct SumsOfWarp {
-  using Element = typename Traits::Element;
-  static constexpr int kColumns = Traits::QueryColumns;
-
-  decltype(QuerySums<Traits>::accumulator()) sums;
-
-  /// `at`: the lane's first vector.
-  CUTE_DEVICE void load(float const* at) {
-    CUTE_UNROLL
-    for (int e = 0; e < size(sums); e += 4) {
-      float4 const x = __ldcg(reinterpret_cast<float4 const*>(at + e * 32));
-      sums(e) = x.x, sums(e + 1) = x.y, sums(e + 2) = x.z, sums(e + 3) = x.w;
-    }
-  }
-  /// To columns from `column` on of `rows` rows of dQ, 16 at most, through `staging`: 16 rows of a panel.
-  CUTE_DEVICE void store(BackwardParams const& params, int batch, int row, int head, int rows, int column,
-                         Element* staging) {
-    int const lane = threadIdx.x % 32;
-    CUTE_UNROLL
-    for (int e = 0; e < size(sums); ++e) sums(e) *= factor_of_gradients(params);
-    auto* const to = row_at<Element>(params.dq, params.dq_stride, batch, row + lane / 8, head) + column;
-    store_rows<Stored<Traits, kColumns>>(
-        to, [&](int pass) { return pass * 4 * params.dq_stride.row; }, rows, max(params.head_dim - column, 0),
-        rows_and_columns(sums), staging, lane);
-  }
-};
-
-/// dQ of a head from memory that the CTA has for itself, once all of its keys have been gone through: of what each
-/// thread has added there.
-template <class Traits>
-CUTE_DEVICE void store_own_sums(BackwardParams const& params, DueSums<Traits> const& due,
-                                GradientTile<Traits> const& tile, typename Traits::Element* staging) {
-  int const n_q = tile.sequence.visibility.n_q, tiles = due.tiles_of_rows, all = tile.heads * tiles,
-            warp_row = threadIdx.x / 32 % 4 * 16, step = Traits::TakesTurns ? 2 : 1;
-  auto const at = [&](int held) {
     int const head = held / tiles;
-    return sums_of_tile(params, tile, tile.head_q + head, held - head * tiles) + due.sums.first();
-  };
-  SumsOfWarp<Traits> now, next;
-  int held = Traits::TakesTurns ? due.row_block : 0;
-  if (held < all) now.load(at(held));
-  CUTE_NO_UNROLL
-  for (; held < all; held += step) {
-    if (held + step < all) next.load(at(held + step));  // on its way while this one is stored
-    int const head = held / tiles, row = (held - head * tiles) * Traits::Step + warp_row;
-    now.store(params, tile.sequence.batch, tile.sequence.q_row0 + row, tile.head_q + head, n_q - row,
-              due.sums.part() * SumsOfWarp<Traits>::kColumns, staging);
-    now = next;
+    store_queries(params, tile, tile.head_q + head, held - head * tiles, 0, cQ,
+                  reinterpret_cast<typename Traits::Element*>(from - threadIdx.x % 32));
   }
 }
 

@@ -28,10 +28,23 @@ struct PairsOfTile {
 template <>
 struct PairsOfTile<false> {};
 
+/// Tiles of rows that the next keys of a head see, and those before, which sums of dQ come from and go to; and the CTAs
+/// of the cluster that have these keys. In a launch of mirrored tiles they have every other head the other way round,
+/// so that each has keys that many rows see after keys that few do.
+template <bool Asked>
+struct Neighbours {
+  Range behind{0, 0}, before{0, 0};
+  bool way;  // 1: the next keys are the CTA's before
+  CUTE_DEVICE uint32_t rank_behind() const { return cute::block_rank_in_cluster() + (way ? -1 : 1); }
+  CUTE_DEVICE uint32_t rank_before() const { return cute::block_rank_in_cluster() + (way ? 1 : -1); }
+};
+template <>
+struct Neighbours<false> {};
+
 /// What a CTA works on at a time: a tile of one side, and the tiles of the other that it goes through, once for each
 /// head.
 template <class Traits>
-struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain> {
+struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain>, Neighbours<Traits::PassesSums> {
   WorkItem work;  // row0: first row in hand
   Sequence sequence;
   Visibility view;  // from the side in hand: what is held are its rows, what is streamed its keys
@@ -50,7 +63,7 @@ struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain> {
   /// Tile `index` of the launch, or its mirror image.
   CUTE_DEVICE GradientTile(BackwardParams const& params, int index, bool is_image = false)
       : work(params.scheduler(index)), sequence(sequence_of(params, work.batch)) {
-    if (is_image) work.row0 = params.mirrored_row0s - work.row0;
+    if (Traits::AnyOrder && is_image) work.row0 = params.mirrored_row0s - work.row0;
     is_empty = work.row0 >= (Traits::OfKeys ? sequence.visibility.len_kv : sequence.visibility.n_q);
     descends = Traits::AnyOrder && params.is_mirrored && !is_image;
     Visibility const& visibility = sequence.visibility;
@@ -74,8 +87,11 @@ struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain> {
       Range const own = split_turns(params, work.split, heads, &tiles);
       head_q += own.begin, heads = own.size();
     }
-    if constexpr (Traits::OwnsSums) {
-      sums_row0 = int64_t(blockIdx.x) * heads * params.rows_a_head;
+    if constexpr (Traits::PassesSums) {
+      this->way = is_image;
+      int const next = work.row0 + Traits::Held;
+      if (work.row0 > 0) this->before = row_tiles_of(work.row0 - Traits::Held);
+      if (next < keys_of_launch(params)) this->behind = row_tiles_of(next);
     } else if constexpr (Traits::AddsToQueries && !Traits::HoldsSums) {
       sums_row0 = StatisticsRows(params).first(params, sequence, work.batch, head_q);
     }
@@ -98,6 +114,12 @@ struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain> {
     }
   }
 
+  /// Keys of the sequence for which the launch has tiles: a packed one may have more than its caller says.
+  CUTE_DEVICE int keys_of_launch(BackwardParams const& params) const { return min(view.n_q, params.n_kv); }
+  /// Tiles of rows that the keys of a tile see.
+  CUTE_DEVICE Range row_tiles_of(int row0) const {
+    return sequence.visibility.row_tiles_of(row0, Traits::B_c, Traits::B_r);
+  }
   /// In hand that exist; of a cluster's last tile the second CTA may have none.
   CUTE_DEVICE int rows() const { return view.n_q - work.row0; }
   /// The thread's first row in hand, counted in the sequence, of which the second lies 8 further.
@@ -231,14 +253,15 @@ struct TileReader {
   }
 };
 
-/// Takes the CTA's tiles, the first by its index, then the next one that nobody has. By a whole warp.
+/// Takes the CTA's tiles, the first by its index, then the next one that nobody has; or, where sums of dQ are passed
+/// on, those of every so many heads. By a whole warp.
 template <class Traits>
 struct TileTaker {
   BackwardParams const& params;
   typename Traits::SharedStorage& shared;
   RingPosition<Traits::TilesKnown> at{};
   bool took_first = false, goes_on = false;  // with a head
-  bool at_image = false;                     // of a tile
+  bool at_image = false;                     // of a tile, or at one of a head whose tiles are the other way round
   unsigned index = 0, next_head = 0;         // of the tile, and of the first one of the next head
   uint32_t held_phase = 0, rows_phase = 0, index_phase = 0;
 
@@ -254,7 +277,14 @@ struct TileTaker {
       at_image = !at_image;
       if (at_image) return index;
     }
-    if constexpr (Traits::HasHeads) {
+    if constexpr (Traits::PassesSums) {
+      // Those of a head lie side by side, as the CTAs of a cluster.
+      if (is_first) return blockIdx.x;
+      int const mirrored = static_cast<int>(cute::cluster_shape().x) - 1 - 2 * cute::block_rank_in_cluster();
+      if (!params.is_mirrored) return index + gridDim.x;
+      at_image = !at_image;
+      return index + gridDim.x + (at_image ? mirrored : -mirrored);
+    } else if constexpr (Traits::HoldsSums) {
       return goes_on ? index + 1 : take_head(leader, is_first);
     } else if constexpr (Traits::Cluster > 1) {
       return is_first ? blockIdx.x / Traits::Cluster : draw_together(leader);
@@ -268,7 +298,7 @@ struct TileTaker {
     if (cute::block_rank_in_cluster() == 0) {
       drawn = gridDim.x / Traits::Cluster + draw(params.counters);
       shared.cluster.index_read.wait_for(index_phase ^ 1);
-      if (leader) push_to(1, shared.cluster.index, drawn, shared.cluster.index_full);
+      if (leader) push(address_in(1, &shared.cluster.index), drawn, address_in(1, &shared.cluster.index_full));
     } else {
       if (leader) shared.cluster.index_full.arrive_and_expect_tx(sizeof(shared.cluster.index));
       shared.cluster.index_full.wait_for(index_phase);
@@ -278,12 +308,11 @@ struct TileTaker {
     index_phase ^= 1;
     return drawn;
   }
-  /// That of the next head's first tile; beside sums in shared memory once the statistics of its rows are there: then
-  /// the head behind it is drawn, so that those of its rows are made meanwhile.
+  /// That of the next head's first tile, once the statistics of its rows are there: then the head behind it is drawn,
+  /// so that those of its rows are made meanwhile.
   CUTE_DEVICE unsigned take_head(bool leader, bool is_first) {
     unsigned const tiles = tiles_of_head(params.n_kv, Traits::Held);
     unsigned first = blockIdx.x * tiles;
-    if constexpr (Traits::OwnsSums) return is_first ? first : draw_next() * tiles;
     if (!is_first) {
       shared.rows_known.wait_for(rows_phase);
       rows_phase ^= 1;
@@ -313,7 +342,7 @@ struct TileTaker {
       }
       __syncwarp();
       if (Traits::SkipsTiles && exists) slot.count_seen(params);
-      if (Traits::HasHeads && exists) goes_on = !slot.ends_head();
+      if (Traits::HoldsSums && exists) goes_on = !slot.ends_head();
     } while (exists && slot.is_empty && !Traits::HasHeads);
     if (leader) {
       shared.is_last[at.stage] = !exists;

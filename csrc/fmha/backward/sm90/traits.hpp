@@ -30,10 +30,10 @@ constexpr bool sums_ds(Sums what) { return what != Sums::Values; }
 
 /// Where a kernel over tiles of keys adds up dQ.
 enum class SumsOfQueries {
-  None,         ///< another launch does
-  InMemory,     ///< CTAs add to it in any order
-  InShared,     ///< a CTA has all tiles of a head, one after the other
-  InOwnMemory,  ///< the same, in memory of the CTA's own, for one head after the other: it stays in L2
+  None,      ///< another launch does
+  InMemory,  ///< CTAs add to it in any order
+  InShared,  ///< a CTA has all tiles of a head, one after the other
+  Passed,    ///< CTAs of a cluster have a tile of a head each, and pass sums on from the last keys to the first
 };
 
 /// Of a cluster, what the other CTA's `Keys` keys make this one add to dQ: two panels of their columns, and their dS.
@@ -44,6 +44,14 @@ struct FromOtherCta {
 };
 template <class Part, int Rows>
 struct FromOtherCta<Part, 0, Rows> {};
+
+/// Of each of `Warps`, for sums of dQ that come from another CTA of a cluster; and for those that go, either way.
+template <int Warps>
+struct BarriersOfSums {
+  Barrier sums_full[Warps], sums_empty[2][Warps];
+};
+template <>
+struct BarriersOfSums<0> {};
 
 template <bool IsOne>
 struct BarriersOfCluster {
@@ -70,7 +78,7 @@ struct BackwardTraits {
   static constexpr bool Hides = Mods & (feature::Bias | feature::Mask), DropsAlone = Mods == feature::Dropout;
   static constexpr bool AddsToQueries = OfQueries != SumsOfQueries::None,
                         HoldsSums = OfQueries == SumsOfQueries::InShared,
-                        OwnsSums = OfQueries == SumsOfQueries::InOwnMemory, HasHeads = HoldsSums || OwnsSums;
+                        PassesSums = OfQueries == SumsOfQueries::Passed, HasHeads = HoldsSums || PassesSums;
   /// Whether nothing but a bias that the copy engine brings and a mask may change scores, beside sums in shared memory
   /// a mask alone: then dQ is made, and a tile goes through the others, but for those that a mask hides, as without.
   static constexpr bool IsPlain =
@@ -168,20 +176,23 @@ struct BackwardTraits {
       GMMA::rs_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<ColumnsAtOnce<Columns>>, Int<Step>>,
                            GMMA::Major::K, GMMA::Major::MN>()));
 
+  // Narrow heads leave registers for what a tile adds to all columns of dQ: the warpgroups then take turns, which reads
+  // dS once.
+  static constexpr bool TakesTurns = AddsToQueries && SumsOfTile::parts(HeadDim) == 1;
   // What a tile adds to dQ: dS of all keys in hand, as the warpgroups leave it, times K; of each warpgroup a part of
   // the columns. It is multiplied a turn after it was left, so that no warpgroup waits for another within a turn; with
   // three buffers the barrier that says that it is there will do.
-  // Apart, it passes from one warpgroup to another, which says when it has it in registers: two will do. Beside sums in
-  // shared memory there is room for no more.
-  static constexpr int BuffersDS = AddsApart || HoldsSums ? 2 : 3;
-  static constexpr bool EmptiesDS = AddsApart || HoldsSums;  // whether it is said when it has been read
-  // Narrow heads leave registers for all columns: the warpgroups then take turns, which reads dS once.
-  static constexpr bool TakesTurns = AddsToQueries && SumsOfTile::parts(HeadDim) == 1;
+  // Apart, it passes from one warpgroup to another, which says when it has it in registers: two will do. Beside several
+  // tiles of sums in shared memory there is room for no more, and it is said when it has been read.
+  static constexpr bool EmptiesDS = AddsApart || HoldsSums || (PassesSums && TakesTurns);
+  static constexpr int BuffersDS = EmptiesDS ? 2 : 3;
   static constexpr int QueryColumns = AddsApart ? 32 : HeadDim / SumsOfTile::parts(HeadDim);
   // Whether the copy engine adds it, out of `staging`: the registers are free at once. Wider heads have neither room
   // there nor time of shared memory.
   static constexpr bool StagesSums = TakesTurns && HeadDim <= kPanel && !HasHeads;
-  static constexpr int VectorsOfSums = HoldsSums ? kMostHeldTiles * B_r * HeadDim / 4 : 1;
+  // Tiles of sums of dQ that shared memory has room for: those of a head, or one that another CTA passes on; two, where
+  // warpgroups take turns.
+  static constexpr int TilesOfSums = HoldsSums ? kMostHeldTiles : !PassesSums ? 0 : TakesTurns ? Streaming : 1;
   // Beside sums in shared memory values in hand pass through the stages of dout: 64 rows each.
   static constexpr int HeldBox = HoldsSums ? kAtomRows : Held;
   static constexpr int Staged = 16 * (StagesSums ? kPanel * sizeof(float) / sizeof(Part) : kPanel);  // of a warp
@@ -202,20 +213,23 @@ struct BackwardTraits {
                                         GMMA::Major::MN>())>{}));
   static constexpr int VectorsOfP = kAtomRows * B_r / kWarpgroup / 4;  // of a thread
 
-  // Whether finished gradients pass through the buffer of dS that was left longest ago, which all have read.
-  static constexpr bool StagesInDS = HasHeads || (Sectioned && !StagesSums);
+  // Whether finished gradients pass through the buffer of dS that was left longest ago, which all have read, or through
+  // the places of sums that have been passed on.
+  static constexpr bool StagesInDS = HoldsSums || (Sectioned && !StagesSums), StagesInSums = PassesSums;
   // Whether a tile of bias, or its part, lies apart from `staging`: where that is too small, or in use.
   static constexpr bool StagesPairs = (Mods & feature::Bias) && !PlainBias && (Step > kPanel || StagesSums);
-  struct SharedStorage : FromOtherCta<Part, OthersKeys, B_r>, TileOfBias<PlainBias ? Step * Held : 0> {
+  struct SharedStorage : FromOtherCta<Part, OthersKeys, B_r>,
+                         TileOfBias<PlainBias ? Step * Held : 0>,
+                         BarriersOfSums<PassesSums ? 4 * Consumers : 0> {
     alignas(1024) Part held[Held * ColumnsQK];
     alignas(1024) Part streamed[Stages * Step * ColumnsQK];
     alignas(1024) Part streamed_v[StagesV * Step * ColumnsV];
     alignas(1024) Part ds[AddsToQueries ? BuffersDS * B_r * Held : 8];
     alignas(HoldsSums ? 16 : 1024) Part held_v[HoldsSums ? 8 : Held * ColumnsV];
     PartsOfSums<Element, PartsBeside, ColumnsBeside> beside;
-    alignas(16) float4 sums[VectorsOfSums];  // of dQ: tiles of rows of a head, in the order of SumsOfTile
+    alignas(16) float4 sums[TilesOfSums ? TilesOfSums * B_r * HeadDim / 4 : 1];  // in the order of SumsOfTile
     // 16 rows of a panel for each consumer warp; a warp's part of dS, or of what else it passes on, serves as such.
-    alignas(256) Part staging[Parts == 1 && !EmptiesDS && !StagesInDS ? 4 * Consumers * Staged : 8];
+    alignas(256) Part staging[Parts == 1 && !EmptiesDS && !StagesInDS && !StagesInSums ? 4 * Consumers * Staged : 8];
     alignas(256) Part pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
     StreamedTile at[SkipsTiles ? Stages : 1];  // what the stages hold
     alignas(16) RowStatistics statistics[Stages][ReadsStatistics ? Step : 1];
