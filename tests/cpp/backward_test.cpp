@@ -236,10 +236,15 @@ TEST(BackwardPlan, PassesSumsOfWideHeadsOnWhereAClusterHasAllOfThem) {
   EXPECT_FALSE(passes(Call(32, 1024, 1024, 16, 16, 128))) << "of eight still more";
   GradientLaunch const two = launch_of(of(64, 256, 16, 16, 128)), three = launch_of(of(4, 300, 5, 5, 128).causal()),
                        one = launch_of(of(64, 128, 16, 16, 128));
-  EXPECT_EQ(two.cluster, 2u), EXPECT_EQ(two.ctas, 132), EXPECT_FALSE(two.is_mirrored);
-  EXPECT_EQ(three.cluster, 3u), EXPECT_EQ(three.ctas, 3 * 20), EXPECT_TRUE(three.is_mirrored);
+  EXPECT_EQ(two.cluster, 2u);
+  EXPECT_EQ(two.ctas, 132);
+  EXPECT_FALSE(two.is_mirrored);
+  EXPECT_EQ(three.cluster, 3u);
+  EXPECT_EQ(three.ctas, 3 * 20);
+  EXPECT_TRUE(three.is_mirrored);
   EXPECT_EQ(three.scheduler.size(), 3 * 20) << "all tiles, whichever CTA has one";
-  EXPECT_EQ(one.cluster, 1u), EXPECT_EQ(one.ctas, 132);
+  EXPECT_EQ(one.cluster, 1u);
+  EXPECT_EQ(one.ctas, 132);
 }
 
 TEST(BackwardPlan, HasThreeWarpgroupsWhereTilesFillTheGpu) {
@@ -447,7 +452,8 @@ TEST(BackwardPlan, SplitsTilesWhereCtasAreFew) {
             "keys sm90 64x128 d128, 32 tiles in 1 by 8, rows sm90 128x64 d128, 32 tiles in 1 by 8");
   EXPECT_EQ(line_of(Call(1, 70, 70, 8, 1, 128)),
             "keys sm90 64x128 d128, 1 tiles in 8 by 2, rows sm90 128x64 d128, 8 tiles");
-  EXPECT_EQ(line_of(Call(1, 100, 100, 1, 1, 192)), "keys sm90 64x64 d192, 2 tiles, rows sm90 128x64 d192, 1 tiles");
+  EXPECT_EQ(line_of(Call(1, 100, 1100, 1, 1, 128)),
+            "keys sm90 64x128 d128, 9 tiles, rows sm90 128x64 d128, 1 tiles in 1 by 18");
   EXPECT_EQ(line_of(Call(8, 4096, 4096, 16, 1, 128).in_any_order()), "all sm90 64x128 d128, 256 tiles");
   EXPECT_EQ(line_of(Call(1, 4096, 4096, 1, 1, 128).float32(Precision::High)),
             "keys sm90 64x64 d128, 64 tiles, rows sm90 128x32 d128, 32 tiles")
