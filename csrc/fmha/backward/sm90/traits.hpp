@@ -36,6 +36,16 @@ enum class SumsOfQueries {
   Passed,    ///< CTAs of a cluster have a tile of a head each, and pass sums on from the last keys to the first
 };
 
+/// lse and delta of the rows of each stage. Not at the end of shared memory: of a product with them compute-sanitizer
+/// takes the second half, which is the first once more, for what lies behind.
+template <int Stages>
+struct ColumnsOfStages {
+  alignas(1024) ColumnsOfRow lse_columns[Stages][kColumns];
+  ColumnsOfRow delta_columns[Stages][kColumns];
+};
+template <>
+struct ColumnsOfStages<0> {};
+
 /// Of a cluster, what the other CTA's `Keys` keys make this one add to dQ: two panels of their columns, and their dS.
 template <class Part, int Keys, int Rows>
 struct FromOtherCta {
@@ -218,7 +228,8 @@ struct BackwardTraits {
   static constexpr bool StagesInDS = HoldsSums || (Sectioned && !StagesSums), StagesInSums = PassesSums;
   // Whether a tile of bias, or its part, lies apart from `staging`: where that is too small, or in use.
   static constexpr bool StagesPairs = (Mods & feature::Bias) && !PlainBias && (Step > kPanel || StagesSums);
-  struct SharedStorage : FromOtherCta<Part, OthersKeys, B_r>,
+  struct SharedStorage : ColumnsOfStages<FoldsStatistics ? Stages : 0>,
+                         FromOtherCta<Part, OthersKeys, B_r>,
                          TileOfBias<PlainBias ? Step * Held : 0>,
                          BarriersOfSums<PassesSums ? 4 * Consumers : 0> {
     alignas(1024) Part held[Held * ColumnsQK];
@@ -233,8 +244,6 @@ struct BackwardTraits {
     alignas(256) Part pairs_staging[StagesPairs ? Consumers * kAtomRows * Step : 8];
     StreamedTile at[SkipsTiles ? Stages : 1];  // what the stages hold
     alignas(16) RowStatistics statistics[Stages][ReadsStatistics ? Step : 1];
-    alignas(128) ColumnsOfRow lse_columns[FoldsStatistics ? Stages : 1][FoldsStatistics ? Step : 1];
-    alignas(128) ColumnsOfRow delta_columns[FoldsStatistics ? Stages : 1][FoldsStatistics ? Step : 1];
     GradientTile<BackwardTraits> tiles[TilesKnown];
     bool is_last[TilesKnown];  // there is no tile
     Barrier tile_full[TilesKnown], tile_empty[TilesKnown];
