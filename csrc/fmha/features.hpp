@@ -38,6 +38,7 @@ struct TileLoop {
   bool sectioned = false;    ///< dQ may be made beside the tiles
   bool passes_sums = false;  ///< each CTA of a cluster has a tile of a head, and passes sums of dQ on
   bool knows_rows = false;   ///< CTAs make the statistics of rows of their next head
+  bool in_order = false;     ///< tiles of keys may add to dQ in their order
   unsigned cluster = 1;      ///< CTAs that have a tile together
 };
 

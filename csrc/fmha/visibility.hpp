@@ -33,6 +33,9 @@ struct Visibility {
             window_right < 0 ? len_kv : clamp_to_keys(p + window_right + 1)};
   }
 
+  /// Whether every row sees every key.
+  CUTE_HOST_DEVICE bool sees_all() const { return window_left < 0 && window_right < 0; }
+
   /// p - j: how far query row `row` stands behind key `key`.
   CUTE_HOST_DEVICE int offset(int row, int key) const { return start_pos + row - key; }
 

@@ -56,8 +56,10 @@ bool takes_rows_of_dq(BackwardParams const& params) {
   return reinterpret_cast<uintptr_t>(params.dq) % 16 == 0 && (stride.batch | stride.row | stride.head) % 8 == 0;
 }
 
-/// The launch of a kernel, or of none. `finishes`: whether its CTAs can make dQ of its sums.
-GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& device, bool finishes = false) {
+/// The launch of a kernel, or of none. `ordered`: whether its tiles of keys are to add to dQ in their order.
+/// `finishes`: whether its CTAs can make dQ of its sums.
+GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& device, bool ordered = false,
+                           bool finishes = false) {
   GradientLaunch launch;
   launch.kernel = kernel;
   if (!kernel) return launch;
@@ -74,17 +76,21 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   int64_t const resident = resident_tiles(*kernel, p, device);
   if (kernel->loop.splits) launch.splits = gradient_splits(p, *kernel, of_keys, static_cast<int>(resident));
   int64_t const tiles = int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all();
-  launch.is_mirrored =
-      kernel->loop.passes_sums
-          ? has_unequal_tiles(p) || !have_one_length(p)
-          : kernel->loop.any_order && takes_mirrored(p, block, launch.splits.all(), bytes_a_head, resident, device);
-  launch.is_sectioned = finishes && kernel->loop.sectioned && !launch.is_mirrored && launch.splits.all() == 1 &&
-                        finishes_beside(p, *kernel, device);
+  launch.is_ordered = ordered && kernel->loop.in_order && adds_in_order(p, *kernel, launch.splits.all(), resident);
+  launch.last_keys_first = launch.is_ordered && takes_last_keys_first(p, *kernel, resident, device);
+  launch.is_mirrored = kernel->loop.passes_sums
+                           ? has_unequal_tiles(p) || !have_one_length(p)
+                           : kernel->loop.any_order && !launch.is_ordered &&
+                                 takes_mirrored(p, block, launch.splits.all(), bytes_a_head, resident, device);
+  launch.is_sectioned = finishes && kernel->loop.sectioned && !launch.is_mirrored && !launch.is_ordered &&
+                        launch.splits.all() == 1 && finishes_beside(p, *kernel, device);
   // A CTA, or a cluster, that has all of a head finds its tiles one after the other.
   int64_t const all_heads = int64_t(p.batch) * heads;
   int64_t section = 1;
   if (launch.is_sectioned) {
     section = section_beside(all_heads, tiles, device);
+  } else if (launch.is_ordered) {
+    section = section_in_order(p, all_heads, tiles, launch.last_keys_first, resident);
   } else if (kind != Kind::HeadGradients && !launch.is_mirrored) {
     section = gradient_section_for(p, wants_hopper(*kernel), all_heads, tiles * launch.cluster, bytes_a_head, device);
   }
@@ -113,7 +119,8 @@ bool may_store_dbias(Kernel const& kernel, BackwardParams const& p) {
 }
 
 Kernel const* kernel_of(Call const& call, Kind kind) {
-  auto const runs = [&](Kernel const& k) { return call.runs(k); };
+  bool const in_order = kind == Kind::AllGradients && call.request.deterministic;
+  auto const runs = [&](Kernel const& k) { return call.runs(k) && (!in_order || k.loop.in_order); };
   auto const cost = [&](Kernel const& k) {
     double const duration = kind == Kind::AllGradients && wants_hopper(k)
                                 ? duration_of_gradients(call.params, k, resident_tiles(k, call.params, call.device))
@@ -128,7 +135,7 @@ Kernel const* kernel_of(Call const& call, Kind kind) {
 }
 
 GradientLaunch launch_of(Call const& call, Kind kind, bool finishes = false) {
-  return launch_with(kernel_of(call, kind), call.params, call.device, finishes);
+  return launch_with(kernel_of(call, kind), call.params, call.device, call.request.deterministic, finishes);
 }
 
 /// What Hopper's kernels want of a mask: which tiles it hides, shows or cuts, and its bits from the side of keys.
@@ -151,7 +158,9 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   Kernel const& kernel = *gradients.kernel;
   params.split(gradients.splits.heads, gradients.splits.tiles);
   params.is_mirrored = gradients.is_mirrored;
-  params.mirrored_row0s = (2 * ceil_div(Scheduler::tiles_of(params.n_kv, kernel.block_c), 2) - 1) * kernel.block_c;
+  params.last_keys_first = gradients.last_keys_first;
+  int const tiles = Scheduler::tiles_of(params.n_kv, kernel.block_c);
+  params.mirrored_row0s = ((params.is_mirrored ? 2 * ceil_div(tiles, 2) : tiles) - 1) * kernel.block_c;
   params.rows_a_head = static_cast<int>(StatisticsRows(params).of_a_head);
   bool const of_keys = kernel.kind != Kind::QueryGradients;
   if (params.splits() > 1) {
@@ -203,8 +212,10 @@ BackwardPlan plan_backward(BackwardParams const& params, Request const& request)
   if (of_heads && holds_queries(params, *of_heads, resident_tiles(*of_heads, params, any.device),
                                 resident_ctas(*of_heads, any.device), request.deterministic))
     plan.of_keys = launch_with(of_heads, params, any.device);
-  if (!plan.of_keys.kernel && !request.deterministic && adds_to_queries(params))
-    plan.of_keys = launch_of(call, Kind::AllGradients, takes_rows_of_dq(params));
+  if (!plan.of_keys.kernel && adds_to_queries(params)) {
+    GradientLaunch const of_all = launch_of(call, Kind::AllGradients, takes_rows_of_dq(params));
+    if (!request.deterministic || of_all.is_ordered) plan.of_keys = of_all;
+  }
   if (!plan.of_keys.kernel) {
     plan.of_keys = launch_of(call, Kind::KeyGradients);
     plan.of_queries = launch_of(call, Kind::QueryGradients);
@@ -274,11 +285,14 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
     // Cleared together: the sums, how many tiles and jobs have been taken, in four more, and the counts of sections.
     size_t const sums_rows = is_sectioned ? std::min(kSectionsOfSums, scheduler.sections()) * rows_a_section : rows;
     size_t const sums = plan.adds_to_queries() ? sums_rows * plan.of_keys.kernel->head_dim : 0;
-    size_t const counts = is_sectioned ? (scheduler.sections() * sizeof(SectionCounts) + 15) / 16 * 4 : 0;
+    size_t const counts = is_sectioned              ? (scheduler.sections() * sizeof(SectionCounts) + 15) / 16 * 4
+                          : plan.of_keys.is_ordered ? (rows / SumsOfTile::kRows + 3) / 4 * 4
+                                                    : 0;
     cleared = sums + 4 + counts;
     to_clear = static_cast<float*>(allocate(cleared * sizeof(float)));
     if (plan.adds_to_queries()) params.dq_sums = to_clear;
     params.counters = reinterpret_cast<unsigned*>(to_clear + sums);
+    if (plan.of_keys.is_ordered) params.added = params.counters + 4;
     if (is_sectioned) {
       params.sections = reinterpret_cast<SectionCounts*>(params.counters + 4);
       auto& jobs = params.section_jobs;

@@ -18,9 +18,11 @@ struct GradientLaunch {
   Scheduler scheduler;
   GradientSplits splits;
   int64_t ctas = 0;
-  unsigned cluster = 1;       // CTAs of a cluster
-  bool is_mirrored = false;   // as in Gradients
-  bool is_sectioned = false;  // whether CTAs make dQ of sums beside their tiles (sm90/sections.hpp)
+  unsigned cluster = 1;          // CTAs of a cluster
+  bool is_mirrored = false;      // as in Gradients
+  bool is_ordered = false;       // whether tiles of keys add to dQ in their order (sm90/order.hpp), ...
+  bool last_keys_first = false;  // ... and as in Gradients
+  bool is_sectioned = false;     // whether CTAs make dQ of sums beside their tiles (sm90/sections.hpp)
 };
 
 /// Two launches: dK and dV, then dQ; or one that has them all, with sums for dQ that a small launch finishes, or, heads

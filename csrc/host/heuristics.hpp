@@ -494,6 +494,40 @@ inline int64_t section_beside(int64_t heads, int64_t tiles, Device const& device
   return level_section(heads, device.multiprocessors / std::max<int64_t>(tiles, 1));
 }
 
+/// Whether the last keys are to be first where tiles of keys add to dQ in their order (sm90/order.hpp): where L2 holds
+/// what all CTAs go by until the next tile comes by the same rows. An H200's ms, last keys first and first keys first:
+/// (2, 8192, 16, 64), causal, 1.32 and 1.42, (2, 8192, 16, 128) 2.45 and 2.74; but (2, 8192, 32 on 8, 128) 7.6 and 5.0.
+inline bool takes_last_keys_first(Params const& p, Kernel const& kernel, int64_t resident_ctas, Device const& device) {
+  if (visibility_of_longest(p).sees_all()) return false;
+  int64_t const turns = int64_t(kernel.block_c / kernel.block_r) * (p.heads_q / p.heads_kv),
+                bytes_a_turn = kernel.block_r * (int64_t(p.head_dim + p.head_dim_v) * p.element_bytes +
+                                                 kernel.head_dim * int64_t(sizeof(float)));
+  return 4 * turns * resident_ctas * bytes_a_turn <= 3 * device.l2_bytes;
+}
+
+/// The section of such a launch: two waves of CTAs, or so many heads that eight tiles of each are under way at once,
+/// which follow each other.
+inline int64_t section_in_order(Params const& p, int64_t heads, int64_t tiles, bool last_keys_first,
+                                int64_t resident_ctas) {
+  bool const by_waves = last_keys_first || visibility_of_longest(p).sees_all();
+  return level_section(heads, by_waves ? 2 * resident_ctas / std::max<int64_t>(tiles, 1) : resident_ctas / 8);
+}
+
+/// Whether tiles of keys are to add to dQ in their order, where bits are to be fixed, and not two kernels. Tiles of a
+/// head that are under way at once begin one after the other, a turn and a half apart; those of one wave under a causal
+/// mask end sooner by more. An H200's ms, in order and by two kernels: (2, 8192, 16, 64) 2.58 and 3.76, (16, 600, 16,
+/// 64), causal, 0.161 and 0.211, (4, 1024, 8, 128) 0.108 and 0.114, (3, 700, 5, 128), causal, 0.039 and 0.048, but (2,
+/// 2048, 8, 128), causal, 0.126 and 0.116, (1, 8192, 1, 128) 0.372 and 0.198, (1, 640, 2, 128) 0.036 and 0.032.
+inline bool adds_in_order(Params const& p, Kernel const& kernel, int splits, int64_t resident_ctas) {
+  Turns const turns = turns_of_tiles(p, true, kernel.block_c, kernel.block_r);
+  int64_t const heads = int64_t(p.batch) * p.heads_kv;
+  if (heads * turns.tiles == 0 || resident_ctas == 0) return false;
+  if (has_unequal_tiles(p) && splits == 1 && heads * turns.tiles <= resident_ctas) return true;
+  int64_t const under_way = std::min<int64_t>(turns.tiles, ceil_div(resident_ctas, heads)),
+                turns_a_cta = turns.sum * heads * (p.heads_q / p.heads_kv) / resident_ctas;
+  return 6 * under_way <= turns_a_cta;
+}
+
 /// Whether it is to do so, and not a launch after it: where the sums of the sections under way stay in L2, and tiles
 /// take longer than the one warp that a CTA has for it. An H200's ms, with a launch and beside: (16, 1024, 16, 128)
 /// 0.699 and 0.671, causal 0.475 and 0.524; (8, 2048, 16, 128) 1.168 and 1.105, causal 0.708 and 0.690; (9, 1500, 16,

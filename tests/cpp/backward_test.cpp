@@ -316,6 +316,37 @@ TEST(BackwardPlan, MakesDqBesideTilesThatTakeLongEnough) {
   EXPECT_FALSE(is_sectioned(unaligned)) << "the copy engine writes dQ";
 }
 
+TEST(BackwardPlan, HasTilesOfKeysAddInOrderWhereBitsAreFixed) {
+  auto const plan = [](Call const& call) {
+    BackwardParams p;
+    return plan_of(call, &p).of_keys;
+  };
+  auto const is_ordered = [&](Call const& call) { return plan(call).is_ordered; };
+  auto const of = [](int batch, int n, int heads, int heads_kv, int head_dim) {
+    return Call(batch, n, n, heads, heads_kv, head_dim);
+  };
+  EXPECT_TRUE(is_ordered(of(2, 8192, 16, 16, 128)));
+  EXPECT_TRUE(is_ordered(of(2, 8192, 16, 16, 64).causal()));
+  EXPECT_TRUE(is_ordered(of(4, 1024, 8, 8, 128)));
+  EXPECT_TRUE(is_ordered(of(3, 700, 5, 5, 128).causal())) << "one wave of tiles, each shorter than the one before";
+  EXPECT_TRUE(is_ordered(of(8, 2048, 16, 16, 128).lengths()));
+  EXPECT_FALSE(is_ordered(of(2, 8192, 16, 16, 128).in_any_order()));
+  EXPECT_FALSE(is_ordered(of(1, 640, 2, 2, 128))) << "five tiles that follow each other take as long as one";
+  EXPECT_FALSE(is_ordered(of(1, 8192, 1, 1, 128))) << "sixty-four of them";
+  EXPECT_FALSE(is_ordered(of(2, 2048, 8, 8, 128).causal()));
+  EXPECT_FALSE(is_ordered(of(2, 8192, 16, 16, 192))) << "whose kernel adds in any order";
+  EXPECT_FALSE(is_ordered(of(8, 2048, 16, 16, 128).dropout()));
+
+  EXPECT_TRUE(plan(of(2, 8192, 16, 16, 128).causal()).last_keys_first);
+  EXPECT_TRUE(plan(of(2, 4096, 32, 16, 64).causal()).last_keys_first);
+  EXPECT_FALSE(plan(of(2, 8192, 16, 16, 128)).last_keys_first) << "all tiles see the same rows";
+  EXPECT_FALSE(plan(of(2, 8192, 32, 8, 128).causal()).last_keys_first) << "69 MB pass by between two tiles";
+
+  // Waves of 132 tiles, of which a head has 64: four heads are two. Eight tiles of a head at once are sixteen heads.
+  EXPECT_EQ(plan(of(2, 8192, 16, 16, 128).causal()).scheduler.pairs_a_section(), 4);
+  EXPECT_EQ(plan(of(8, 8192, 32, 8, 128).causal()).scheduler.pairs_a_section(), 16);
+}
+
 TEST(BackwardPlan, TakesAWaveOfCausalTilesAtATime) {
   auto const begins = [](Call const& call, int64_t index) {
     BackwardParams p;
@@ -660,10 +691,17 @@ std::string run_of(Call const& call, size_t* workspace) {
 
 TEST(BackwardRun, ComputesTheStatisticsOfRowsFirst) {
   size_t workspace;
-  EXPECT_EQ(run_of(Call(32, 1000, 1000, 8, 4, 128), &workspace), "statistics, rows, keys");
-  EXPECT_EQ(workspace, 32u * 8 * 1024 * sizeof(RowStatistics));
+  EXPECT_EQ(run_of(Call(32, 250, 1000, 8, 4, 128), &workspace), "statistics, rows, keys");
+  EXPECT_EQ(workspace, 32u * 8 * 256 * sizeof(RowStatistics));
   EXPECT_EQ(fake::cleared_bytes, 0u) << "every row and key is some tile's";
   EXPECT_NE(of_statistics.row_statistics, nullptr);
+}
+
+TEST(BackwardRun, ClearsTheCountsOfWhatHasBeenAdded) {
+  size_t workspace = 0;
+  EXPECT_EQ(run_of(Call(4, 1000, 1000, 8, 8, 128), &workspace), "statistics, keys, dQ");
+  constexpr size_t kRows = 4 * 8 * 1024, kCounts = kRows / 64;
+  EXPECT_EQ(fake::cleared_bytes, (kRows * 128 + 4 + kCounts) * sizeof(float));
 }
 
 TEST(BackwardRun, LeavesStatisticsToTheCtasThatHaveWholeHeads) {
@@ -765,7 +803,7 @@ TEST(BackwardRun, MakesPartsAndHasLaunchesStandBy) {
 
 TEST(BackwardRun, ClearsWhatMayLieOutsideEverySequence) {
   size_t workspace;
-  EXPECT_EQ(run_of(Call(50, 1000, 600, 8, 4, 128).head_dim_v(64).lengths(), &workspace), "statistics, rows, keys");
+  EXPECT_EQ(run_of(Call(50, 250, 600, 8, 4, 128).head_dim_v(64).lengths(), &workspace), "statistics, rows, keys");
   EXPECT_EQ(fake::cleared_bytes, 50u * 600 * 4 * (128 + 64) * 2);
   EXPECT_EQ(run_of(Call(3, 100, 200, 8, 4, 64).packed(250, 333), &workspace), "statistics, rows, keys");
   EXPECT_EQ(fake::cleared_bytes, 333u * 4 * (64 + 64) * 2 + 250u * 8 * 64 * 2);

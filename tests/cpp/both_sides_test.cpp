@@ -72,6 +72,7 @@ TEST(BothSides, TilesOfRowsThatSeeATileOfKeys) {
           for (int j = 0; j < B_c; ++j) pairs += sees(v, tile * B_r + i, key0 + j);
         }
         ASSERT_EQ(tiles.contains(tile), pairs > 0);
+        ASSERT_EQ(v.tiles_of(tile * B_r, B_r, B_c).contains(key0 / B_c), pairs > 0);
         ASSERT_TRUE(pairs == 0 || unmasked.contains(tile) == (pairs == B_r * B_c));
       }
     }

@@ -63,6 +63,10 @@ struct Gradients {
   // Workspace of a launch that makes dQ of its sums beside its tiles, section for section; null: another does so.
   SectionCounts* sections = nullptr;
   SectionJobs section_jobs;
+  // Workspace of a launch whose tiles of keys add to dQ in their order (sm90/order.hpp): for each 64 rows of workspace
+  // of query rows how many warps have; null: in any order.
+  unsigned* added = nullptr;
+  bool last_keys_first = false;  // whether the last keys are first in it, but for the last section
 };
 
 /// Of Results, `o` and `lse` are read: what the forward gave.

@@ -184,8 +184,15 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     if constexpr (Traits::ReadsStatistics && Traits::Cluster == 1) {
       shared.empty[stage].arrive();  // every lane for itself: each has read statistics
     } else {
-      if constexpr (Traits::ReadsStatistics || Traits::SkipsTiles) __syncwarp();  // all have read them
+      // All have read them, or added.
+      if constexpr (Traits::ReadsStatistics || Traits::SkipsTiles || Traits::InOrder) __syncwarp();
       release_streamed(shared.empty[stage]);
+    }
+  };
+  // In a launch of fixed order: what the warp has had the copy engine add a turn ago is there.
+  [[maybe_unused]] auto const wait_for_added = [&](auto const& due, int turn) {
+    if constexpr (Traits::InOrder && Traits::StagesSums) {
+      if (params.added && !due.is_own(turn) && elect_one_sync()) wait_for_bulk_writes();
     }
   };
   // What pairs have: bias and mask go into the scores, what dropout draws into P and dP.
@@ -493,6 +500,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     }
     warpgroup_wait<0>();
     if constexpr (AddsQ && Traits::SkipsTiles) due.take(said_of(stage));
+    wait_for_added(due, turn);
     release_rows(stage);
     ring = next;
     if constexpr (!Standing<Traits>::kOneForValues) ring_v.advance();
@@ -527,6 +535,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     warpgroup_fence_operand(cA);
     release(shared.empty_v[stage]);
     warpgroup_wait<0>();
+    wait_for_added(due, turn);
     release_rows(stage);
     if (turn > 0 && due.is_own(turn)) {
       Tensor cQ = QuerySums<Traits>::accumulator();
@@ -717,14 +726,18 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
         staging = shared.ds + (ds.stage * Traits::Held + warp_row) * kPanel;
       }
     }
-    store_results<Traits, What>(params, tile, cA, cV, staging);
-    if constexpr (Traits::Sectioned) {
-      if (params.sections && turns > 0) {
+    // All of what the tile adds to dQ is in memory, or on its way.
+    auto const say_added = [&] {
+      if constexpr (Traits::Sectioned) {
+        if (!(params.sections || (Traits::InOrder && params.added)) || turns == 0) return;
         if constexpr (Traits::StagesSums) wait_for_bulk_writes();
         __syncwarp();
         release(shared.added);
       }
-    }
+    };
+    if constexpr (!Traits::StagesSums) say_added();
+    store_results<Traits, What>(params, tile, cA, cV, staging);
+    if constexpr (Traits::StagesSums) say_added();
     if constexpr (Traits::HoldsSums) {
       if (tile.ends_head()) store_held_sums(params, due, tile);
     }

@@ -17,6 +17,7 @@
 
 #include "beside.hpp"
 #include "consumer.hpp"
+#include "order.hpp"
 #include "producer.hpp"
 
 namespace cutlass_ext::sm90 {
@@ -69,7 +70,8 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       if constexpr (Traits::PlainBias) shared.bias_full.init(1), shared.bias_empty.init(kReaders);
       shared.held_full.init(Traits::Cluster);
       for (auto* barrier : {&shared.held_empty, &shared.held_v_empty}) barrier->init(kReaders);
-      for (auto& barrier : shared.ds_full) barrier.init(Traits::AddsApart ? 4 : kReaders);
+      int const ordering = Traits::InOrder && params.added;  // warps that see to an order
+      for (auto& barrier : shared.ds_full) barrier.init(Traits::AddsApart ? 4 : kReaders + ordering);
       if constexpr (Traits::EmptiesDS) {
         for (auto& barrier : shared.ds_empty) barrier.init(4);
       }
@@ -94,11 +96,11 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       }
       for (auto& barrier : shared.tile_full) barrier.init(1);
       for (auto& barrier : shared.tile_empty)
-        barrier.init(kReaders + 1 + Traits::FoldsStatistics);              // and the other warps that copy
+        barrier.init(kReaders + 1 + Traits::FoldsStatistics + ordering);   // and the other warps that copy
       constexpr int kStreaming = 4 * Traits::Streaming * Traits::Cluster;  // warps of the CTAs that it is copied to
       CUTE_UNROLL
       for (int i = 0; i < Traits::Stages; ++i) {
-        shared.full[i].init(1 + (Traits::FoldsStatistics ? 32 : 0));
+        shared.full[i].init(1 + (Traits::FoldsStatistics ? 32 : 0) + ordering);
         shared.empty[i].init(kStreaming * (Traits::ReadsStatistics && Traits::Cluster == 1 ? 32 : 1));
       }
       CUTE_UNROLL
@@ -133,6 +135,9 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     }
     if constexpr (Traits::Sectioned) {
       if (warp == 3 && params.sections) SectionWork<Traits>(params, maps.dq, shared)();
+    }
+    if constexpr (Traits::InOrder) {
+      if (warp == 3 && params.added) OrderOfSums<Traits>{params, shared}();
     }
     if constexpr (Traits::HoldsSums) {
       if (warp >= 2) know_rows<Traits>(params, shared);
@@ -190,7 +195,7 @@ struct Backward {
                                      (feature::kUnlike & ~(Traits::PlainBias ? feature::LeftPadding : 0)),
                             kWants = Traits::IsPlain || Traits::DropsAlone ? Traits::Mods : 0;
   static constexpr TileLoop kLoop{Traits::Persistent, Traits::Splits,    Traits::AnyOrder, Traits::Sectioned,
-                                  Traits::PassesSums, Traits::HoldsSums, Traits::Cluster};
+                                  Traits::PassesSums, Traits::HoldsSums, Traits::InOrder,  Traits::Cluster};
   /// Softcap's derivative is found in scores, from which what has been added since is not taken again.
   static bool takes_shape(Params const& params) {
     int const heads = params.heads_q / params.heads_kv;

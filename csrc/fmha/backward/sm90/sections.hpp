@@ -37,10 +37,17 @@ CUTE_DEVICE void count_done(unsigned& count) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&count) : "memory");
 }
 
-/// By a whole warp: whether so many have counted. Then what they did before is to be seen.
+/// How many have counted. What they did before is to be seen then.
+CUTE_DEVICE unsigned load_count(unsigned const& count) {
+  unsigned now;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(&count) : "memory");
+  return now;
+}
+
+/// By a whole warp: whether so many have.
 CUTE_DEVICE bool has_counted(unsigned const& count, unsigned wanted) {
   unsigned now = 0;
-  if (threadIdx.x % 32 == 0) asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(&count) : "memory");
+  if (threadIdx.x % 32 == 0) now = load_count(count);
   now = __shfl_sync(0xffffffffu, now, 0);
   __syncwarp();  // which orders the other lanes' reads behind the first one's
   return now >= wanted;

@@ -49,9 +49,10 @@ struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain>, Neighbours
   Sequence sequence;
   Visibility view;  // from the side in hand: what is held are its rows, what is streamed its keys
   Range tiles, unmasked;
-  bool is_empty;  // packed: the launch counts the tiles of the longest sequence for each
-  bool descends;  // whether the tiles pass by from the last one on
-  int heads;      // query heads that are gone through
+  bool is_empty;         // packed: the launch counts the tiles of the longest sequence for each
+  bool descends;         // whether the tiles pass by from the last one on
+  bool last_keys_first;  // whether tiles of later keys add to dQ before (order.hpp)
+  int heads;             // query heads that are gone through
   int head_q, head_kv;
   int held_row0, streamed_row0;  // rows of the tensors that hold the side's first
   int64_t sums_row0;             // of the sums of dQ, the first of the first head
@@ -63,9 +64,13 @@ struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain>, Neighbours
   /// Tile `index` of the launch, or its mirror image.
   CUTE_DEVICE GradientTile(BackwardParams const& params, int index, bool is_image = false)
       : work(params.scheduler(index)), sequence(sequence_of(params, work.batch)) {
-    if (Traits::AnyOrder && is_image) work.row0 = params.mirrored_row0s - work.row0;
+    bool const in_order = Traits::InOrder && params.added;
+    last_keys_first =
+        in_order && params.last_keys_first && params.scheduler.section_of(index) + 1 < params.scheduler.sections();
+    if (Traits::AnyOrder && (is_image || last_keys_first)) work.row0 = params.mirrored_row0s - work.row0;
     is_empty = work.row0 >= (Traits::OfKeys ? sequence.visibility.len_kv : sequence.visibility.n_q);
-    descends = Traits::AnyOrder && params.is_mirrored && !is_image;
+    descends = Traits::AnyOrder &&
+               (params.is_mirrored ? !is_image : in_order && !last_keys_first && !sequence.visibility.sees_all());
     Visibility const& visibility = sequence.visibility;
     if constexpr (Traits::OfKeys) {
       view = visibility.transposed();
@@ -161,8 +166,8 @@ CUTE_DEVICE float* sums_of_tile(BackwardParams const& params, GradientTile<Trait
 }
 
 /// Where a CTA stands in the tiles that pass by the one in hand: all of a head from the first on, head after head; or,
-/// of mirrored tiles, one of each head, from the last rows on or up to them. `tiles` are the tile's, which whoever goes
-/// through them has in registers.
+/// of mirrored tiles and where they add to dQ in order, one of each head, from the last rows on or up to them. `tiles`
+/// are the tile's, which whoever goes through them has in registers.
 template <class Traits>
 struct StreamOrder {
   int at, head;
@@ -172,7 +177,9 @@ struct StreamOrder {
 
   /// The tile's number: from the last on it is counted below zero, so that one register has the way, too.
   CUTE_DEVICE int t() const { return Traits::AnyOrder ? abs(at) : at; }
-  CUTE_DEVICE static bool by_rows(BackwardParams const& params) { return Traits::AnyOrder && params.is_mirrored; }
+  CUTE_DEVICE static bool by_rows(BackwardParams const& params) {
+    return Traits::AnyOrder && (params.is_mirrored || params.added);
+  }
   /// To the next tile; how many rows of a workspace of query rows lie between both.
   CUTE_DEVICE int advance(BackwardParams const& params, GradientTile<Traits> const& tile, Range const& tiles) {
     if (!by_rows(params)) {
@@ -198,6 +205,15 @@ struct PassingTile {
   int head, t, left;
   bool mixed;
 };
+
+/// The one of turn `turn`, where rows pass by one tile of each head after the other.
+template <class Traits>
+CUTE_DEVICE PassingTile passing_by_rows(BackwardParams const& params, GradientTile<Traits> const& tile, int turn) {
+  StreamOrder<Traits> order(params, tile, tile.tiles);
+  int const row = turn / tile.heads;
+  order.at += row;
+  return {tile.head_q + turn - row * tile.heads, order.t(), tile.turns(params) - turn, false};
+}
 
 /// Has each of them copied, in turn: of those that a mask may hide, the ones that it does not.
 template <class Traits, class Copy>
@@ -270,7 +286,7 @@ struct TileTaker {
   /// The index of the next tile.
   CUTE_DEVICE unsigned take(bool leader) {
     // Others wait for what a tile adds: no CTA may have one before it runs.
-    if (Traits::Sectioned && params.sections) return draw(params.counters);
+    if ((Traits::Sectioned && params.sections) || (Traits::InOrder && params.added)) return draw(params.counters);
     bool const is_first = !took_first;
     took_first = true;
     if (Traits::AnyOrder && params.is_mirrored && !is_first) {

@@ -1,0 +1,108 @@
+// The order in which tiles of keys add to the sums of dQ of a tile of rows, where its bits are to be fixed: the order
+// in which CTAs take them. Each waits for those before it, which running CTAs took earlier: a launch ends, however few
+// of its CTAs have room. Used by kernel.hpp.
+//
+// A sum is in memory, and known to be, a turn or two after it was made. Where rows that keys see move on with the keys,
+// as under a causal mask, the last keys come first and go through rows upwards: a tile comes by a row two turns after
+// the tile of the next keys, and none waits (a shortest-first order, as FlashAttention-3 has it). The first keys of the
+// last section come first and go through rows downwards, so that the launch ends with short tiles; those of all
+// sections where L2 does not hold what passes by until then. Else, and there, tiles of a head that are under way at
+// once follow each other. A spare warp sees to the order: those that add wait for no memory.
+#pragma once
+
+#include "query_sums.hpp"
+#include "sections.hpp"
+#include "tiles.hpp"
+
+namespace cutlass_ext::sm90 {
+
+/// The number of a tile of rows among those that there is workspace for.
+template <class Traits>
+CUTE_DEVICE int index_of_rows(BackwardParams const& params, GradientTile<Traits> const& tile, int head, int t) {
+  constexpr int kStep = Traits::Step;
+  return static_cast<int>(tile.sums_row0 / kStep) + (head - tile.head_q) * (params.rows_a_head / kStep) + t;
+}
+
+/// How many tiles of keys that see tile `t` of rows add to it before this one.
+template <class Traits>
+CUTE_DEVICE unsigned tiles_before(BackwardParams const& params, GradientTile<Traits> const& tile, int t) {
+  Range const keys = tile.sequence.visibility.tiles_of(t * Traits::Step, Traits::Step, Traits::B_c);
+  int const own = tile.work.row0 / Traits::B_c,
+            end = min(keys.end, tiles_of_head(params.n_kv, Traits::B_c));  // a packed sequence may have more
+  return tile.last_keys_first ? end - 1 - own : own - keys.begin;
+}
+
+/// Lets the consumers add to one tile of rows after the other, and counts what they have added as soon as it is in
+/// memory. By a whole warp that does nothing else, of which each lane looks after one in 32 tiles that pass by: beside
+/// the others it issues an instruction in twenty clocks, and a turn takes two to four thousand.
+template <class Traits>
+struct OrderOfSums {
+  // Turns between that in which dS of a tile is left and that after which what it adds is in memory, or on its way.
+  static constexpr int kLater = Traits::StagesSums ? 2 : 1, kLanes = 32;
+
+  BackwardParams const& params;
+  typename Traits::SharedStorage& shared;
+  RingPosition<Traits::Stages> ring{};
+  RingPosition<Traits::BuffersDS> ds{};
+  uint32_t added_phase = 0;
+
+  CUTE_DEVICE void operator()() {
+    // No turn begins before this warp has seen the one that had its stage before: it misses none.
+    if (threadIdx.x % kLanes == 0) {
+      for (auto& full : shared.full) full.arrive();
+    }
+    TileReader<Traits> tiles{shared};
+    tiles.for_each([&](auto const& tile) {
+      int const turns = tile.turns(params);
+      if (turns == 0) return;
+      unsigned *added = nullptr, *last = nullptr;  // of the lane's tile of rows, and of that 32 turns before
+      auto const count = [&](int lane) {           // of the 32 before, below 0
+        if (int(threadIdx.x % kLanes) != (lane & (kLanes - 1))) return;
+        if (unsigned* const of = lane < 0 ? last : added) count_done(*of);
+      };
+      int first = 0, here = 0;
+      for (; first < turns; first += here) {
+        here = min(turns - first, kLanes);
+        PassingTile const mine = passing_by_rows(params, tile, first + min(int(threadIdx.x % kLanes), here - 1));
+        unsigned const before = tiles_before(params, tile, mine.t);
+        last = added;
+        added = params.added + index_of_rows(params, tile, mine.head, mine.t);
+        uint32_t open = 0;  // of the tiles of rows to which all before this one have added
+        CUTE_NO_UNROLL
+        for (int turn = 0; turn < here; ++turn) take_turn(turn, *added, before, open, count);
+      }
+      shared.added.wait_for(added_phase);
+      added_phase ^= 1;
+      CUTE_UNROLL
+      for (int i = kLater; i > 0; --i) count(here - i);
+      __syncwarp();
+    });
+  }
+
+ private:
+  template <class Count>
+  CUTE_DEVICE void take_turn(int turn, unsigned const& added, unsigned before, uint32_t& open, Count const& count) {
+    bool const leader = threadIdx.x % kLanes == 0;
+    bool may_add = false;
+    auto const try_to_let = [&] {
+      if (may_add) return;
+      if (!(open >> turn & 1)) open = __ballot_sync(0xffffffffu, load_count(added) >= before);
+      if (!(open >> turn & 1)) return;
+      may_add = true;
+      __syncwarp();
+      auto& full = shared.ds_full[ds.stage];
+      full.wait_for(ds.phase ^ 1);
+      if (leader) full.arrive();
+    };
+    // They add in the turn after this one. What they have added before is counted first: others wait for it.
+    do try_to_let();
+    while (!__all_sync(0xffffffffu, shared.empty[ring.stage].test_wait(ring.phase)));
+    if (leader) shared.full[ring.stage].arrive();
+    count(turn - kLater);
+    __syncwarp();
+    while (!may_add) try_to_let();
+    ring.advance(), ds.advance();
+  }
+};
+
+}  // namespace cutlass_ext::sm90
