@@ -33,12 +33,13 @@ CUTE_DEVICE unsigned tiles_before(BackwardParams const& params, GradientTile<Tra
 }
 
 /// Lets the consumers add to one tile of rows after the other, and counts what they have added as soon as it is in
-/// memory. By a whole warp that does nothing else, of which each lane looks after one in 32 tiles that pass by: beside
+/// memory. By a whole warp that does nothing else, of which each lane looks after one of the tiles that pass by: beside
 /// the others it issues an instruction in twenty clocks, and a turn takes two to four thousand.
 template <class Traits>
 struct OrderOfSums {
-  // Turns between that in which dS of a tile is left and that after which what it adds is in memory, or on its way.
-  static constexpr int kLater = Traits::StagesSums ? 2 : 1, kLanes = 32;
+  // Turns between that in which dS of a tile is left and that after which what it adds is in memory, or on its way; and
+  // turns that lanes look after at once, behind those of which something is still to be counted.
+  static constexpr int kLater = Traits::StagesSums ? 2 : 1, kTurns = 32 - kLater;
 
   BackwardParams const& params;
   typename Traits::SharedStorage& shared;
@@ -48,60 +49,62 @@ struct OrderOfSums {
 
   CUTE_DEVICE void operator()() {
     // No turn begins before this warp has seen the one that had its stage before: it misses none.
-    if (threadIdx.x % kLanes == 0) {
+    if (lane() == 0) {
       for (auto& full : shared.full) full.arrive();
     }
     TileReader<Traits> tiles{shared};
     tiles.for_each([&](auto const& tile) {
-      int const turns = tile.turns(params);
-      if (turns == 0) return;
-      unsigned *added = nullptr, *last = nullptr;  // of the lane's tile of rows, and of that 32 turns before
-      auto const count = [&](int lane) {           // of the 32 before, below 0
-        if (int(threadIdx.x % kLanes) != (lane & (kLanes - 1))) return;
-        if (unsigned* const of = lane < 0 ? last : added) count_done(*of);
-      };
-      int first = 0, here = 0;
-      for (; first < turns; first += here) {
-        here = min(turns - first, kLanes);
-        PassingTile const mine = passing_by_rows(params, tile, first + min(int(threadIdx.x % kLanes), here - 1));
-        unsigned const before = tiles_before(params, tile, mine.t);
-        last = added;
-        added = params.added + index_of_rows(params, tile, mine.head, mine.t);
-        uint32_t open = 0;  // of the tiles of rows to which all before this one have added
-        CUTE_NO_UNROLL
-        for (int turn = 0; turn < here; ++turn) take_turn(turn, *added, before, open, count);
+      int left = tile.turns(params);
+      if (left == 0) return;
+      int here = 0;
+      for (int first = lane() - kLater; left > 0; first += here, left -= here) {
+        here = min(left, kTurns);
+        PassingTile const own = passing_by_rows(params, tile, min(max(first, 0), tile.turns(params) - 1));
+        int const rows = first < 0 ? -1 : index_of_rows(params, tile, own.head, own.t);
+        take_turns(here, rows, tiles_before(params, tile, own.t));
+        if (left > here) continue;
+        shared.added.wait_for(added_phase);
+        added_phase ^= 1;
+        CUTE_UNROLL
+        for (int i = 0; i < kLater; ++i) count(here + i, rows);
+        __syncwarp();
       }
-      shared.added.wait_for(added_phase);
-      added_phase ^= 1;
-      CUTE_UNROLL
-      for (int i = kLater; i > 0; --i) count(here - i);
-      __syncwarp();
     });
   }
 
  private:
-  template <class Count>
-  CUTE_DEVICE void take_turn(int turn, unsigned const& added, unsigned before, uint32_t& open, Count const& count) {
-    bool const leader = threadIdx.x % kLanes == 0;
-    bool may_add = false;
-    auto const try_to_let = [&] {
-      if (may_add) return;
-      if (!(open >> turn & 1)) open = __ballot_sync(0xffffffffu, load_count(added) >= before);
-      if (!(open >> turn & 1)) return;
-      may_add = true;
+  CUTE_DEVICE static int lane() { return threadIdx.x % 32; }
+  /// What has been added to the tile of rows of a lane.
+  CUTE_DEVICE void count(int of_lane, int rows) const {
+    if (lane() == of_lane && rows >= 0) count_done(params.added[rows]);
+  }
+
+  /// The next turns. `rows`: of the lane's tile, in a turn `kLater` before it; `before`: how many add to it first.
+  CUTE_DEVICE void take_turns(int turns, int rows, unsigned before) {
+    uint32_t open = 0;  // lanes to whose tiles of rows those have added
+    CUTE_NO_UNROLL
+    for (int turn = 0; turn < turns; ++turn) {
+      bool may_add = false;
+      auto const try_to_let = [&] {
+        if (may_add) return;
+        auto const is_open = [&] { return open >> (turn + kLater) & 1; };
+        if (!is_open()) open = __ballot_sync(0xffffffffu, load_count(params.added[max(rows, 0)]) >= before);
+        if (!is_open()) return;
+        may_add = true;
+        __syncwarp();
+        auto& full = shared.ds_full[ds.stage];
+        full.wait_for(ds.phase ^ 1);
+        if (lane() == 0) full.arrive();
+      };
+      // They add in the turn after this one. What they have added before is counted first: others wait for it.
+      do try_to_let();
+      while (!__all_sync(0xffffffffu, shared.empty[ring.stage].test_wait(ring.phase)));
+      if (lane() == 0) shared.full[ring.stage].arrive();
+      count(turn, rows);
       __syncwarp();
-      auto& full = shared.ds_full[ds.stage];
-      full.wait_for(ds.phase ^ 1);
-      if (leader) full.arrive();
-    };
-    // They add in the turn after this one. What they have added before is counted first: others wait for it.
-    do try_to_let();
-    while (!__all_sync(0xffffffffu, shared.empty[ring.stage].test_wait(ring.phase)));
-    if (leader) shared.full[ring.stage].arrive();
-    count(turn - kLater);
-    __syncwarp();
-    while (!may_add) try_to_let();
-    ring.advance(), ds.advance();
+      while (!may_add) try_to_let();
+      ring.advance(), ds.advance();
+    }
   }
 };
 
