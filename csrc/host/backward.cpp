@@ -158,7 +158,10 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   Kernel const& kernel = *gradients.kernel;
   params.split(gradients.splits.heads, gradients.splits.tiles);
   params.is_mirrored = gradients.is_mirrored;
-  params.last_keys_first = gradients.last_keys_first;
+  params.by_rows = gradients.is_mirrored || gradients.is_ordered;
+  params.is_waited_for = gradients.is_sectioned || gradients.is_ordered;
+  if (gradients.last_keys_first)
+    params.last_keys_first = (params.scheduler.sections() - 1) * params.scheduler.items_a_section();
   int const tiles = Scheduler::tiles_of(params.n_kv, kernel.block_c);
   params.mirrored_row0s = ((params.is_mirrored ? 2 * ceil_div(tiles, 2) : tiles) - 1) * kernel.block_c;
   params.rows_a_head = static_cast<int>(StatisticsRows(params).of_a_head);

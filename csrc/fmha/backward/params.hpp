@@ -66,7 +66,10 @@ struct Gradients {
   // Workspace of a launch whose tiles of keys add to dQ in their order (sm90/order.hpp): for each 64 rows of workspace
   // of query rows how many warps have; null: in any order.
   unsigned* added = nullptr;
-  bool last_keys_first = false;  // whether the last keys are first in it, but for the last section
+  unsigned last_keys_first = 0;  // of its items, in how many, from the first on, the last keys come first
+  // Whether tiles of rows pass by for one head after the other, each: of mirrored tiles and in order. And whether
+  // others wait for what a tile of keys adds: then no CTA has one before it runs, and it says when it has added.
+  bool by_rows = false, is_waited_for = false;
 };
 
 /// Of Results, `o` and `lse` are read: what the forward gave.

@@ -185,7 +185,8 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
       shared.empty[stage].arrive();  // every lane for itself: each has read statistics
     } else {
       // All have read them, or added.
-      if constexpr (Traits::ReadsStatistics || Traits::SkipsTiles || Traits::InOrder) __syncwarp();
+      if constexpr (Traits::ReadsStatistics || Traits::SkipsTiles || (Traits::InOrder && !Traits::StagesSums))
+        __syncwarp();
       release_streamed(shared.empty[stage]);
     }
   };
@@ -729,7 +730,7 @@ CUTE_DEVICE void accumulate(BackwardParams const& params, typename Traits::Share
     // All of what the tile adds to dQ is in memory, or on its way.
     auto const say_added = [&] {
       if constexpr (Traits::Sectioned) {
-        if (!(params.sections || (Traits::InOrder && params.added)) || turns == 0) return;
+        if (!params.is_waited_for || turns == 0) return;
         if constexpr (Traits::StagesSums) wait_for_bulk_writes();
         __syncwarp();
         release(shared.added);

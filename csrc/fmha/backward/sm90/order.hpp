@@ -40,6 +40,7 @@ struct OrderOfSums {
   // Turns between that in which dS of a tile is left and that after which what it adds is in memory, or on its way; and
   // turns that lanes look after at once, behind those of which something is still to be counted.
   static constexpr int kLater = Traits::StagesSums ? 2 : 1, kTurns = 32 - kLater;
+  static constexpr bool kOneForDS = Traits::BuffersDS == Traits::Stages;  // positions that are always the same
 
   BackwardParams const& params;
   typename Traits::SharedStorage& shared;
@@ -73,6 +74,13 @@ struct OrderOfSums {
   }
 
  private:
+  CUTE_DEVICE auto& of_ds() {
+    if constexpr (kOneForDS) {
+      return ring;
+    } else {
+      return ds;
+    }
+  }
   CUTE_DEVICE static int lane() { return threadIdx.x % 32; }
   /// What has been added to the tile of rows of a lane.
   CUTE_DEVICE void count(int of_lane, int rows) const {
@@ -84,26 +92,29 @@ struct OrderOfSums {
     uint32_t open = 0;  // lanes to whose tiles of rows those have added
     CUTE_NO_UNROLL
     for (int turn = 0; turn < turns; ++turn) {
-      bool may_add = false;
-      auto const try_to_let = [&] {
-        if (may_add) return;
-        auto const is_open = [&] { return open >> (turn + kLater) & 1; };
-        if (!is_open()) open = __ballot_sync(0xffffffffu, load_count(params.added[max(rows, 0)]) >= before);
-        if (!is_open()) return;
-        may_add = true;
-        __syncwarp();
-        auto& full = shared.ds_full[ds.stage];
-        full.wait_for(ds.phase ^ 1);
-        if (lane() == 0) full.arrive();
-      };
-      // They add in the turn after this one. What they have added before is counted first: others wait for it.
-      do try_to_let();
-      while (!__all_sync(0xffffffffu, shared.empty[ring.stage].test_wait(ring.phase)));
-      if (lane() == 0) shared.full[ring.stage].arrive();
-      count(turn, rows);
-      __syncwarp();
-      while (!may_add) try_to_let();
-      ring.advance(), ds.advance();
+      bool may_add = false, has_ended = false;
+      // What they have added is counted as soon as the turn has ended: others wait for it.
+      do {
+        if (!may_add) {
+          if (!(open >> (turn + kLater) & 1))
+            open = __ballot_sync(0xffffffffu, load_count(params.added[max(rows, 0)]) >= before);
+          may_add = open >> (turn + kLater) & 1;
+          __syncwarp();
+          if (may_add) {
+            auto& full = shared.ds_full[of_ds().stage];
+            full.wait_for(of_ds().phase ^ 1);
+            if (lane() == 0) full.arrive();
+          }
+        }
+        if (!has_ended && __all_sync(0xffffffffu, shared.empty[ring.stage].test_wait(ring.phase))) {
+          has_ended = true;
+          if (lane() == 0) shared.full[ring.stage].arrive();
+          count(turn, rows);
+          __syncwarp();
+        }
+      } while (!may_add || !has_ended);
+      ring.advance();
+      if constexpr (!kOneForDS) ds.advance();
     }
   }
 };

@@ -64,13 +64,11 @@ struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain>, Neighbours
   /// Tile `index` of the launch, or its mirror image.
   CUTE_DEVICE GradientTile(BackwardParams const& params, int index, bool is_image = false)
       : work(params.scheduler(index)), sequence(sequence_of(params, work.batch)) {
-    bool const in_order = Traits::InOrder && params.added;
-    last_keys_first =
-        in_order && params.last_keys_first && params.scheduler.section_of(index) + 1 < params.scheduler.sections();
+    last_keys_first = Traits::InOrder && static_cast<unsigned>(index) < params.last_keys_first;
     if (Traits::AnyOrder && (is_image || last_keys_first)) work.row0 = params.mirrored_row0s - work.row0;
     is_empty = work.row0 >= (Traits::OfKeys ? sequence.visibility.len_kv : sequence.visibility.n_q);
     descends = Traits::AnyOrder &&
-               (params.is_mirrored ? !is_image : in_order && !last_keys_first && !sequence.visibility.sees_all());
+               (params.is_mirrored ? !is_image : params.by_rows && !last_keys_first && !sequence.visibility.sees_all());
     Visibility const& visibility = sequence.visibility;
     if constexpr (Traits::OfKeys) {
       view = visibility.transposed();
@@ -177,9 +175,7 @@ struct StreamOrder {
 
   /// The tile's number: from the last on it is counted below zero, so that one register has the way, too.
   CUTE_DEVICE int t() const { return Traits::AnyOrder ? abs(at) : at; }
-  CUTE_DEVICE static bool by_rows(BackwardParams const& params) {
-    return Traits::AnyOrder && (params.is_mirrored || params.added);
-  }
+  CUTE_DEVICE static bool by_rows(BackwardParams const& params) { return Traits::AnyOrder && params.by_rows; }
   /// To the next tile; how many rows of a workspace of query rows lie between both.
   CUTE_DEVICE int advance(BackwardParams const& params, GradientTile<Traits> const& tile, Range const& tiles) {
     if (!by_rows(params)) {
@@ -286,7 +282,7 @@ struct TileTaker {
   /// The index of the next tile.
   CUTE_DEVICE unsigned take(bool leader) {
     // Others wait for what a tile adds: no CTA may have one before it runs.
-    if ((Traits::Sectioned && params.sections) || (Traits::InOrder && params.added)) return draw(params.counters);
+    if (Traits::Sectioned && params.is_waited_for) return draw(params.counters);
     bool const is_first = !took_first;
     took_first = true;
     if (Traits::AnyOrder && params.is_mirrored && !is_first) {

@@ -139,18 +139,18 @@ struct BackwardTraits {
   static constexpr int StagesV = (Cluster > 1 && HeadDimV > 128) || (PlainBias && HeadDimV > 64) ? 2 : Stages;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
   // 504 are there, as in traits.hpp, 512 of four warpgroups. Where tiles add in order the warp that sees to it wants
-  // more than 24, of which 100 bytes spilled.
+  // more than 24, or 80 bytes spill; but with 232 at head_dim 128 consumers take 1.4 times as long.
   static constexpr int ProducerRegisters = HoldsSums                                    ? 56
                                            : (PlainMask || DropsAlone) && HeadDim <= 64 ? 40
                                            : InOrder && Crowded                         ? 32
-                                           : InOrder                                    ? 40
+                                           : InOrder && HeadDim <= 96                   ? 40
                                                                                         : 24,
                        ConsumerRegisters = Cluster > 1                                  ? 192
                                            : AddsApart                                  ? 208
                                            : Crowded                                    ? 160
                                            : HoldsSums                                  ? 224
                                            : (PlainMask || DropsAlone) && HeadDim <= 64 ? 232
-                                           : InOrder                                    ? 232
+                                           : InOrder && HeadDim <= 96                   ? 232
                                                                                         : 240,
                        RegistersOfValues = Cluster > 1 ? 184
                                            : AddsApart ? 200
