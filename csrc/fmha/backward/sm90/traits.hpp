@@ -125,8 +125,8 @@ struct BackwardTraits {
   static constexpr bool ReadsStatistics = OfKeys && !FoldsStatistics;
   /// Whether rows may pass by in either order (StreamOrder).
   static constexpr bool AnyOrder = AddsToQueries && !HasHeads && IsPlain && !SkipsTiles;
-  /// Whether tiles of keys may add to dQ in their order (order.hpp).
-  static constexpr bool InOrder = FoldsStatistics && !HasHeads && !SkipsTiles;
+  /// Whether tiles of keys may add to dQ in their order (order.hpp). Beside a bias of wide heads 52 bytes spilled.
+  static constexpr bool InOrder = FoldsStatistics && !HasHeads && !SkipsTiles && !(PlainBias && HeadDim > 64);
   /// How many parts of the sums of dQ, and of how many columns, are on their way to a warp that makes dQ of them beside
   /// the tiles (beside.hpp): what there is room for. 0: none does.
   static constexpr int PartsBeside = !Persistent || HasHeads || AddsApart ? 0
