@@ -200,8 +200,8 @@ def compare_paged(dtype, lengths_q, lengths_k, page, d, d_v, features, padded) -
 MANY = 40  # sequences
 
 
-def gradient_cases():
-    """(dtype, N_q, N_kv or their lengths, d, d_v, features) of backward calls."""
+def gradient_cases(many):
+    """(dtype, N_q, N_kv or their lengths, d, d_v, features) of backward calls, of `many` tiles too or not."""
     for dtype, sizes, features in single_and_half(itertools.product(((33, 130), (130, 31)), FEATURES)):
         yield dtype, *sizes, 64, 64, {name: x for name, x in features.items() if name != "num_splits"}
     for dtype in TOLERANCES:
@@ -230,9 +230,8 @@ def gradient_cases():
             yield dtype, [n] * MANY, [150] * MANY, 64, 64, CAUSAL
         for features in (PLAIN, CAUSAL):  # more rows than that, and tiles enough for three warpgroups
             yield dtype, [260] * MANY, [150] * MANY, 64, 64, features
-        # Three tiles of keys, which a cluster has; and tiles that add to dQ in their order.
-        yield dtype, 65, 300, 96, 96, CAUSAL
-        for keys, d in ((150, 64), (520, 128)):
+        yield dtype, 65, 300, 96, 96, CAUSAL  # three tiles of keys, which a cluster has
+        for keys, d in ((150, 64), (520, 128)) if many else ():  # which add to dQ in their order
             yield dtype, [520] * MANY, [keys] * MANY, d, d, CAUSAL | {"deterministic": True}
         for features in (PLAIN, CAUSAL):  # so few tiles that CTAs share them, of keys and of rows
             yield dtype, 520, 140, 256, 256, features
@@ -391,7 +390,7 @@ def calls(tool: str):
         (compare_padded, padded_cases()),
         (compare_packed, packed_cases(many)),
         (compare_paged, paged_cases(many)),
-        (compare_gradients, gradient_cases()),
+        (compare_gradients, gradient_cases(many)),
         (compare_cache, cache_cases()),
         (compare_padded, pair_cases(many)),
         (compare_gradients, pair_cases(many)),
