@@ -329,6 +329,8 @@ def pair_cases(many):
         if many:
             keys = 888 if d == 64 else 904  # an odd and an even number of tiles, of which a cluster has two
             yield dtype, 900, keys, d, d, {"bias": torch.randn(2, 4, 900, keys).to(dtype), "window": (300, 100)}
+            mask = torch.rand(2, 1, 600, 600) < 0.6  # beside which tiles of keys add to dQ in their order
+            yield dtype, 600, 600, d, d, CAUSAL | {"mask": mask, "deterministic": True}
         yield dtype, 130, 72, d, d, {"bias": torch.randn(1, 1, 1, 72).to(dtype)}
         yield dtype, 130, 137, d, d, {"bias": torch.randn(130, 137, 4).to(dtype).permute(2, 0, 1)[None]}
 

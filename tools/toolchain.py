@@ -114,11 +114,11 @@ def archs() -> list[int]:
 def gencode(family: str) -> list[str]:
     """nvcc's flags for a family's targets. One front-end pass serves all that are portable; PTX what comes after.
 
-    Hopper's tensor-core instructions exist as sm_90a alone. CuTe leaves out WGMMA's less usual widths unless told.
+    Hopper's tensor-core instructions exist as sm_90a alone.
     """
     trap = ["-DCUTLASS_EXT_TRAP_ON_HANG"] if os.environ.get("CUTLASS_EXT_TRAP_ON_HANG") == "1" else []
     if family == "sm90":
-        return [*trap, "-gencode=arch=compute_90a,code=sm_90a", "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED"]
+        return [*trap, "-gencode=arch=compute_90a,code=sm_90a"]
     if family not in PORTABLE:
         raise MissingTool(f"csrc/sources.txt: unknown family {family!r}; known are {', '.join((*PORTABLE, 'sm90'))}")
     code = [f"sm_{n}" for n in archs()] + ["compute_80"]

@@ -77,7 +77,8 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   if (kernel->loop.splits) launch.splits = gradient_splits(p, *kernel, of_keys, static_cast<int>(resident));
   int64_t const tiles = int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all();
   launch.is_ordered = ordered && kernel->loop.in_order && adds_in_order(p, *kernel, launch.splits.all(), resident);
-  launch.last_keys_first = launch.is_ordered && takes_last_keys_first(p, *kernel, resident, device);
+  launch.last_keys_first =
+      launch.is_ordered && kernel->loop.any_order && takes_last_keys_first(p, *kernel, resident, device);
   launch.is_mirrored = kernel->loop.passes_sums
                            ? has_unequal_tiles(p) || !have_one_length(p)
                            : kernel->loop.any_order && !launch.is_ordered &&

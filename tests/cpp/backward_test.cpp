@@ -336,11 +336,18 @@ TEST(BackwardPlan, HasTilesOfKeysAddInOrderWhereBitsAreFixed) {
   EXPECT_FALSE(is_ordered(of(2, 2048, 8, 8, 128).causal()));
   EXPECT_FALSE(is_ordered(of(2, 8192, 16, 16, 192))) << "whose kernel adds in any order";
   EXPECT_FALSE(is_ordered(of(8, 2048, 16, 16, 128).dropout()));
+  EXPECT_TRUE(is_ordered(of(8, 2048, 16, 16, 128).mask()));
+  Call bias = of(8, 2048, 16, 16, 128).bias();
+  bias.p.bias.row = 2048;
+  EXPECT_TRUE(is_ordered(bias));
+  EXPECT_TRUE(is_ordered(bias.mask()));
+  EXPECT_FALSE(is_ordered(of(8, 2048, 16, 16, 128).mask().dropout()));
 
   EXPECT_TRUE(plan(of(2, 8192, 16, 16, 128).causal()).last_keys_first);
   EXPECT_TRUE(plan(of(2, 4096, 32, 16, 64).causal()).last_keys_first);
   EXPECT_FALSE(plan(of(2, 8192, 16, 16, 128)).last_keys_first) << "all tiles see the same rows";
   EXPECT_FALSE(plan(of(2, 8192, 32, 8, 128).causal()).last_keys_first) << "69 MB pass by between two tiles";
+  EXPECT_FALSE(plan(of(2, 8192, 16, 16, 128).causal().mask()).last_keys_first) << "rows pass by a mask one way";
 
   // Waves of 132 tiles, of which a head has 64: four heads are two. Eight tiles of a head at once are sixteen heads.
   EXPECT_EQ(plan(of(2, 8192, 16, 16, 128).causal()).scheduler.pairs_a_section(), 4);

@@ -128,7 +128,7 @@ Kernel adding(DType dtype, int d, int b_c, int shared, Features wants = 0) {
   kernel.loop.persistent = true;
   kernel.loop.splits = wants != feature::Dropout;
   kernel.loop.any_order = !(wants & (feature::Mask | feature::Dropout));
-  kernel.loop.in_order = kernel.loop.any_order && d <= 128 && !(wants & feature::Bias && d > 64);
+  kernel.loop.in_order = !(wants & feature::Dropout) && d <= 128;
   kernel.loop.sectioned = d <= 128;
   kernel.loop.cluster = d == 192 ? 2 : 1;
   return kernel;

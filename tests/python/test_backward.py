@@ -557,15 +557,44 @@ def test_packed_tiles_that_add_in_order(hopper, heads, d, causal):
     hopper.gradients(*batch, dout, dlse, **batch.packing | {"max_seqlen_k": 640}, causal=causal, deterministic=True)
 
 
-@pytest.mark.parametrize("bias_batch", [1, 9])
-def test_a_bias_beside_tiles_that_add_in_order(hopper, bias_batch):
-    q, k, v = hopper.qkv(9, 600, 16, 64)
-    bias = hopper.randn(bias_batch, 16, 600, 600)
+def shown(target, *shape):
+    return torch.rand(*shape, device=target.device) < 0.6
+
+
+def shown_tiles(target, heads, n_q, n_kv):
+    tiles = shown(target, 1, heads, -(-n_q // 64), -(-n_kv // 64))
+    return tiles.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :n_q, :n_kv]
+
+
+def shown_keys(target, batch, n_kv):
+    lengths = target.int32([n_kv - 50 * b for b in range(batch)])
+    return (torch.arange(n_kv, device=target.device) < lengths[:, None])[:, None, None]
+
+
+PAIRS_IN_ORDER = {
+    "a bias": lambda target, batch, *sizes: {"bias": target.randn(1, *sizes)},
+    "a bias of each sequence": lambda target, *sizes: {"bias": target.randn(*sizes)},
+    "keys hidden": lambda target, batch, heads, n_q, n_kv: {"mask": shown_keys(target, batch, n_kv)},
+    "tiles hidden": lambda target, batch, *sizes: {"mask": shown_tiles(target, *sizes)},
+    "pairs hidden": lambda target, batch, heads, *sizes: {"mask": shown(target, batch, 1, *sizes)},
+    "a bias, tiles hidden": lambda target, batch, *sizes: {
+        "bias": target.randn(1, *sizes), "mask": shown_tiles(target, *sizes),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "start_pos": "end"}, {"window": (200, 90)}], ids=str)
+@pytest.mark.parametrize("kind", PAIRS_IN_ORDER)
+@pytest.mark.parametrize("shape", ["sections", "wide", "a panel and a half", "wide, rows of four heads"])
+def test_pairs_of_tiles_that_add_in_order(hopper, shape, kind, options):
+    batch, n_q, n_kv, heads, *_ = IN_ORDER[shape]
+    q, k, v = in_order(hopper, shape)
+    options = options | PAIRS_IN_ORDER[kind](hopper, batch, heads, n_q, n_kv)
     dout, dlse = of_out(hopper, q, v)
-    want = hopper.gradients(q, k, v, dout, dlse, bias=bias, deterministic=True)
-    expect_gradients(q, k, v, dout, dlse, bias=bias).check(want, small=True)
+    want = hopper.gradients(q, k, v, dout, dlse, **options, deterministic=True)
+    expect_gradients(q, k, v, dout, dlse, **options).check(want, small=True)
     for _ in range(10):
-        assert_same_bits(hopper.gradients(q, k, v, dout, dlse, bias=bias, deterministic=True), want)
+        assert_same_bits(hopper.gradients(q, k, v, dout, dlse, **options, deterministic=True), want)
 
 
 @pytest.mark.parametrize("factor", [1e-30, 1e-3, 1e3])

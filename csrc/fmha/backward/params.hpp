@@ -64,7 +64,7 @@ struct Gradients {
   SectionCounts* sections = nullptr;
   SectionJobs section_jobs;
   // Workspace of a launch whose tiles of keys add to dQ in their order (sm90/order.hpp): for each 64 rows of workspace
-  // of query rows how many warps have; null: in any order.
+  // of query rows how many tiles have; null: in any order.
   unsigned* added = nullptr;
   unsigned last_keys_first = 0;  // of its items, in how many, from the first on, the last keys come first
   // Whether tiles of rows pass by for one head after the other, each: of mirrored tiles and in order. And whether

@@ -25,12 +25,12 @@ struct WarpgroupTensorCores : TensorCores<Traits> {
       warpgroup_fence_operand(cS);
     };
     if constexpr (Traits::QueryInRegisters) {
-      auto const mma =
-          make_tiled_mma(GMMA::rs_op_selector<Element, Element, float, Tile, GMMA::Major::K, GMMA::Major::K>());
+      auto const mma = sm90::make_product<TileKeys>(
+          GMMA::rs_op_selector<Element, Element, float, Tile, GMMA::Major::K, GMMA::Major::K>());
       multiply(mma, make_tensor(make_rmem_ptr<Element>(&this->q[0][0]),
                                 partition_shape_A(mma, Shape<Int<Rows>, Int<HeadDim>>{})));
     } else {
-      auto const mma = make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, Tile>());
+      auto const mma = sm90::make_product<TileKeys>(GMMA::ss_op_selector<Element, Element, float, Tile>());
       multiply(mma, mma.get_slice(0).partition_fragment_A(
                         make_tensor(make_smem_ptr(sQ), sm90::LayoutAlongColumns<Element, Rows, HeadDim>{})));
     }
@@ -43,9 +43,9 @@ struct WarpgroupTensorCores : TensorCores<Traits> {
     CUTE_UNROLL
     for (int k = 0; k < TileKeys / 16; ++k) pack_operand<Element>(p[k], P[2 * k], P[2 * k + 1]);
 
-    auto const mma =
-        make_tiled_mma(GMMA::rs_op_selector<Element, Element, float, Shape<Int<Rows>, Int<HeadDim>, Int<TileKeys>>,
-                                            GMMA::Major::K, GMMA::Major::MN>());
+    auto const mma = sm90::make_product<HeadDim>(
+        GMMA::rs_op_selector<Element, Element, float, Shape<Int<Rows>, Int<HeadDim>, Int<TileKeys>>, GMMA::Major::K,
+                             GMMA::Major::MN>());
     Tensor fP =
         make_tensor(make_rmem_ptr<Element>(&p[0][0]), partition_shape_A(mma, Shape<Int<Rows>, Int<TileKeys>>{}));
     Tensor fV = mma.get_slice(0).partition_fragment_B(

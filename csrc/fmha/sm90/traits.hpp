@@ -11,6 +11,7 @@
 
 #include "../copy/tma.hpp"
 #include "../features.hpp"
+#include "../mma/wgmma.hpp"
 #include "../operand.hpp"
 #include "draws.hpp"
 #include "jobs.hpp"
@@ -125,12 +126,12 @@ struct Traits {
   using LayoutV = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Part>{},
                                          Shape<Int<ColumnsV>, Int<B_c>, Int<Stages>>{}, Step<_2, _1, _3>{}));
 
-  using MmaQK = decltype(make_tiled_mma(
+  using MmaQK = decltype(make_product<B_c>(
       GMMA::ss_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<B_c>, Int<HeadDim>>>()));
   template <int Columns>
-  using MmaWithP =
-      decltype(make_tiled_mma(GMMA::rs_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<Columns>, Int<B_c>>,
-                                                   GMMA::Major::K, GMMA::Major::MN>()));
+  using MmaWithP = decltype(make_product<Columns>(
+      GMMA::rs_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<Columns>, Int<B_c>>, GMMA::Major::K,
+                           GMMA::Major::MN>()));
   using MmaPV = MmaWithP<HeadDimV>;
   using MmaOfV = MmaWithP<ColumnsV>;  // describes V as it lies in shared memory, to whole panels
 

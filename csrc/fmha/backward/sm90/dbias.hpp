@@ -45,7 +45,7 @@ struct BiasTraits {
 
   using Layout =
       decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<B_r>, Int<HeadDim>, Int<Slots>>{}));
-  using Mma = decltype(make_tiled_mma(
+  using Mma = decltype(make_product<B_c>(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<B_c>, Int<HeadDim>>>()));
   static constexpr int TileElements = B_r * HeadDim;
   static constexpr int BiasBytes = 16 * B_c * 2;  // of a warp's rows

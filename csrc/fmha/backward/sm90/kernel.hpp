@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
         for (auto* barrier : {&shared.p_full, &shared.p_empty}) barrier->init(4);
       }
       if constexpr (Traits::Sectioned) {
-        shared.added.init(kReaders);
+        shared.added.init(kReaders + ordering);
         for (auto& barrier : shared.beside_full) barrier.init(1);
       }
       if constexpr (Traits::HoldsSums) shared.head_taken.init(1), shared.rows_known.init(2 * 32);
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       if (warp == 3 && params.sections) SectionWork<Traits>(params, maps.dq, shared)();
     }
     if constexpr (Traits::InOrder) {
-      if (warp == 3 && params.added) OrderOfSums<Traits>{params, shared}();
+      if (warp == 3 && params.added) CountOfSums<Traits>{params, shared}();
     }
     if constexpr (Traits::HoldsSums) {
       if (warp >= 2) know_rows<Traits>(params, shared);

@@ -7,6 +7,7 @@
 
 #include "../../sm90/tensor_maps.hpp"
 #include "../row_product.hpp"
+#include "order.hpp"
 #include "sections.hpp"
 #include "traits.hpp"
 
@@ -64,7 +65,8 @@ struct StatisticsCopy {
       : params(params), maps(maps), shared(shared), per_scale(1.f / ScoreMod::query_scale(params)) {}
 
   CUTE_DEVICE void operator()(GradientTile<Traits> const& tile) {
-    bool const is_first = !Traits::PassesSums && !params.sections && tile.begins_head() && threadIdx.x % 32 == 0;
+    bool const is_first =
+        !Traits::PassesSums && !params.sections && !params.added && tile.begins_head() && threadIdx.x % 32 == 0;
     if constexpr (Traits::Sectioned) wait_for_section(params, tile);
     for_each_passing(params, tile, [&](PassingTile of) {
       int64_t const row =
@@ -130,9 +132,14 @@ struct StreamCopy {
   RingPosition<OfValues ? Traits::StagesV : Traits::Stages> ring{};
   int ended = -1;  // the section of the tile before, until it is counted
   uint32_t added_phase = 0;
+  LeaveToAdd<Traits> leave;
 
   CUTE_DEVICE StreamCopy(BackwardParams const& params, GradientMaps const& maps, Shared& shared)
-      : params(params), maps(maps), shared(shared), tail{OfValues ? shared.tail_v : shared.tail} {}
+      : params(params),
+        maps(maps),
+        shared(shared),
+        tail{OfValues ? shared.tail_v : shared.tail},
+        leave{params, shared} {}
 
   CUTE_DEVICE void operator()(GradientTile<Traits> const& tile) {
     int const turns = tile.turns(params);
@@ -279,7 +286,11 @@ struct StreamCopy {
         if (of.left - 1 == max(turns - Traits::StagesV, 0)) count_ended();
       }
       copy_streamed(of);
+      if constexpr (Traits::InOrder && OfValues) {
+        if (params.added) leave(tile, of);
+      }
     });
+    if constexpr (Traits::InOrder && OfValues) leave.give();
     if (Traits::Sectioned && OfValues && params.sections) ended = tile.section;
   }
 

@@ -41,6 +41,9 @@ struct Neighbours {
 template <>
 struct Neighbours<false> {};
 
+/// Whether a map has the bit of a tile; null: it has all.
+CUTE_DEVICE bool is_in(uint32_t const* map, int tile) { return !map || __ldg(map + tile / 32) >> tile % 32 & 1; }
+
 /// What a CTA works on at a time: a tile of one side, and the tiles of the other that it goes through, once for each
 /// head.
 template <class Traits>
@@ -136,11 +139,14 @@ struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain>, Neighbours
     return Traits::SkipsTiles && params.tile_map ? seen_tiles : heads * tiles.size();
   }
 
-  /// Bits of the tiles that are gone through for a head; null: all are seen.
-  CUTE_DEVICE uint32_t const* map(BackwardParams const& params, int head, TileMap::Plane plane) const {
+  /// Bits of the tiles that are gone through for a head, by this tile or by tile `held`; null: all are seen.
+  CUTE_DEVICE uint32_t const* map(BackwardParams const& params, int head, TileMap::Plane plane, int held) const {
     if (!Traits::SkipsTiles || !params.tile_map) return nullptr;
     TileMap const of(params, Traits::OfKeys, Traits::Held, Traits::Step);
-    return params.tile_map + of.first(work.batch, head, work.row0 / Traits::Held, plane);
+    return params.tile_map + of.first(work.batch, head, held, plane);
+  }
+  CUTE_DEVICE uint32_t const* map(BackwardParams const& params, int head, TileMap::Plane plane) const {
+    return map(params, head, plane, work.row0 / Traits::Held);
   }
   /// Counts them, a warp for all.
   CUTE_DEVICE void count_seen(BackwardParams const& params) {
@@ -148,7 +154,7 @@ struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain>, Neighbours
     int count = 0;
     for (int g = 0; g < heads; ++g) {
       uint32_t const* const seen = map(params, head_q + g, TileMap::Seen);
-      for (int t = tiles.begin + threadIdx.x % 32; t < tiles.end; t += 32) count += __ldg(seen + t / 32) >> t % 32 & 1;
+      for (int t = tiles.begin + threadIdx.x % 32; t < tiles.end; t += 32) count += is_in(seen, t);
     }
     count = __reduce_add_sync(0xffffffffu, count);
     if (threadIdx.x % 32 == 0) seen_tiles = count;
@@ -195,21 +201,13 @@ struct StreamOrder {
   }
 };
 
-/// A tile that passes by the one in hand: of which head, how many are left with it, and whether a mask hides some of
-/// its pairs.
+/// A tile that passes by the one in hand: of which head, how many are left with it, whether a mask hides some of its
+/// pairs, and how many rows of workspace lie between the first head's first and it.
 struct PassingTile {
   int head, t, left;
   bool mixed;
+  int rows;
 };
-
-/// The one of turn `turn`, where rows pass by one tile of each head after the other.
-template <class Traits>
-CUTE_DEVICE PassingTile passing_by_rows(BackwardParams const& params, GradientTile<Traits> const& tile, int turn) {
-  StreamOrder<Traits> order(params, tile, tile.tiles);
-  int const row = turn / tile.heads;
-  order.at += row;
-  return {tile.head_q + turn - row * tile.heads, order.t(), tile.turns(params) - turn, false};
-}
 
 /// Has each of them copied, in turn: of those that a mask may hide, the ones that it does not.
 template <class Traits, class Copy>
@@ -217,15 +215,16 @@ CUTE_DEVICE void for_each_passing(BackwardParams const& params, GradientTile<Tra
   int left = tile.turns(params);
   if constexpr (!Traits::SkipsTiles) {
     StreamOrder<Traits> order(params, tile, tile.tiles);
-    for (; left > 0; --left, order.advance(params, tile, tile.tiles))
-      copy(PassingTile{order.head, order.t(), left, false});
+    for (int rows = order.t() * Traits::Step; left > 0; --left, rows += order.advance(params, tile, tile.tiles))
+      copy(PassingTile{order.head, order.t(), left, false, rows});
   } else {
     for (int head = tile.head_q; left > 0; ++head) {
       uint32_t const *const seen = tile.map(params, head, TileMap::Seen), *const whole =
                                                                               tile.map(params, head, TileMap::Whole);
       for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {
-        auto const says = [&](uint32_t const* of) { return !of || __ldg(of + t / 32) >> t % 32 & 1; };
-        if (says(seen)) copy(PassingTile{head, t, left--, !says(whole)});
+        if (!is_in(seen, t)) continue;
+        int const rows = (head - tile.head_q) * params.rows_a_head + t * Traits::Step;
+        copy(PassingTile{head, t, left--, !is_in(whole, t), rows});
       }
     }
   }

@@ -125,8 +125,8 @@ struct BackwardTraits {
   static constexpr bool ReadsStatistics = OfKeys && !FoldsStatistics;
   /// Whether rows may pass by in either order (StreamOrder).
   static constexpr bool AnyOrder = AddsToQueries && !HasHeads && IsPlain && !SkipsTiles;
-  /// Whether tiles of keys may add to dQ in their order (order.hpp). Beside a bias of wide heads 52 bytes spilled.
-  static constexpr bool InOrder = FoldsStatistics && !HasHeads && !SkipsTiles && !(PlainBias && HeadDim > 64);
+  /// Whether tiles of keys may add to dQ in their order (order.hpp).
+  static constexpr bool InOrder = FoldsStatistics && !HasHeads;
   /// How many parts of the sums of dQ, and of how many columns, are on their way to a warp that makes dQ of them beside
   /// the tiles (beside.hpp): what there is room for. 0: none does.
   static constexpr int PartsBeside = !Persistent || HasHeads || AddsApart ? 0
@@ -138,19 +138,15 @@ struct BackwardTraits {
   // Of dout there are as many stages as of q, but where there is no room for them.
   static constexpr int StagesV = (Cluster > 1 && HeadDimV > 128) || (PlainBias && HeadDimV > 64) ? 2 : Stages;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
-  // 504 are there, as in traits.hpp, 512 of four warpgroups. Where tiles add in order the warp that sees to it wants
-  // more than 24, or 80 bytes spill; but with 232 at head_dim 128 consumers take 1.4 times as long.
+  // 504 are there, as in traits.hpp, 512 of four warpgroups. With 232 at head_dim 128 consumers take 1.4 times as long.
   static constexpr int ProducerRegisters = HoldsSums                                    ? 56
                                            : (PlainMask || DropsAlone) && HeadDim <= 64 ? 40
-                                           : InOrder && Crowded                         ? 32
-                                           : InOrder && HeadDim <= 96                   ? 40
                                                                                         : 24,
                        ConsumerRegisters = Cluster > 1                                  ? 192
                                            : AddsApart                                  ? 208
                                            : Crowded                                    ? 160
                                            : HoldsSums                                  ? 224
                                            : (PlainMask || DropsAlone) && HeadDim <= 64 ? 232
-                                           : InOrder && HeadDim <= 96                   ? 232
                                                                                         : 240,
                        RegistersOfValues = Cluster > 1 ? 184
                                            : AddsApart ? 200
@@ -181,14 +177,14 @@ struct BackwardTraits {
   template <int Columns>
   using ShapeOfScores = Shape<Int<kAtomRows>, Int<Step>, Int<Columns>>;
   template <int Columns>
-  using MmaScores = decltype(make_tiled_mma(
+  using MmaScores = decltype(make_product<Step>(
       std::conditional_t<HoldsInRegisters, decltype(GMMA::rs_op_selector<Part, Part, float, ShapeOfScores<Columns>>()),
                          decltype(GMMA::ss_op_selector<Part, Part, float, ShapeOfScores<Columns>>())>{}));
   // An instruction may have no more registers than a thread is launched with: 128 where warpgroups are four.
   template <int Columns>
   static constexpr int ColumnsAtOnce = AddsApart && Columns > 192 ? 128 : Columns;
   template <int Columns>
-  using MmaGradient = decltype(make_tiled_mma(
+  using MmaGradient = decltype(make_product<ColumnsAtOnce<Columns>>(
       GMMA::rs_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<ColumnsAtOnce<Columns>>, Int<Step>>,
                            GMMA::Major::K, GMMA::Major::MN>()));
 
@@ -215,13 +211,13 @@ struct BackwardTraits {
   using Maps = std::conditional_t<PlainBias, GradientMapsOfBias, GradientMaps>;
   using LayoutDS =
       decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Part>{}, Shape<Int<B_r>, Int<Held>, Int<BuffersDS>>{}));
-  using MmaKeys =
-      decltype(make_tiled_mma(GMMA::ss_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<HeadDim>, Int<B_r>>,
-                                                   GMMA::Major::K, GMMA::Major::MN>()));
+  using MmaKeys = decltype(make_product<HeadDim>(
+      GMMA::ss_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<HeadDim>, Int<B_r>>, GMMA::Major::K,
+                           GMMA::Major::MN>()));
   template <int Columns>
   using ShapeOfQueries = Shape<Int<B_r>, Int<Columns>, Int<Held>>;
   template <int Columns>
-  using MmaQueries = decltype(make_tiled_mma(
+  using MmaQueries = decltype(make_product<Columns>(
       std::conditional_t<
           AddsApart,
           decltype(GMMA::rs_op_selector<Part, Part, float, ShapeOfQueries<Columns>, GMMA::Major::K, GMMA::Major::MN>()),
