@@ -12,12 +12,12 @@
 namespace cutlass_ext::bench {
 namespace {
 
-using sm90::SumsOfQueries;
+using sm90::DqAccumulation;
 constexpr int kHeadDim = SWEEP_HEAD_DIM;
 
 template <class Traits>
 std::string shape_of() {
-  std::string const kind = Traits::AddsToQueries ? "all" : Traits::OfKeys ? "keys" : "rows";
+  std::string const kind = Traits::AccumulatesDq ? "all" : Traits::OfKeys ? "keys" : "rows";
   return kind + "/Br" + std::to_string(Traits::B_r) + "/Bc" + std::to_string(Traits::B_c) + "/stages" +
          std::to_string(Traits::Stages);
 }
@@ -28,7 +28,7 @@ bool is_shipped() {
   std::string arguments = Traits::OfKeys ? "<Axis::Keys" : "<Axis::Rows";
   for (int const x : {Traits::B_r, Traits::B_c, kHeadDim, kHeadDim}) arguments += ", " + std::to_string(x);
   arguments += ", cute::bfloat16_t, " + std::to_string(Traits::Stages);
-  if (Traits::AddsToQueries) arguments += ", 0, SumsOfQueries::InMemory";
+  if (Traits::AccumulatesDq) arguments += ", 0, DqAccumulation::Global";
   return std::string(SWEEP_SHIPPED).find(arguments + ">") != std::string::npos;
 }
 
@@ -60,21 +60,24 @@ void register_gradients() {
   }
 }
 
-template <Axis Of, int B_r, int B_c, int Stages, SumsOfQueries OfQueries = SumsOfQueries::None>
+template <Axis Of, int B_r, int B_c, int Stages, DqAccumulation OfQueries = DqAccumulation::None>
 using Gradients = sm90::Backward<Of, B_r, B_c, kHeadDim, kHeadDim, cute::bfloat16_t, Stages, 0, OfQueries>;
 
 /// One kernel for all gradients, where it fits.
 template <int Stages>
 void register_stages() {
-  constexpr SumsOfQueries kInMemory = SumsOfQueries::InMemory;
+  constexpr DqAccumulation kGlobal = DqAccumulation::Global;
   if constexpr (sizeof(typename sm90::BackwardTraits<Axis::Keys, 64, 128, kHeadDim, kHeadDim, cute::bfloat16_t, Stages,
-                                                     0, kInMemory>::SharedStorage) <= 227 * 1024)
-    register_gradients<Gradients<Axis::Keys, 64, 128, Stages, kInMemory>>();
+                                                     0, kGlobal>::SharedStorage) <= 227 * 1024)
+    register_gradients<Gradients<Axis::Keys, 64, 128, Stages, kGlobal>>();
 }
 
 void register_shapes() {
-  if constexpr (kHeadDim > 128) {
-    register_gradients<Gradients<Axis::Keys, 64, 64, 2, SumsOfQueries::InMemory>>();
+  if constexpr (kHeadDim > 128 && kHeadDim <= 192) {  // two CTAs share a tile of keys
+    register_gradients<Gradients<Axis::Keys, 64, 64, 3>, Gradients<Axis::Rows, 128, 64, 2>>();
+    register_stages<2>(), register_stages<3>();
+  } else if constexpr (kHeadDim > 192) {
+    register_gradients<Gradients<Axis::Keys, 64, 64, 2, DqAccumulation::Global>>();
 #ifndef SWEEP_ONE_SHAPE  // `make test` sees that this file compiles
     register_gradients<Gradients<Axis::Keys, 64, 64, 2>, Gradients<Axis::Rows, 128, 32, 2>>();
 #endif

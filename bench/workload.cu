@@ -43,6 +43,7 @@ class DeviceBuffer {
     if (n <= count_) return data_;
     cudaFree(data_);
     count_ = cudaMalloc(&data_, n * sizeof(T)) == cudaSuccess ? n : 0;
+    if (count_ == 0) data_ = nullptr;
     return data_;
   }
 

@@ -5,7 +5,7 @@
 
 #include "cache.hpp"
 #include "features.hpp"
-#include "rows.hpp"
+#include "pack_gqa.hpp"
 #include "sequence.hpp"
 
 namespace cutlass_ext::append {
@@ -23,11 +23,11 @@ struct Units {
   CUTE_HOST_DEVICE int64_t of_sequence() const { return 2 * keys + queries; }
 };
 
-/// Launched with Units::of_sequence warps for each sequence, fewer than 2^31 in all. Rows of q go to `turned_q`,
+/// Launched with Units::of_sequence warps for each sequence, fewer than 2^31 in all. Rows of q go to `rotated_q`,
 /// [B, N_q, H_q, d].
 template <class Element>
 __global__ void __launch_bounds__(kWarps * 32)
-    append_kernel(__grid_constant__ Params const params, void* __restrict__ turned_q) {
+    append_kernel(__grid_constant__ Params const params, void* __restrict__ rotated_q) {
   constexpr int Vector = 16 / sizeof(Element), Ahead = 4;  // chunks that a lane asks for before it waits
   __shared__ uint4 tiles[kWarps][kHeads * kMaxHeadDim / Vector];
   unsigned const lane = threadIdx.x % 32, unit = blockIdx.x * kWarps + threadIdx.x / 32;
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   void const* const from = is_q ? params.q : is_v ? params.v_new : params.k_new;
   Strides const from_stride = is_q ? params.q_stride : is_v ? params.v_new_stride : params.k_new_stride;
   Element* const to =
-      is_q ? static_cast<Element*>(turned_q) + (int64_t(batch) * params.n_q + token) * params.heads_q * params.head_dim
+      is_q ? static_cast<Element*>(rotated_q) + (int64_t(batch) * params.n_q + token) * params.heads_q * params.head_dim
            : row_at<Element>(is_v ? params.v : params.k, is_v ? params.v_stride : params.k_stride, page,
                              row_in_page(params, key_row), 0);
   int64_t const to_stride = is_q ? params.head_dim : is_v ? params.v_stride.head : params.k_stride.head;

@@ -1,5 +1,5 @@
 // Keys and values that lie in pages or come with the call: which page holds a row, rotary embedding, writing to the
-// cache. Called by the decode kernels, and by the tests on the host.
+// cache. Called by the kernels that read or write a cache, and by the tests on the host.
 #pragma once
 
 #include <cstdint>

@@ -16,13 +16,13 @@ enum class Kind {
   Tiles,           ///< a CTA for each query tile and split
   Short,           ///< a CTA for each query tile, for launches that are over before a pipeline is full
   Heads,           ///< a CTA for each query head, of few rows and keys
-  Decode,          ///< few query rows, those of all heads that share a key head in one tile
+  Decode,          ///< few query rows, those of all heads that share a KV head in one tile
   Narrow,          ///< the same of at most decode::kNarrowRows such rows, reading only
-  Cluster,         ///< the same, a cluster of CTAs for each sequence and key head
+  Cluster,         ///< the same, a cluster of CTAs for each sequence and KV head
   KeyGradients,    ///< of the backward pass: dK and dV, a CTA for each tile of keys
   QueryGradients,  ///< and dQ, a CTA for each tile of query rows
-  AllGradients,    ///< dK and dV, and sums for dQ, which CTAs add to in any order
-  HeadGradients,   ///< dK, dV and dQ of a key head, by one CTA or cluster
+  AllGradients,    ///< dK and dV, and sums for dQ, which CTAs add to in any order or in their own
+  HeadGradients,   ///< dK, dV and dQ of a KV head, by one CTA or cluster
   BiasGradients,   ///< dBias, by CTAs that go through its tiles
 };
 constexpr int kKinds = static_cast<int>(Kind::BiasGradients) + 1;
@@ -30,16 +30,16 @@ constexpr int kKinds = static_cast<int>(Kind::BiasGradients) + 1;
 /// CTAs that a cluster may have on any Hopper GPU.
 constexpr int kMostInCluster = 8;
 
-/// How the CTAs of a gradients kernel go through tiles (Traits of these names in backward/sm90/traits.hpp).
+/// How the CTAs of a gradients kernel go through tiles: what Backward::kLoop says in backward/sm90/kernel.hpp.
 struct TileLoop {
-  bool persistent = false;   ///< one tile, or head, after the other
-  bool splits = false;       ///< several may share a tile: of each some of the heads and tiles that pass by
-  bool any_order = false;    ///< rows may pass by in either order
-  bool sectioned = false;    ///< dQ may be made beside the tiles
-  bool passes_sums = false;  ///< each CTA of a cluster has a tile of a head, and passes sums of dQ on
-  bool knows_rows = false;   ///< CTAs make the statistics of rows of their next head
-  bool in_order = false;     ///< tiles of keys may add to dQ in their order
-  unsigned cluster = 1;      ///< CTAs that have a tile together
+  bool persistent = false;          ///< one tile, or head, after the other
+  bool splits = false;              ///< several may share a tile: of each some of the heads and tiles that pass by
+  bool any_order = false;           ///< rows may pass by in either order
+  bool fuses_postprocess = false;   ///< dQ may be made beside the tiles
+  bool dq_through_cluster = false;  ///< each CTA of a cluster has a tile of a head, and passes sums of dQ on
+  bool preprocesses_rows = false;   ///< CTAs make the statistics of rows of their next head
+  bool in_order = false;            ///< tiles of keys may add to dQ in their order
+  unsigned cluster = 1;             ///< CTAs that have a tile together
 };
 
 // A bit, the argument that asks for it, when a call `p` does, and what makes it a call that does not. A new line here

@@ -35,7 +35,7 @@ template <class Element>
 __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_constant__ Params const params) {
   int const n = params.stored_rows(), blocks = (n + kMergeRows - 1) / kMergeRows;
   int const row = blockIdx.x % blocks * kMergeRows + threadIdx.x / 32;
-  if (row >= n || params.stands_aside() || (params.packed() && !is_computed(params, row))) return;
+  if (row >= n || params.is_skipped() || (params.packed() && !is_computed(params, row))) return;
   unsigned const batch_head = blockIdx.x / blocks;
   int64_t const rows = params.result_rows();
   int64_t const index = int64_t(batch_head) * n + row;  // as lse is laid out

@@ -2,7 +2,7 @@
 // and v, and of dout in a backward pass, the powers of two that follow from it, and the parts. Launched by
 // kernels/operand_parts.cu.
 //
-// Of every sequence and key head, q (of all its query heads), k, v and dout have a power of two each, with which the
+// Of every sequence and KV head, q (of all its query heads), k, v and dout have a power of two each, with which the
 // largest element lies in [2^14, 2^15). An element then errs by 2^-23 of itself or by 2^-25, half of fp16's smallest
 // number, whichever is more. A row or a column whose largest element is 2^-15 of the head's or more so errs by 2^-24 of
 // its own largest, as fp32 does. Where one is smaller and not 0, where something is not finite, or where powers of two
@@ -18,7 +18,7 @@
 
 #include "cache.hpp"
 #include "operand.hpp"
-#include "rows.hpp"
+#include "pack_gqa.hpp"
 #include "score.hpp"
 #include "sequence.hpp"
 
@@ -167,7 +167,7 @@ struct Part {
 
 CUTE_DEVICE uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }  // in order, NaN last
 
-/// What was measured of q, k, v or dout of the chunk's key head.
+/// What was measured of q, k, v or dout of the chunk's KV head.
 CUTE_DEVICE uint32_t* maxima_of(Params const& params, Parts const& parts, Chunk const& chunk, Which which) {
   return parts.maxima + ((int64_t(chunk.batch) * params.heads_kv + chunk.head_kv) * kTensors + which) * kMaxima;
 }

@@ -8,8 +8,8 @@
 
 #include <cute/tensor.hpp>
 
+#include "optimization_barriers.hpp"
 #include "params.hpp"
-#include "registers.hpp"
 #include "score.hpp"
 #include "sequence.hpp"
 
@@ -220,15 +220,15 @@ struct PairMod {
       bias_in_pairs = x.key == 1 && reinterpret_cast<uintptr_t>(bias) % (2 * unsigned(bytes)) == 0 &&
                       (x.row | params.n_kv | leftpad) % 2 == 0;
     }
-    words = Mask::words_of(anew(params.n_kv));
+    words = Mask::words_of(opaque(params.n_kv));
     if (params.mask.bits) mask = params.mask.bits + b * params.mask.batch + h * params.mask.head;
     if (Dropout const& x = params.dropout; x.seed) {
       uint64_t const offset = uint64_t(x.seed[1]) * Dropout::kSpread;
       seed[0] = uint32_t(x.seed[0]), seed[1] = uint32_t(uint64_t(x.seed[0]) >> 32);
       origin = leftpad + (x.key_starts ? clamp(x.key_starts[b], -kMaxPosition, kMaxPosition) : x.key_start);
       position = of.visibility.offset(0, 0) + origin;
-      head = uint32_t(h + x.head_start) + uint32_t(offset);
-      sequence = uint32_t(b + x.sequence_start) + uint32_t(offset >> 32);
+      head = uint32_t(h) + uint32_t(x.head_start) + uint32_t(offset);
+      sequence = uint32_t(b) + uint32_t(x.sequence_start) + uint32_t(offset >> 32);
     }
   }
 
@@ -512,7 +512,7 @@ CUTE_DEVICE void load_bias(ScoreTensor& S, float factor, PairMod const& pairs, P
         if (key_of(j) < keys) take(i, j, from);
         if (j + 1 == Columns) continue;
         from += (key_of(j + 1) - key_of(j)) * bias.key;
-        compute_here(from);
+        materialize(from);
       }
     }
   };

@@ -66,8 +66,8 @@ struct Work {
   int num_splits = 1;
   int writes_parts = 0;              // whether there are several, or one whose o is float32 (Results)
   Scheduler scheduler;               // the order of query tiles
-  cutlass::FastDivmod heads_per_kv;  // G, query heads of a key head
-  cutlass::FastDivmod heads_a_tile;  // query heads whose rows share a query tile: G, or 1 (rows.hpp)
+  cutlass::FastDivmod heads_per_kv;  // G, query heads of a KV head
+  cutlass::FastDivmod heads_a_tile;  // query heads whose rows share a query tile: G, or 1 (pack_gqa.hpp)
   int resident_ctas = 0;             // that the device holds at once: those of a persistent launch
   int dealt_ctas = 0;                // of a persistent launch: CTAs that begin with the work item of their own index
   int queue_ctas = 0;                // and those that take the others, of a relief of it (plan.hpp) too
@@ -75,8 +75,8 @@ struct Work {
   bool leads_k = false;              // whether tiles of a persistent launch leave columns empty in front of those of k
   bool leads_v = false;              // and of v (Params::lead_k, lead_v)
   unsigned* counters = nullptr;      // zero between launches: of a persistent launch two (work items taken, CTAs
-                                     // that found none; one of gradients'), of decode kernels [B, row_tiles, H_kv],
-                                     // parts finished
+                                     // that found none), of decode kernels [B, row_tiles, H_kv], parts finished. A
+                                     // launch of gradients has workspace of its own: tiles taken, jobs taken
   float* o_partial = nullptr;        // parts of O, each normalised by itself where splits are merged by a launch
                                      // of its own: [num_splits, (shape of lse), d_v], one alone where o is; else as
                                      // merge.hpp has them
@@ -85,7 +85,7 @@ struct Work {
   // Of the decode kernels
   bool fixed_splits = false;  // num_splits parts of every sequence; else the batch's keys in equal parts
   int row_tiles = 1;          // tiles of the packed query rows, N_q * G of them
-  int groups = 1;             // of CTAs; each group has one for every key head and row tile
+  int groups = 1;             // of CTAs; each group has one for every KV head and row tile
 
   /// Whether parts of rows are written, which a launch of its own merges; of query tiles.
   CUTE_HOST_DEVICE bool is_split() const { return writes_parts; }
@@ -210,8 +210,8 @@ struct Results {
   void* o = nullptr;     // [B, N_q,  H_q,  d_v]; packed: [total_q, H_q, d_v]
   float* lse = nullptr;  // [B, H_q, N_q], natural log; packed: [H_q, total_q]; null: not asked for
   Strides o_stride;
-  bool widens = false;  // o, or in a backward pass dq, dk and dv, is float32 beside inputs of 16 bits; o then lies as
-                        // lse does, [B, H_q, N_q, d_v] or [H_q, total_q, d_v]
+  bool widens = false;  // o is float32 beside inputs of 16 bits, and lies as lse does: [B, H_q, N_q, d_v] or
+                        // [H_q, total_q, d_v]
 };
 
 /// Rotary position embedding (RoFormer, arXiv:2104.09864, section 3.2) of the first `dim` columns of q and new keys.
@@ -267,14 +267,14 @@ struct InParts {
   bool if_out_of_range = false;             // what the launch is for
 
   /// Whether the other launch computes the call.
-  CUTE_HOST_DEVICE bool stands_aside() const { return out_of_range && (*out_of_range != 0) != if_out_of_range; }
+  CUTE_HOST_DEVICE bool is_skipped() const { return out_of_range && (*out_of_range != 0) != if_out_of_range; }
 };
 
 /// What a CTA asks for first stands first: 64 bytes of parameters come from memory at a time, and each time it waits.
 struct Params : Lengths, Work, Problem, Scores, Results, Cache, Pairs, InParts {
   /// Results of one split: elements of lse.
   CUTE_HOST_DEVICE int64_t result_rows() const { return int64_t(stored_batch()) * heads_q * stored_rows(); }
-  /// Columns that tiles leave empty in front of those of a key head's keys and its query heads' rows, and of its values
+  /// Columns that tiles leave empty in front of those of a KV head's keys and its query heads' rows, and of its values
   /// and O, so that the copy engine reads whole 32 bytes (leads_rows in heuristics.hpp has what that is worth).
   CUTE_HOST_DEVICE int lead_k(int head_kv) const { return leads_k ? columns_past_32_bytes(k, k_stride, head_kv) : 0; }
   CUTE_HOST_DEVICE int lead_v(int head_kv) const { return leads_v ? columns_past_32_bytes(v, v_stride, head_kv) : 0; }

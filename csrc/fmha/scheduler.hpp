@@ -21,7 +21,7 @@ enum class Axis { Rows, Keys };
 
 /// Order of work. The (batch, head) pairs are taken in sections whose keys and values stay in L2 together. Within a
 /// section the tile of every pair that a causal mask leaves the most work comes first, the last of the rows or the
-/// first of the keys, so that the tail is made of short ones; heads fastest, so that the query heads of one key head
+/// first of the keys, so that the tail is made of short ones; heads fastest, so that the query heads of one KV head
 /// run together. Built on the host, so that kernels multiply by reciprocals instead of dividing.
 class Scheduler {
  public:

@@ -5,8 +5,8 @@
 #include <cassert>
 #include <cstdint>
 
+#include "optimization_barriers.hpp"
 #include "params.hpp"
-#include "registers.hpp"
 #include "visibility.hpp"
 
 namespace cutlass_ext {
@@ -83,7 +83,7 @@ inline Visibility visibility_of_longest(Lengths const& lengths) {
 CUTE_DEVICE Sequence device_sequence_of(Lengths const& lengths, int b) {
   Sequence s = sequence_of(lengths, b);
   for (int* x : {&s.q_row0, &s.k_row0, &s.visibility.n_q, &s.visibility.len_kv, &s.visibility.start_pos})
-    compute_here(*x);
+    materialize(*x);
   return s;
 }
 

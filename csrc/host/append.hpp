@@ -6,7 +6,7 @@
 namespace cutlass_ext {
 
 /// New keys, rotated, and values to their places in the cache; what has none is dropped. Where there is rotary
-/// embedding, q, rotated, to `turned_q`, [B, N_q, H_q, d].
-void append_new_keys(DType dtype, Params const& params, void* turned_q, cudaStream_t stream);
+/// embedding, q, rotated, to `rotated_q`, [B, N_q, H_q, d].
+void append_new_keys(DType dtype, Params const& params, void* rotated_q, cudaStream_t stream);
 
 }  // namespace cutlass_ext

@@ -5,13 +5,13 @@
 #include <optional>
 #include <tuple>
 
-#include "../fmha/backward/rows_known.hpp"
+#include "../fmha/backward/rows_preprocessed.hpp"
 #include "../fmha/operand_parts.hpp"
 #include "../fmha/pairs.hpp"
 #include "align_bias.hpp"
-#include "choice.hpp"
+#include "backward_steps.hpp"
 #include "error.hpp"
-#include "gradient_steps.hpp"
+#include "kernel_selection.hpp"
 #include "operand_parts.hpp"
 
 namespace cutlass_ext {
@@ -32,11 +32,12 @@ bool leaves_gaps(Features features) {
 }
 
 /// Whether it works out for itself what others are to know of each query row before.
-bool finds_statistics(Kernel const& kernel) { return kernel.kind == Kind::HeadGradients && !wants_hopper(kernel); }
+bool preprocesses_itself(Kernel const& kernel) { return kernel.kind == Kind::HeadGradients && !wants_hopper(kernel); }
 
 /// CTAs of a cluster of a launch: as many as a tile has or, where they pass sums on, a head has tiles.
 int cluster_of(Kernel const& kernel, Params const& p) {
-  return kernel.loop.passes_sums ? std::max(Scheduler::tiles_of(p.n_kv, kernel.block_c), 1) : kernel.loop.cluster;
+  return kernel.loop.dq_through_cluster ? std::max(Scheduler::tiles_of(p.n_kv, kernel.block_c), 1)
+                                        : kernel.loop.cluster;
 }
 
 /// How many of its CTAs the device holds at once; and how many tiles, or heads whose tiles are a cluster's.
@@ -45,7 +46,7 @@ int64_t resident_ctas(Kernel const& kernel, Device const& device) {
 }
 int64_t resident_tiles(Kernel const& kernel, Params const& p, Device const& device) {
   int const cluster = cluster_of(kernel, p);
-  if (kernel.loop.passes_sums && cluster > 1)
+  if (kernel.loop.dq_through_cluster && cluster > 1)
     return cluster > kMostInCluster ? 0 : occupancy_of(kernel, device).clusters[cluster];
   return resident_ctas(kernel, device) / cluster;
 }
@@ -79,24 +80,24 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   launch.is_ordered = ordered && kernel->loop.in_order && adds_in_order(p, *kernel, launch.splits.all(), resident);
   launch.last_keys_first =
       launch.is_ordered && kernel->loop.any_order && takes_last_keys_first(p, *kernel, resident, device);
-  launch.is_mirrored = kernel->loop.passes_sums
+  launch.is_mirrored = kernel->loop.dq_through_cluster
                            ? has_unequal_tiles(p) || !have_one_length(p)
                            : kernel->loop.any_order && !launch.is_ordered &&
                                  takes_mirrored(p, block, launch.splits.all(), bytes_a_head, resident, device);
-  launch.is_sectioned = finishes && kernel->loop.sectioned && !launch.is_mirrored && !launch.is_ordered &&
-                        launch.splits.all() == 1 && finishes_beside(p, *kernel, device);
+  launch.fuses_postprocess = finishes && kernel->loop.fuses_postprocess && !launch.is_mirrored && !launch.is_ordered &&
+                             launch.splits.all() == 1 && fused_postprocess_pays(p, *kernel, device);
   // A CTA, or a cluster, that has all of a head finds its tiles one after the other.
   int64_t const all_heads = int64_t(p.batch) * heads;
   int64_t section = 1;
-  if (launch.is_sectioned) {
-    section = section_beside(all_heads, tiles, device);
+  if (launch.fuses_postprocess) {
+    section = section_of_fused_postprocess(all_heads, tiles, device);
   } else if (launch.is_ordered) {
     section = section_in_order(p, all_heads, tiles, launch.last_keys_first, resident);
   } else if (kind != Kind::HeadGradients && !launch.is_mirrored) {
     section = gradient_section_for(p, wants_hopper(*kernel), all_heads, tiles * launch.cluster, bytes_a_head, device);
   }
   // Of mirrored tiles the first half is taken, but where a cluster has all of a head.
-  int const taken = launch.is_mirrored && !kernel->loop.passes_sums
+  int const taken = launch.is_mirrored && !kernel->loop.dq_through_cluster
                         ? ceil_div(Scheduler::tiles_of(length, block), 2) * block
                         : length;
   launch.scheduler =
@@ -116,7 +117,7 @@ bool may_store_dbias(Kernel const& kernel, BackwardParams const& p) {
   Bias const& of = bias_of(p);
   bool const of_one_pair = (of.batch || p.batch == 1) && (of.head || p.heads_q == 1) && of.row;
   return kernel.kind == Kind::AllGradients && (kernel.wants & feature::Bias) && of_one_pair && p.n_kv % 2 == 0 &&
-         (of.type == BiasType::Float16) == (kernel.dtype == DType::Float16);
+         of.type == (kernel.dtype == DType::Float16 ? BiasType::Float16 : BiasType::BFloat16);
 }
 
 Kernel const* kernel_of(Call const& call, Kind kind) {
@@ -140,16 +141,16 @@ GradientLaunch launch_of(Call const& call, Kind kind, bool finishes = false) {
 }
 
 /// What Hopper's kernels want of a mask: which tiles it hides, shows or cuts, and its bits from the side of keys.
-void look_at_mask(Kernel const& kernel, BackwardParams& params, cudaStream_t stream, Allocate const& allocate) {
+void prepare_mask(Kernel const& kernel, BackwardParams& params, cudaStream_t stream, Allocate const& allocate) {
   bool const of_keys = kernel.kind != Kind::QueryGradients;
   int const held = of_keys ? kernel.block_c : kernel.block_r, step = of_keys ? kernel.block_r : kernel.block_c;
   if (int64_t const words = TileMap(params, of_keys, held, step).size(params); words > 0) {
     params.tile_map = static_cast<uint32_t*>(allocate(words * sizeof(uint32_t)));
-    map_tiles(params, of_keys, held, step, stream);
+    classify_tiles(params, of_keys, held, step, stream);
   }
-  if (int64_t const words = MaskOfKeys(params).size(params); of_keys && params.mask.row != 0 && words > 0) {
-    params.mask_of_keys = static_cast<uint32_t*>(allocate(words * sizeof(uint32_t)));
-    turn_mask(params, stream);
+  if (int64_t const words = TransposedMask(params).size(params); of_keys && params.mask.row != 0 && words > 0) {
+    params.transposed_mask = static_cast<uint32_t*>(allocate(words * sizeof(uint32_t)));
+    transpose_mask(params, stream);
   }
 }
 
@@ -160,7 +161,7 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   params.split(gradients.splits.heads, gradients.splits.tiles);
   params.is_mirrored = gradients.is_mirrored;
   params.by_rows = gradients.is_mirrored || gradients.is_ordered;
-  params.is_waited_for = gradients.is_sectioned || gradients.is_ordered;
+  params.is_waited_for = gradients.fuses_postprocess || gradients.is_ordered;
   if (gradients.last_keys_first)
     params.last_keys_first = (params.scheduler.sections() - 1) * params.scheduler.items_a_section();
   int const tiles = Scheduler::tiles_of(params.n_kv, kernel.block_c);
@@ -172,7 +173,7 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
     int64_t const sums = SplitSums(params, of_keys ? Axis::Keys : Axis::Rows).size(params.splits(), columns);
     params.split_sums = static_cast<float*>(allocate(sums * sizeof(float)));
   }
-  if (wants_hopper(kernel) && params.mask.bits) look_at_mask(kernel, params, stream, allocate);
+  if (wants_hopper(kernel) && params.mask.bits) prepare_mask(kernel, params, stream, allocate);
   kernel.launch(params, {dim3(static_cast<unsigned>(gradients.ctas)), gradients.cluster}, stream);
   if (params.splits() > 1) finish_splits(kernel, params, stream);
 }
@@ -213,8 +214,8 @@ BackwardPlan plan_backward(BackwardParams const& params, Request const& request)
   }
   BackwardPlan plan;
   Kernel const* const of_heads = kernel_of(call, Kind::HeadGradients);
-  if (of_heads && holds_queries(params, *of_heads, resident_tiles(*of_heads, params, any.device),
-                                resident_ctas(*of_heads, any.device), request.deterministic))
+  if (of_heads && whole_heads_pay(params, *of_heads, resident_tiles(*of_heads, params, any.device),
+                                  resident_ctas(*of_heads, any.device), request.deterministic))
     plan.of_keys = launch_with(of_heads, params, any.device);
   if (!plan.of_keys.kernel && adds_to_queries(params)) {
     GradientLaunch const of_all = launch_of(call, Kind::AllGradients, takes_rows_of_dq(params));
@@ -243,6 +244,13 @@ BackwardPlan plan_backward_with(Kernel const* of_keys, Kernel const* of_queries,
 
 void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t stream, Allocate const& allocate) {
   params.heads_per_kv = cutlass::FastDivmod(params.heads_q / params.heads_kv);
+  if (int64_t const rows = StatisticsRows(params).of_a_head; rows > INT32_MAX && wants_hopper(*plan.of_keys.kernel))
+    fail("ValueError", "q: takes ", rows, " rows of workspace a head; there is room for fewer than 2^31");
+  if (plan.adds_to_queries()) {  // what the last launch needs is known before the first
+    int const tiles = Scheduler::tiles_of(params.n_q, SumsOfTile::kRows),
+              panels = ceil_div(params.head_dim, SumsOfTile::kPanel);
+    grid_of(int64_t(params.batch) * params.heads_q * tiles * panels, "q");
+  }
   if (wants_hopper(*plan.of_keys.kernel) || (params.dbias && plan.of_bias))
     static_cast<Pairs&>(params) = align_bias(params, stream, allocate);
   if (leaves_gaps(features_of(params))) {
@@ -270,7 +278,7 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
     if (!sees_all_pairs(params) || has_mask(params))
       check_cuda(cudaMemsetAsync(params.dbias, 0, bytes, stream), "clearing dbias");
   };
-  if (finds_statistics(*plan.of_keys.kernel)) {
+  if (preprocesses_itself(*plan.of_keys.kernel)) {
     if (params.dsink || params.dbias) {
       place_statistics();
       compute_row_statistics(dtype, params, 0, nullptr, 0, stream);
@@ -280,24 +288,25 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   }
   place_statistics();
   Scheduler const& scheduler = plan.of_keys.scheduler;
-  bool const is_sectioned = plan.of_keys.is_sectioned;
+  bool const fuses_postprocess = plan.of_keys.fuses_postprocess;
   int64_t const heads_a_section = int64_t(scheduler.pairs_a_section()) * params.heads_per_kv.divisor,
                 rows_a_section = heads_a_section * StatisticsRows(params).of_a_head;
   float* to_clear = nullptr;
   size_t cleared = 0;
   if (plan.is_one()) {
     // Cleared together: the sums, how many tiles and jobs have been taken, in four more, and the counts of sections.
-    size_t const sums_rows = is_sectioned ? std::min(kSectionsOfSums, scheduler.sections()) * rows_a_section : rows;
+    size_t const sums_rows =
+        fuses_postprocess ? std::min(kSectionsOfSums, scheduler.sections()) * rows_a_section : rows;
     size_t const sums = plan.adds_to_queries() ? sums_rows * plan.of_keys.kernel->head_dim : 0;
-    size_t const counts = is_sectioned              ? (scheduler.sections() * sizeof(SectionCounts) + 15) / 16 * 4
+    size_t const counts = fuses_postprocess         ? (scheduler.sections() * sizeof(SectionCounts) + 15) / 16 * 4
                           : plan.of_keys.is_ordered ? (rows / SumsOfTile::kRows + 3) / 4 * 4
                                                     : 0;
     cleared = sums + 4 + counts;
     to_clear = static_cast<float*>(allocate(cleared * sizeof(float)));
     if (plan.adds_to_queries()) params.dq_sums = to_clear;
     params.counters = reinterpret_cast<unsigned*>(to_clear + sums);
-    if (plan.of_keys.is_ordered) params.added = params.counters + 4;
-    if (is_sectioned) {
+    if (plan.of_keys.is_ordered) params.dq_semaphore = params.counters + 4;
+    if (fuses_postprocess) {
       params.sections = reinterpret_cast<SectionCounts*>(params.counters + 4);
       auto& jobs = params.section_jobs;
       jobs.of_a_head = Scheduler::tiles_of(params.n_q, TiledRows::kTile);
@@ -305,7 +314,7 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
       jobs.size = (scheduler.sections() - 1) * jobs.of_a_section;
     }
   }
-  bool const of_first_heads = plan.of_keys.kernel->loop.knows_rows && makes_rows_known(params);
+  bool const of_first_heads = plan.of_keys.kernel->loop.preprocesses_rows && preprocesses_in_kernel(params);
   if (of_first_heads) params.scheduler = scheduler;
   compute_row_statistics(dtype, params, of_first_heads ? plan.of_keys.ctas : 0, to_clear, cleared, stream);
   make_dbias();
@@ -313,7 +322,7 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
     launch(plan.of_keys, params, stream, allocate);
     if (!plan.adds_to_queries()) return;
     int64_t head0 = 0;
-    if (is_sectioned) {  // the last section is left
+    if (fuses_postprocess) {  // the last section is left
       int const last = scheduler.sections() - 1;
       head0 = last * heads_a_section;
       params.dq_sums += last % kSectionsOfSums * rows_a_section * plan.of_keys.kernel->head_dim;

@@ -1,4 +1,4 @@
-// From a backward call to its launches: chooses the two kernels of the table, completes the parameters, launches.
+// From a backward call to its launches: chooses the kernels of the table, completes the parameters, launches.
 // Called by torch/operators.cpp; knows no torch.
 #pragma once
 
@@ -18,15 +18,15 @@ struct GradientLaunch {
   Scheduler scheduler;
   GradientSplits splits;
   int64_t ctas = 0;
-  unsigned cluster = 1;          // CTAs of a cluster
-  bool is_mirrored = false;      // as in Gradients
-  bool is_ordered = false;       // whether tiles of keys add to dQ in their order (sm90/order.hpp), ...
-  bool last_keys_first = false;  // ... and as in Gradients
-  bool is_sectioned = false;     // whether CTAs make dQ of sums beside their tiles (sm90/sections.hpp)
+  unsigned cluster = 1;            // CTAs of a cluster
+  bool is_mirrored = false;        // as in Gradients
+  bool is_ordered = false;         // whether tiles of keys add to dQ in their order (sm90/dq_semaphore.hpp), ...
+  bool last_keys_first = false;    // ... and as in Gradients
+  bool fuses_postprocess = false;  // whether CTAs make dQ of sums beside their tiles (sm90/sections.hpp)
 };
 
-/// Two launches: dK and dV, then dQ; or one that has them all, with sums for dQ that a small launch finishes, or, heads
-/// of few rows, without. And one for dBias, where that is asked for.
+/// Two launches, one of dQ and one of dK and dV; or one that has them all, with sums for dQ that a small launch
+/// finishes, or, heads of few rows, without. And one for dBias, where that is asked for.
 struct BackwardPlan {
   GradientLaunch of_keys, of_queries;
   Kernel const* of_bias = nullptr;  // for dBias, where a kernel of the table has it; else there is one for every GPU

@@ -1,5 +1,5 @@
 // Calls that an open capture of a CUDA graph forbids otherwise: those that load a module, or make streams and events.
-// Used by counters.cu and fork.cpp, for what they look up or make once.
+// Used by counters.cu and side_stream.cpp, for what they look up or make once.
 #pragma once
 
 #include <cuda_runtime.h>

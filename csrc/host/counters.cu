@@ -12,7 +12,7 @@
 namespace cutlass_ext {
 namespace {
 
-constexpr size_t kPool = size_t(1) << 20;  // counters; decoding wants one for each sequence, key head and row tile
+constexpr size_t kPool = size_t(1) << 20;  // counters; decoding wants one for each sequence, KV head and row tile
 
 __device__ unsigned pool[kPool];
 

@@ -40,7 +40,7 @@ Occupancy asked(Kernel const& kernel) {
                                                            kernel.shared_bytes),
              "counting a kernel's CTAs");
   found.ctas_a_multiprocessor = std::max(found.ctas_a_multiprocessor, 1);
-  if (kernel.kind != Kind::Cluster && !kernel.loop.passes_sums) return found;
+  if (kernel.kind != Kind::Cluster && !kernel.loop.dq_through_cluster) return found;
   for (unsigned size = 2; size <= kMostInCluster; ++size) {
     LaunchConfig const launch(Grid{dim3(size), size}, kernel.threads, kernel.shared_bytes, nullptr);
     check_cuda(cudaOccupancyMaxActiveClusters(&found.clusters[size], kernel.entry, &launch.config),
@@ -79,7 +79,7 @@ std::vector<Kernel const*> const& kernels_of(Kind kind, DType dtype) {
   return lists[int(kind)][int(dtype)];
 }
 
-Entered::Entered(std::initializer_list<Kernel> entered) { table().insert(table().end(), entered); }
+RegisteredKernels::RegisteredKernels(std::initializer_list<Kernel> entered) { table().insert(table().end(), entered); }
 
 Device const& current_device() {
   static auto& devices = *new Known<int, Device>;

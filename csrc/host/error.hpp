@@ -2,6 +2,7 @@
 // translated by cutlass_ext/_ops.py (torch's stable ABI raises RuntimeError alone).
 #pragma once
 
+#include <cstdint>
 #include <sstream>
 #include <stdexcept>
 
@@ -22,6 +23,12 @@ inline void check_cuda(cudaError_t error, char const* doing) {
   if (error == cudaSuccess) return;
   cudaGetLastError();
   fail("RuntimeError", doing, ": ", cudaGetErrorString(error));
+}
+
+/// `ctas` of a launch whose size follows from argument `name`, which is refused where they are too many.
+inline unsigned grid_of(int64_t ctas, char const* name) {
+  if (ctas > INT32_MAX) fail("ValueError", name, ": asks for ", ctas, " CTAs; a launch has room for fewer than 2^31");
+  return static_cast<unsigned>(ctas);
 }
 
 }  // namespace cutlass_ext

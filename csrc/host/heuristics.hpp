@@ -10,8 +10,8 @@
 
 #include "../fmha/backward/params.hpp"
 #include "../fmha/decode/params.hpp"
+#include "../fmha/pack_gqa.hpp"
 #include "../fmha/pairs.hpp"
-#include "../fmha/rows.hpp"
 #include "../fmha/sequence.hpp"
 #include "device.hpp"
 
@@ -28,7 +28,7 @@ constexpr int kMaxDecodeRows = 16;
 constexpr int kTallRows = 64;
 
 /// Query rows of a sequence up to which it decodes where one does: as many as a tile of 16 rows holds for all heads of
-/// a key head, or else one of 64; 0: none. Decoding taller tiles loses to query tiles that pack heads, in us, keys in
+/// a KV head, or else one of 64; 0: none. Decoding taller tiles loses to query tiles that pack heads, in us, keys in
 /// pages: 8 x 16 rows on 8192 keys of 8 heads 94 for 77 to 81, 16 x 8 rows on 4096 84 for 75, 1 x 16 on 32,768 77 for
 /// 47; of 4 heads 66 for 49 and 158 for 138 (64 x 3 on 4096); with 16 rows a tile it wins, 75 for 77 to 90. It follows
 /// from the heads alone, so that with the number of splits fixed a sequence's bits do not depend on the others.
@@ -108,7 +108,7 @@ inline int warpgroups_of_short(Params const& p, Device const& device) {
   return heads * blocks_of_head <= most * multiprocessors && (longest <= 16 || tiles >= multiprocessors) ? 1 : 0;
 }
 
-/// CTAs of a cluster for each sequence and key head of a decoding call: as many as all of them can have at once; 0
+/// CTAs of a cluster for each sequence and KV head of a decoding call: as many as all of them can have at once; 0
 /// where the other kernels win. Where the sequences differ, the longest decides how long theirs take, and the narrow
 /// kernel shares them out evenly; where they are alike, clusters win what its counter and merge cost (H200, head_dim
 /// 128: 7.5 us for 9.9 at 1024 keys of 8 heads, 14.0 for 15.9 at 8192; 14.0 for 15.6 at 2 x 4096 keys of 8), and lose
@@ -132,7 +132,7 @@ inline int cluster_of(Params const& p, Occupancy const& occupancy) {
 }
 
 // ------------------------------------------------------------------------------------------ which tile
-/// Whether query tiles of `block` rows are to hold those of all heads that share a key head: where that makes fewer
+/// Whether query tiles of `block` rows are to hold those of all heads that share a KV head: where that makes fewer
 /// tiles. Packed sequences of different lengths nearly always have fewer. ALiBi's slopes are of one head, and so is
 /// what pairs have.
 inline bool should_pack_heads(Params const& p, int block) {
@@ -146,7 +146,7 @@ inline bool should_pack_heads(Params const& p, int block) {
 
 /// The query tiles of a call.
 struct QueryTiles {
-  int heads_a_tile;  // 1, or all that share a key head
+  int heads_a_tile;  // 1, or all that share a KV head
   int heads;         // of tiles: packed ones count as one
   int rows, step;    // of such a head, and from a tile to the next
   int64_t all;       // tiles, as far as the host knows; packed sequences may have fewer than their longest has
@@ -275,8 +275,8 @@ inline int decode_groups(Params const& p, Kernel const& kernel, Device const& de
 }
 
 // ------------------------------------------------------------------------------------------ in which order
-/// Pairs of (batch, query head) that `limit` allows, where each key head takes `cost` of it; whole groups that share a
-/// key head, and at least one.
+/// Pairs of (batch, query head) that `limit` allows, where each KV head takes `cost` of it; whole groups that share a
+/// KV head, and at least one.
 inline int64_t section_of(int64_t limit, int64_t cost, int heads_per_kv) {
   return heads_per_kv * std::clamp<int64_t>(cost > 0 ? limit / cost : limit, 1, 1 << 16);
 }
@@ -395,20 +395,20 @@ inline bool takes_mirrored(Params const& p, int block, int splits, int64_t bytes
 /// 0.406, (2, 256, 16, 128) 0.022 and 0.025; but (40, 512, 16, 80), of four tiles, 0.549 and 0.495, and (1, 256, 8
 /// heads on 1, 128), 32 turns of two CTAs, 0.090 and 0.035. With fixed bits the other way takes longer: (32, 512, 16,
 /// 128) 0.556 and 0.612, but (16, 1024, 16, 128), of eight tiles, 1.010 and 0.960.
-inline bool holds_queries(Params const& p, Kernel const& kernel, int64_t resident_heads, int64_t resident_ctas,
-                          bool deterministic) {
+inline bool whole_heads_pay(Params const& p, Kernel const& kernel, int64_t resident_heads, int64_t resident_ctas,
+                            bool deterministic) {
   constexpr int kFewTurns = 8;
   int64_t const heads = int64_t(p.batch) * p.heads_kv, tiles = Scheduler::tiles_of(p.n_kv, kernel.block_c);
   if (p.n_q == 0 || heads * tiles == 0 || resident_heads == 0) return false;
   int64_t const waves_of_heads = ceil_div(heads, resident_heads);
   int64_t all = heads * tiles;
-  if (kernel.loop.passes_sums) {
+  if (kernel.loop.dq_through_cluster) {
     int64_t const turns = int64_t(p.heads_q / p.heads_kv) * Scheduler::tiles_of(p.n_q, kernel.block_r);
     if (p.packed()) all = std::min(all, p.heads_kv * (int64_t(p.stored_keys()) / kernel.block_c + p.batch));
     if (tiles > (deterministic ? 4 : 3) || (turns > kFewTurns && 5 * all < 4 * waves_of_heads * resident_ctas))
       return false;
   }
-  return 5 * (kernel.loop.passes_sums ? 1 : tiles) * waves_of_heads <=
+  return 5 * (kernel.loop.dq_through_cluster ? 1 : tiles) * waves_of_heads <=
          (deterministic ? 7 : 6) * ceil_div(all, resident_ctas);
 }
 
@@ -489,14 +489,15 @@ inline int64_t level_section(int64_t heads, int64_t wanted) {
   return section;
 }
 
-/// The section of one that makes dQ of its sums beside its tiles (sm90/sections.hpp): a wave of CTAs.
-inline int64_t section_beside(int64_t heads, int64_t tiles, Device const& device) {
+/// The section of a launch that makes dQ of its sums beside its tiles (sm90/sections.hpp): a wave of CTAs.
+inline int64_t section_of_fused_postprocess(int64_t heads, int64_t tiles, Device const& device) {
   return level_section(heads, device.multiprocessors / std::max<int64_t>(tiles, 1));
 }
 
-/// Whether the last keys are to be first where tiles of keys add to dQ in their order (sm90/order.hpp): where L2 holds
-/// what all CTAs go by until the next tile comes by the same rows. An H200's ms, last keys first and first keys first:
-/// (2, 8192, 16, 64), causal, 1.32 and 1.42, (2, 8192, 16, 128) 2.45 and 2.74; but (2, 8192, 32 on 8, 128) 7.6 and 5.0.
+/// Whether the last keys are to be first where tiles of keys add to dQ in their order (sm90/dq_semaphore.hpp): where L2
+/// holds what all CTAs go by until the next tile comes by the same rows. An H200's ms, last keys first and first keys
+/// first: (2, 8192, 16, 64), causal, 1.32 and 1.42, (2, 8192, 16, 128) 2.45 and 2.74; but (2, 8192, 32 on 8, 128) 7.6
+/// and 5.0.
 inline bool takes_last_keys_first(Params const& p, Kernel const& kernel, int64_t resident_ctas, Device const& device) {
   if (visibility_of_longest(p).sees_all()) return false;
   int64_t const turns = int64_t(kernel.block_c / kernel.block_r) * (p.heads_q / p.heads_kv),
@@ -528,8 +529,9 @@ inline bool adds_in_order(Params const& p, Kernel const& kernel, int splits, int
   return 6 * under_way <= turns_a_cta;
 }
 
-/// Whether it is to do so, and not a launch after it: where the sums of the sections under way stay in L2, and tiles
-/// take longer than the one warp that a CTA has for it. An H200's ms, with a launch and beside: (16, 1024, 16, 128)
+/// Whether a launch that adds to dQ is to make it of its sums beside its tiles, and not a launch after it: where the
+/// sums of the sections under way stay in L2, and tiles take longer than the one warp that a CTA has for it. An H200's
+/// ms, with a launch and beside: (16, 1024, 16, 128)
 /// 0.699 and 0.671, causal 0.475 and 0.524; (8, 2048, 16, 128) 1.168 and 1.105, causal 0.708 and 0.690; (9, 1500, 16,
 /// 128) 0.836 and 0.781, causal 0.504 and 0.518; (5, 700, 64, 128) 0.527 and 0.557; (2, 8192, 16, 128) 4.52 and 4.47,
 /// causal 2.25 and 2.19. Of narrow heads (32, 1024, 12, 64) 0.638 and 0.585, causal 0.431 and 0.398; (40, 600, 16, 64),
@@ -537,15 +539,15 @@ inline bool adds_in_order(Params const& p, Kernel const& kernel, int splits, int
 /// causal 0.804 and 0.773, (9, 1500, 32, 64) 0.898 and 0.837, causal 0.586 and 0.613, (5, 700, 64, 64) 0.298 and 0.344.
 /// Grouped (8, 1024, 32 on 16, 64) 0.408 and 0.384, causal 0.276 and 0.259, but (3, 1024, 32 on 16, 128) 0.262 and
 /// 0.266, (8, 1024, 32 on 8, 64), causal, 0.270 and 0.274.
-inline bool finishes_beside(Params const& p, Kernel const& kernel, Device const& device) {
+inline bool fused_postprocess_pays(Params const& p, Kernel const& kernel, Device const& device) {
   // Rows that a tile goes by, in the mean.
   int const least_rows = kernel.head_dim > 64 || kernel.block_c > 128 ? 960 : 256;
   if (!have_one_length(p) || p.n_q == 0) return false;
   Turns const turns = turns_of_tiles(p, true, kernel.block_c, kernel.block_r);
   int64_t const heads = int64_t(p.batch) * p.heads_kv;
   if (heads * turns.tiles < 3 * device.multiprocessors) return false;
-  int64_t const sums = section_beside(heads, turns.tiles, device) * (p.heads_q / p.heads_kv) * p.n_q * kernel.head_dim *
-                       int64_t(sizeof(float));
+  int64_t const sums = section_of_fused_postprocess(heads, turns.tiles, device) * (p.heads_q / p.heads_kv) * p.n_q *
+                       kernel.head_dim * int64_t(sizeof(float));
   return kSectionsOfSums * sums <= device.l2_bytes && turns.sum * kernel.block_r >= int64_t(least_rows) * turns.tiles;
 }
 

@@ -78,8 +78,8 @@ std::vector<Kernel> const& kernels();
 std::vector<Kernel const*> const& kernels_of(Kind kind, DType dtype);
 
 /// Enters kernels into the table; a static object of each file of csrc/kernels/.
-struct Entered {
-  Entered(std::initializer_list<Kernel> entered);
+struct RegisteredKernels {
+  RegisteredKernels(std::initializer_list<Kernel> entered);
 };
 
 }  // namespace cutlass_ext

@@ -13,13 +13,13 @@
 #include "../fmha/operand_parts.hpp"
 #include "align_bias.hpp"
 #include "append.hpp"
-#include "choice.hpp"
 #include "counters.hpp"
 #include "error.hpp"
-#include "fork.hpp"
 #include "heuristics.hpp"
+#include "kernel_selection.hpp"
 #include "merge.hpp"
 #include "operand_parts.hpp"
+#include "side_stream.hpp"
 
 namespace cutlass_ext {
 namespace {
@@ -67,12 +67,11 @@ Plan plan_decode(Call const& call) {
   p.groups = decode_groups(p, kernel, call.device, call.ctas_a_multiprocessor(kernel), ctas_a_group);
   int64_t const groups = p.fixed_splits ? int64_t(p.batch) * p.num_splits : p.groups;
   int64_t const ctas = groups * ctas_a_group;
-  if (ctas > INT32_MAX) fail("ValueError", "q: asks for ", ctas, " CTAs; a launch has room for fewer than 2^31");
   plan.splits = p.fixed_splits ? p.num_splits : 0;
   plan.partial_rows = decode::partial_rows(p, kernel.block_r);
   plan.floats_a_part = 2;
   plan.counters = plan.partial_rows > 0 ? decode::counters_of(p) : 0;
-  plan.grid.ctas = kernel.kind == Kind::Narrow ? dim3(p.heads_kv, p.groups) : dim3(static_cast<unsigned>(ctas));
+  plan.grid.ctas = kernel.kind == Kind::Narrow ? dim3(p.heads_kv, p.groups) : dim3(grid_of(ctas, "q"));
   return plan;
 }
 
@@ -213,7 +212,7 @@ Plan plan_tiles(Call const& call) {
   return plan;
 }
 
-/// Whether a planned call's query tiles hold the rows of all heads that share a key head. Those of a single head read
+/// Whether a planned call's query tiles hold the rows of all heads that share a KV head. Those of a single head read
 /// the keys for every head, and would have few rows.
 bool packs_heads(Plan const& plan) {
   Params const& p = plan.params;
@@ -331,11 +330,11 @@ Plan plan_with(Kernel const& kernel, Params p) {
   return lay_out(p, kernel, current_device());
 }
 
-Params after_append(Params const& params, void* turned_q) {
+Params after_append(Params const& params, void* rotated_q) {
   Params p = params;
   if (p.rotary.cos) {
     int64_t const row = int64_t(p.heads_q) * p.head_dim;
-    p.q = turned_q;
+    p.q = rotated_q;
     p.q_stride = {p.n_q * row, row, p.head_dim};
   }
   p.k_new = p.v_new = nullptr;
@@ -379,9 +378,9 @@ void run(Plan const& plan, cudaStream_t stream, Allocate const& allocate) {
   if (plan.appends_apart) {
     int64_t const elements =
         params.rotary.cos ? int64_t(params.batch) * params.n_q * params.heads_q * params.head_dim : 0;
-    void* const turned_q = elements > 0 ? allocate(elements * params.element_bytes) : nullptr;
-    append_new_keys(plan.kernel->dtype, params, turned_q, stream);
-    params = after_append(params, turned_q);
+    void* const rotated_q = elements > 0 ? allocate(elements * params.element_bytes) : nullptr;
+    append_new_keys(plan.kernel->dtype, params, rotated_q, stream);
+    params = after_append(params, rotated_q);
   }
   if (plan.kernel->kind == Kind::Persistent && shares_bias(params))
     static_cast<Pairs&>(params) = align_bias(params, stream, allocate);
@@ -412,7 +411,7 @@ void run(Plan const& plan, cudaStream_t stream, Allocate const& allocate) {
     if (few) of_few->counters = params.counters + plan.counters;
   }
   try {
-    std::optional<Fork> fork;
+    std::optional<SideStream> fork;
     if (few) few->kernel->launch(*of_few, few->grid, fork.emplace(device, stream).beside());
     plan.kernel->launch(params, plan.grid, stream);
     if (plan.relief > 0) {

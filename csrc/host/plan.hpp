@@ -58,8 +58,8 @@ Plan plan(Params params, Request const& request);
 Plan plan_with(Kernel const& kernel, Params params);
 
 /// The call as it is once the launch of append.hpp is done: all keys are there, and q, where it is rotated, lies at
-/// `turned_q`.
-Params after_append(Params const& params, void* turned_q);
+/// `rotated_q`.
+Params after_append(Params const& params, void* rotated_q);
 
 /// Launches, and writes where `plan.params` says, which may be told after planning.
 void run(Plan const& plan, cudaStream_t stream, Allocate const& allocate);

@@ -1,6 +1,6 @@
 // dBias, for each dtype, and the choice of its parts.
 #include "../fmha/backward/dbias.hpp"
-#include "../host/gradient_steps.hpp"
+#include "../host/backward_steps.hpp"
 
 #include <algorithm>
 

@@ -1,11 +1,11 @@
 // Decoding fp16 and bf16 on mma.sync tensor cores, head_dim up to 64. `true`: Decode for plain calls alone,
 // NarrowDecode for packed calls alone.
-#include "../fmha/decode/main.hpp"
+#include "../fmha/decode/fmha.hpp"
 #include "../fmha/decode/narrow.hpp"
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<decode::Decode<64, cute::half_t, 1, 4, 16, 6, true>>(),
     kernel_of<decode::Decode<64, cute::half_t, 1, 4, 16, 6, false>>(),
     kernel_of<decode::Decode<64, cute::half_t, 4, 1, 64, 6, false>>(),

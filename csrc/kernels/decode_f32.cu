@@ -1,9 +1,9 @@
 // Decoding fp32 on CUDA cores.
-#include "../fmha/decode/main.hpp"
+#include "../fmha/decode/fmha.hpp"
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<decode::Decode<64, float, 1, 4, 8, 4, false>>(),
     kernel_of<decode::Decode<128, float, 1, 4, 8, 2, false>>(),
     kernel_of<decode::Decode<256, float, 1, 2, 8, 2, false>>(),

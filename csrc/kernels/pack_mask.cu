@@ -8,9 +8,7 @@ namespace cutlass_ext {
 void pack_mask(ByteMask const& mask, uint32_t* bits, cudaStream_t stream) {
   int64_t const ctas = int64_t(mask.batch) * mask.heads * Mask::blocks_of(mask.rows) * pack_ctas(mask.keys);
   if (ctas == 0) return;
-  if (ctas > INT32_MAX)
-    fail("ValueError", "mask: has ", ctas, " parts of 64 rows and 512 keys; a launch has room for fewer than 2^31");
-  pack_mask_kernel<<<static_cast<unsigned>(ctas), kPackThreads, 0, stream>>>(mask, bits);
+  pack_mask_kernel<<<grid_of(ctas, "mask"), kPackThreads, 0, stream>>>(mask, bits);
   check_cuda(cudaGetLastError(), "packing the mask");
 }
 

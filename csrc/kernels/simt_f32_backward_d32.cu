@@ -3,7 +3,7 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<simt::Backward<Axis::Keys, 64, 128, 32, float, 128, simt::Walk<32>>>(),
     kernel_of<simt::Backward<Axis::Rows, 128, 64, 32, float, 128, simt::Walk<32>>>(),
 };

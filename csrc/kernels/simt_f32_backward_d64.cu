@@ -4,7 +4,7 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<simt::Backward<Axis::Keys, 32, 128, 64, float, 128, simt::Walk<64>>>(),
     kernel_of<simt::Backward<Axis::Rows, 128, 32, 64, float, 128, simt::Walk<64>>>(),
 };

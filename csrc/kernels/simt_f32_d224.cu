@@ -3,7 +3,7 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<simt::FMHA<32, 32, 224, float, 64>>(),
 };
 }  // namespace cutlass_ext

@@ -3,7 +3,7 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<simt::FMHA<128, 64, 32, float, 128>>(),
     kernel_of<simt::FMHA<64, 32, 32, float, 128>>(),
     kernel_of<simt::FewTiles<32, 64, 32, float, 128>>(),

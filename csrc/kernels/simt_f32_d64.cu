@@ -3,7 +3,7 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<simt::FMHA<128, 64, 64, float, 128>>(),
     kernel_of<simt::FMHA<32, 64, 64, float, 64>>(),
     kernel_of<simt::FMHA<64, 32, 64, float, 128>>(),

@@ -3,7 +3,7 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<simt::FMHA<64, 64, 96, float, 128>>(),
     kernel_of<simt::FMHA<64, 32, 96, float, 128>>(),
 };

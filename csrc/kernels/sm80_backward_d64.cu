@@ -6,7 +6,7 @@ namespace cutlass_ext {
 // Accumulators of a thread, and shared memory of a CTA, two of which a multiprocessor of 8.0 and 9.0 holds:
 //   keys   dK and dV of 32 keys a warp 2 x 64, S and dP of 32 rows 2 x 32; K, V 32 KB, two stages of Q, dO 16 KB
 //   rows   dQ of 32 rows a warp 64, S and dP of 32 keys 2 x 32, Q and dO as operands 2 x 32; 48 KB likewise
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<sm80::Backward<Axis::Keys, false, 32, 128, 64, cute::half_t, 128>>(),
     kernel_of<sm80::Backward<Axis::Keys, true, 32, 128, 64, cute::half_t, 128>>(),
     kernel_of<sm80::Backward<Axis::Rows, false, 128, 32, 64, cute::half_t, 128, 2, 2>>(),

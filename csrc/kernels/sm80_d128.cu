@@ -3,7 +3,7 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<sm80::FMHA<false, 128, 48, 128, cute::half_t, 128>>(),
     kernel_of<sm80::FMHA<true, 128, 48, 128, cute::half_t, 128>>(),
     kernel_of<sm80::FMHA<false, 64, 64, 128, cute::half_t, 128, 1>>(),

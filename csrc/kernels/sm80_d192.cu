@@ -3,7 +3,7 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<sm80::FMHA<false, 64, 80, 192, cute::half_t, 128, 1>>(),
     kernel_of<sm80::FMHA<true, 64, 80, 192, cute::half_t, 128, 1>>(),
     kernel_of<sm80::FMHA<false, 64, 32, 192, cute::half_t, 128>>(),

@@ -3,7 +3,7 @@
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<sm80::Backward<Axis::Keys, false, 32, 64, 64, float, 128>>(),
     kernel_of<sm80::Backward<Axis::Keys, true, 32, 64, 64, float, 128>>(),
     kernel_of<sm80::Backward<Axis::Rows, false, 64, 32, 64, float, 128, 2, 2>>(),

@@ -5,13 +5,13 @@
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
-using sm90::SumsOfQueries;
-static Entered const kernels_here{
+using sm90::DqAccumulation;
+static RegisteredKernels const kernels_here{
     kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::half_t, 2>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 32, 256, 256, cute::half_t, 2>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::half_t, 2, 0, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::half_t, 2, 0, DqAccumulation::Global>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::bfloat16_t, 2>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 32, 256, 256, cute::bfloat16_t, 2>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::bfloat16_t, 2, 0, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::bfloat16_t, 2, 0, DqAccumulation::Global>>(),
 };
 }  // namespace cutlass_ext

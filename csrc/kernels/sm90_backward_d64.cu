@@ -5,17 +5,17 @@
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
-using sm90::SumsOfQueries;
-static Entered const kernels_here{
+using sm90::DqAccumulation;
+static RegisteredKernels const kernels_here{
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 4>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 64, 64, cute::half_t, 3>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 4, 0, SumsOfQueries::InMemory>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 192, 64, 64, cute::half_t, 3, 0, SumsOfQueries::InMemory>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 3, 0, SumsOfQueries::InShared>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 4, 0, DqAccumulation::Global>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 192, 64, 64, cute::half_t, 3, 0, DqAccumulation::Global>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::half_t, 3, 0, DqAccumulation::Shared>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 4>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 128, 64, 64, cute::bfloat16_t, 3>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 4, 0, SumsOfQueries::InMemory>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 192, 64, 64, cute::bfloat16_t, 3, 0, SumsOfQueries::InMemory>>(),
-    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 3, 0, SumsOfQueries::InShared>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 4, 0, DqAccumulation::Global>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 192, 64, 64, cute::bfloat16_t, 3, 0, DqAccumulation::Global>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, cute::bfloat16_t, 3, 0, DqAccumulation::Shared>>(),
 };
 }  // namespace cutlass_ext

@@ -6,10 +6,10 @@
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
-using sm90::SumsOfQueries;
-template <class Element, int Stages, Features Mods, SumsOfQueries OfQueries = SumsOfQueries::InMemory>
+using sm90::DqAccumulation;
+template <class Element, int Stages, Features Mods, DqAccumulation OfQueries = DqAccumulation::Global>
 using OfPairs = sm90::Backward<Axis::Keys, 64, 128, 128, 128, Element, Stages, Mods, OfQueries>;
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<OfPairs<cute::half_t, 3, feature::Dropout>>(),
     kernel_of<OfPairs<cute::half_t, 3, feature::Mask>>(),
     kernel_of<OfPairs<cute::half_t, 3, feature::Mask | feature::Dropout>>(),

@@ -6,25 +6,25 @@
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
-using sm90::SumsOfQueries;
-template <class Element, int Stages, Features Mods, SumsOfQueries OfQueries = SumsOfQueries::InMemory>
+using sm90::DqAccumulation;
+template <class Element, int Stages, Features Mods, DqAccumulation OfQueries = DqAccumulation::Global>
 using OfPairs = sm90::Backward<Axis::Keys, 64, 128, 64, 64, Element, Stages, Mods, OfQueries>;
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<OfPairs<cute::half_t, 4, feature::Dropout>>(),
     kernel_of<OfPairs<cute::half_t, 4, feature::Mask>>(),
     kernel_of<OfPairs<cute::half_t, 4, feature::Mask | feature::Dropout>>(),
     kernel_of<OfPairs<cute::half_t, 4, feature::Bias>>(),
     kernel_of<OfPairs<cute::half_t, 4, feature::Bias | feature::Mask>>(),
     kernel_of<OfPairs<cute::half_t, 4, feature::kBias>>(),
-    kernel_of<OfPairs<cute::half_t, 3, feature::Dropout, SumsOfQueries::InShared>>(),
-    kernel_of<OfPairs<cute::half_t, 3, feature::Mask, SumsOfQueries::InShared>>(),
+    kernel_of<OfPairs<cute::half_t, 3, feature::Dropout, DqAccumulation::Shared>>(),
+    kernel_of<OfPairs<cute::half_t, 3, feature::Mask, DqAccumulation::Shared>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Dropout>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Mask>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Mask | feature::Dropout>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Bias>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::Bias | feature::Mask>>(),
     kernel_of<OfPairs<cute::bfloat16_t, 4, feature::kBias>>(),
-    kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Dropout, SumsOfQueries::InShared>>(),
-    kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Mask, SumsOfQueries::InShared>>(),
+    kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Dropout, DqAccumulation::Shared>>(),
+    kernel_of<OfPairs<cute::bfloat16_t, 3, feature::Mask, DqAccumulation::Shared>>(),
 };
 }  // namespace cutlass_ext

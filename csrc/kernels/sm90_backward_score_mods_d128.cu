@@ -5,15 +5,14 @@
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
-using sm90::SumsOfQueries;
-static Entered const kernels_here{
+using sm90::DqAccumulation;
+static RegisteredKernels const kernels_here{
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, feature::kMods>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 64, 128, 128, cute::half_t, 3, feature::kMods>>(),
-    kernel_of<
-        sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, feature::kMods, SumsOfQueries::InMemory>>(),
+    kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::half_t, 3, feature::kMods, DqAccumulation::Global>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, feature::kMods>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 64, 128, 128, cute::bfloat16_t, 3, feature::kMods>>(),
     kernel_of<
-        sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, feature::kMods, SumsOfQueries::InMemory>>(),
+        sm90::Backward<Axis::Keys, 64, 128, 128, 128, cute::bfloat16_t, 3, feature::kMods, DqAccumulation::Global>>(),
 };
 }  // namespace cutlass_ext

@@ -4,7 +4,7 @@
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::half_t, 2, feature::kMods>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 32, 256, 256, cute::half_t, 2, feature::kMods>>(),
     kernel_of<sm90::Backward<Axis::Keys, 64, 64, 256, 256, cute::bfloat16_t, 2, feature::kMods>>(),

@@ -1,4 +1,4 @@
-// fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 192 for Q and K, 128 for V; `true`: with softcap and
+// fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 192 for Q and K, 128 for V; `kMods`: with softcap and
 // ALiBi.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // tiles of 112 keys (make_product)
 #include "../fmha/sm90/fmha.hpp"
@@ -6,7 +6,7 @@
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<sm90::FMHA<128, 112, 192, 128, cute::half_t, 2, 1>>(),
     kernel_of<sm90::FMHA<128, 112, 192, 128, cute::half_t, 2, 1, feature::kMods>>(),
     kernel_of<sm90::FMHA<128, 112, 192, 128, cute::bfloat16_t, 2, 1>>(),

@@ -1,10 +1,10 @@
-// fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 256; `true`: with softcap and ALiBi.
+// fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 256; `kMods`: with softcap and ALiBi.
 #include "../fmha/sm90/fmha.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<sm90::FMHA<128, 64, 256, 256, cute::half_t, 2, 1>>(),
     kernel_of<sm90::FMHA<128, 64, 256, 256, cute::half_t, 2, 1, feature::kMods>>(),
     kernel_of<sm90::FMHA<128, 64, 256, 256, cute::bfloat16_t, 2, 1>>(),

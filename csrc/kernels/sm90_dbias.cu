@@ -22,7 +22,7 @@ struct Argument<sm90::BiasMaps, Traits> {
   }
 };
 
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<sm90::BiasGradients<64, cute::half_t, 5>>(),
     kernel_of<sm90::BiasGradients<128, cute::half_t, 3>>(),
     kernel_of<sm90::BiasGradients<64, cute::bfloat16_t, 5>>(),

@@ -1,11 +1,11 @@
-// Decoding fp16 and bf16 on Hopper: with a cluster of CTAs for each sequence and key head (`true`: with new keys), and
+// Decoding fp16 and bf16 on Hopper: with a cluster of CTAs for each sequence and KV head (`true`: with new keys), and
 // beside a launch that prefills (`true`: plain calls alone).
 #include "../fmha/decode/cluster.hpp"
-#include "../fmha/decode/main.hpp"
+#include "../fmha/decode/fmha.hpp"
 #include "kernel.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<decode::ClusterDecode<64, cute::half_t, false>>(),
     kernel_of<decode::ClusterDecode<64, cute::half_t, true>>(),
     kernel_of<decode::ClusterDecode<128, cute::half_t, false>>(),

@@ -4,7 +4,7 @@
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<sm90::Backward<Axis::Keys, 64, 128, 64, 64, float, 4>>(),
     kernel_of<sm90::Backward<Axis::Rows, 128, 64, 64, 64, float, 4>>(),
 };

@@ -1,12 +1,12 @@
 // fp32 on Hopper's tensor cores (WGMMA), each operand in two fp16 parts, head_dim up to 192 for Q and K, 128 for V;
-// `true`: with softcap and ALiBi.
+// `kMods`: with softcap and ALiBi.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // tiles of 48 keys (make_product)
 #include "../fmha/sm90/fmha.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<sm90::FMHA<128, 48, 192, 128, float, 2, 1>>(),
     kernel_of<sm90::FMHA<128, 48, 192, 128, float, 2, 1, feature::kMods>>(),
 };

@@ -8,7 +8,7 @@
 namespace cutlass_ext {
 template <class Element, Features Mods>
 using Of = sm90::FMHA<128, 128, 128, 128, Element, 2, 2, Mods>;
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<Of<cute::half_t, feature::kScoreMods>>(),
     kernel_of<sm90::FMHA<128, 128, 128, 128, cute::half_t, 2, 1, feature::Bias>>(),
     kernel_of<sm90::FMHA<128, 128, 128, 128, cute::half_t, 2, 1, feature::Bias | feature::Mask>>(),

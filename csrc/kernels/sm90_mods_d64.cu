@@ -8,7 +8,7 @@
 namespace cutlass_ext {
 template <class Element, Features Mods>
 using Of = sm90::FMHA<128, 128, 64, 64, Element, 3, 2, Mods>;
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<Of<cute::half_t, feature::kScoreMods>>(),
     kernel_of<sm90::FMHA<192, 128, 64, 64, cute::half_t, 3, 2, feature::Bias>>(),
     kernel_of<sm90::FMHA<192, 128, 64, 64, cute::half_t, 3, 2, feature::Bias | feature::Mask>>(),

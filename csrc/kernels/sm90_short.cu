@@ -5,7 +5,7 @@
 #include "tensor_maps.hpp"
 
 namespace cutlass_ext {
-static Entered const kernels_here{
+static RegisteredKernels const kernels_here{
     kernel_of<sm90::ShortFMHA<64, 64, cute::half_t, 1, 1>>(),
     kernel_of<sm90::ShortFMHA<64, 64, cute::half_t, 4, 2>>(),
     kernel_of<sm90::ShortFMHA<64, 128, cute::half_t, 1, 1>>(),

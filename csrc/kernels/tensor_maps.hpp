@@ -66,7 +66,7 @@ CUtensorMap tensor_map(CUtensorMapDataType dtype, void const* data, int64_t cols
   return map;
 }
 
-/// The maps of a launch with tiles of B_r query rows, of as many heads as share a tile (rows.hpp), and of B_c keys,
+/// The maps of a launch with tiles of B_r query rows, of as many heads as share a tile (pack_gqa.hpp), and of B_c keys,
 /// from pages in boxes.
 template <class Traits>
 struct Argument<sm90::TensorMaps, Traits> {
@@ -141,10 +141,10 @@ struct Argument<sm90::GradientMaps, Traits> {
         Traits::B_r / Traits::Cluster, Traits::OfKeys ? Traits::HeldBox : Traits::B_c);
     sm90::GradientMaps maps =
         Traits::OfKeys ? sm90::GradientMaps{k, v, q, dout, {}} : sm90::GradientMaps{q, dout, k, v, {}};
-    if (Traits::Sectioned && p.sections) {
+    if (Traits::FusesPostprocess && p.sections) {
       maps.dq = tensor_map(map_dtype<typename Traits::Part>, p.dq, p.head_dim,
                            {{p.n_q, p.dq_stride.row, 16}, {p.heads_q, p.dq_stride.head}, {p.batch, p.dq_stride.batch}},
-                           Traits::ColumnsBeside);
+                           Traits::ColumnsPostprocess);
     }
     return maps;
   }

@@ -179,8 +179,10 @@ std::string schema_of(Operator of, std::string const& name, bool appends, char c
   return text + ") -> " + returns;
 }
 
-ByteMask bytes_of(Tensor const& mask) {
-  auto const size = [&](int i) { return static_cast<int>(mask.size(i) > 1 && mask.stride(i) == 0 ? 1 : mask.size(i)); };
+ByteMask bytes_of(Tensor const& mask, bool once) {
+  auto const size = [&](int i) {
+    return static_cast<int>(once && mask.size(i) > 1 && mask.stride(i) == 0 ? 1 : mask.size(i));
+  };
   return {mask.as<uint8_t>(), size(0),        size(1),        size(2),       static_cast<int>(mask.size(3)),
           mask.stride(0),     mask.stride(1), mask.stride(2), mask.stride(3)};
 }

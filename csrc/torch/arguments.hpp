@@ -61,6 +61,9 @@ std::string schema_of(Operator of, std::string const& name, bool appends, char c
 /// Throws what is wrong with the arguments, naming the argument, what came and what would do.
 void check(Arguments const& arguments);
 
+/// The same of what pack_mask is given.
+void check_mask_to_pack(Tensor const& mask);
+
 /// Of [batch, row, head, head_dim], or of packed [row, head, head_dim].
 Strides strides_of(Tensor const& t);
 
@@ -69,7 +72,7 @@ Params params_of(Arguments const& arguments);
 BackwardParams backward_params_of(Arguments const& arguments);
 Request request_of(Arguments const& arguments);
 
-/// A bool tensor of scores, of which a dimension that repeats its elements has one.
-ByteMask bytes_of(Tensor const& mask);
+/// A bool tensor of scores; `once`: of which a dimension that repeats its elements has one.
+ByteMask bytes_of(Tensor const& mask, bool once = true);
 
 }  // namespace cutlass_ext

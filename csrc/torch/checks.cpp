@@ -34,7 +34,7 @@ void check_vector(char const* name, Tensor const& t, Tensor const& q, int32_t dt
   if (!t) return;
   check_dtype(name, t, dtype);
   if (t.dim() != 1 || t.size(0) != length)
-    fail("ValueError", name, ": has shape ", t.shape_text(), "; expected ", meaning, " = [", length, "]");
+    fail("ValueError", name, ": has shape ", t.shape_text(), "; expected ", meaning, "[", length, "]");
   if (length > 1 && t.stride(0) != 1) fail("ValueError", name, ": is not contiguous; call .contiguous() on it");
   check_same_device(name, t, q);
 }
@@ -134,8 +134,10 @@ void check_packing(Arguments const& a) {
     fail("ValueError", "cu_seqlens_q: has shape ", ends.shape_text(),
          "; expected [batch + 1], the row where each sequence begins and the end of the last");
   }
-  check_vector("cu_seqlens_q", a.cu_seqlens_q, a.q, kInt32, ends.size(0), "[batch + 1]");
-  check_vector("cu_seqlens_k", a.cu_seqlens_k, a.q, kInt32, ends.size(0), "[batch + 1] of cu_seqlens_q");
+  if (ends.size(0) > INT32_MAX)
+    fail("ValueError", "cu_seqlens_q: has ", ends.size(0), " elements; expected fewer than 2^31");
+  check_vector("cu_seqlens_q", a.cu_seqlens_q, a.q, kInt32, ends.size(0), "[batch + 1] = ");
+  check_vector("cu_seqlens_k", a.cu_seqlens_k, a.q, kInt32, ends.size(0), "[batch + 1] = ");
 }
 
 /// Pages, or a cache, of a call with `batch` sequences.
@@ -172,9 +174,9 @@ void check_cache(Arguments const& a) {
     fail("ValueError", "k_cache: has batch ", a.k.size(0), " and q has ", batch,
          "; they must be equal, or cache_batch_idx say which sequence is where");
   }
-  check_vector("cache_seqlens", a.cache_seqlens, a.q, kInt32, batch, "[batch]");
-  check_vector("cache_batch_idx", a.cache_batch_idx, a.q, kInt32, batch, "[batch]");
-  check_vector("cache_leftpad", a.cache_leftpad, a.q, kInt32, batch, "[batch]");
+  check_vector("cache_seqlens", a.cache_seqlens, a.q, kInt32, batch, "[batch] = ");
+  check_vector("cache_batch_idx", a.cache_batch_idx, a.q, kInt32, batch, "[batch] = ");
+  check_vector("cache_leftpad", a.cache_leftpad, a.q, kInt32, batch, "[batch] = ");
 }
 
 void check_new(Arguments const& a) {
@@ -248,7 +250,7 @@ bool is_normal_float(double x) { return x >= FLT_MIN && x <= FLT_MAX / 2; }
 void check_scores(Arguments const& a) {
   int64_t const heads_q = a.q.size(-2);
   int32_t const dtype = a.dtype_of_scores();
-  check_vector("sink", a.sink, a.q, dtype, heads_q, "[heads_q]");
+  check_vector("sink", a.sink, a.q, dtype, heads_q, "[heads_q] = ");
   Tensor const& slopes = a.alibi_slopes;
   if (slopes && slopes.dim() == 2) {
     check_dtype("alibi_slopes", slopes, dtype);
@@ -259,7 +261,7 @@ void check_scores(Arguments const& a) {
     check_contiguous_rows("alibi_slopes", slopes);
     check_same_device("alibi_slopes", slopes, a.q);
   } else {
-    check_vector("alibi_slopes", slopes, a.q, dtype, heads_q, "[heads_q] or [batch, heads_q], here [heads_q]");
+    check_vector("alibi_slopes", slopes, a.q, dtype, heads_q, "[heads_q] or [batch, heads_q], here [heads_q] = ");
   }
   if (a.softmax_scale && !is_normal_float(*a.softmax_scale)) {
     fail("ValueError", "softmax_scale: is ", *a.softmax_scale,
@@ -339,7 +341,7 @@ void check_dropout(Arguments const& a) {
   }
   if (a.dropout_p > 0.0 && !a.dropout_seed)
     fail("ValueError", "dropout_seed: is None beside a dropout_p of ", a.dropout_p, "; expected an int64 tensor [2]");
-  check_vector("dropout_seed", a.dropout_seed, a.q, kInt64, 2, "[2]");
+  check_vector("dropout_seed", a.dropout_seed, a.q, kInt64, 2, "");
   for (auto const& [name, start] :
        {std::pair("head_start", a.head_start), std::pair("sequence_start", a.sequence_start)}) {
     if (start < 0 || start > INT32_MAX)
@@ -349,10 +351,10 @@ void check_dropout(Arguments const& a) {
 
 void check_positions(Arguments const& a) {
   auto const fits = [](int64_t position) { return -kMaxLength < position && position < kMaxLength; };
-  check_vector("key_start", a.key_starts, a.q, kInt32, a.batch(), "[batch]");
+  check_vector("key_start", a.key_starts, a.q, kInt32, a.batch(), "[batch] = ");
   if (!fits(a.key_start))
     fail("ValueError", "key_start: is ", a.key_start, "; expected a position between -2^29 and 2^29");
-  check_vector("start_pos", a.start_positions, a.q, kInt32, a.batch(), "[batch]");
+  check_vector("start_pos", a.start_positions, a.q, kInt32, a.batch(), "[batch] = ");
   if (a.start_pos && !fits(*a.start_pos)) {
     fail("ValueError", "start_pos: is ", *a.start_pos, a.key_start == 0 ? "" : " behind key_start",
          "; expected a position between -2^29 and 2^29");
@@ -467,6 +469,16 @@ void check_gradients(Arguments const& a) {
 
 }  // namespace
 
+void check_mask_to_pack(Tensor const& mask) {
+  if (mask.dtype != kBool)
+    fail("TypeError", "mask: has dtype ", dtype_name(mask.dtype), "; expected bool, true where a key is visible");
+  if (mask.dim() != 4)
+    fail("ValueError", "mask: has shape ", mask.shape_text(), "; expected [batch, heads, rows of q, keys], each or 1");
+  if (mask.size(0) > INT32_MAX || mask.size(1) > INT32_MAX || mask.size(2) >= kMaxLength || mask.size(3) >= kMaxLength)
+    fail("ValueError", "mask: has shape ", mask.shape_text(),
+         "; expected fewer than 2^31 sequences and heads, and fewer than 2^29 rows and keys");
+}
+
 void check(Arguments const& a) {
   if (a.is_backward() && a.block_table)
     fail("NotImplementedError", "block_table: there is no backward pass of keys in pages; expected None");
@@ -478,8 +490,8 @@ void check(Arguments const& a) {
     check_new(a);
     check_rotary(a);
   }
-  check_vector("seqused_k", a.seqused_k, a.q, kInt32, a.batch(), "[batch]");
-  check_vector("leftpad_k", a.leftpad_k, a.q, kInt32, a.batch(), "[batch]");
+  check_vector("seqused_k", a.seqused_k, a.q, kInt32, a.batch(), "[batch] = ");
+  check_vector("leftpad_k", a.leftpad_k, a.q, kInt32, a.batch(), "[batch] = ");
   check_positions(a);
   check_scores(a);
   check_bias_and_mask(a);

@@ -29,10 +29,9 @@ AtenTensorHandle no_lse(int device) {
 }
 
 /// The bits of a mask.
-Allocation pack(Tensor const& t, cudaStream_t stream) {
-  ByteMask const bytes = bytes_of(t);
+Allocation pack(ByteMask const& bytes, int device, cudaStream_t stream) {
   Allocation bits({bytes.batch, bytes.heads, Mask::stored_rows(bytes.rows), Mask::words_of(bytes.keys)}, kInt32,
-                  t.device_index);
+                  device);
   pack_mask(bytes, static_cast<uint32_t*>(bits.data), stream);
   return bits;
 }
@@ -40,7 +39,7 @@ Allocation pack(Tensor const& t, cudaStream_t stream) {
 /// Those of a call's mask, if it has one that is not packed yet, which the launches to come read.
 Allocation pack(Tensor const& t, cudaStream_t stream, Params* params) {
   if (!t || t.dtype == kInt32) return {};
-  Allocation bits = pack(t, stream);
+  Allocation bits = pack(bytes_of(t), t.device_index, stream);
   params->mask.bits = static_cast<uint32_t const*>(bits.data);
   return bits;
 }
@@ -228,12 +227,14 @@ void boxed(StableIValue* stack, uint64_t, uint64_t) {
   Body(arguments, stack);
 }
 
-/// A bool mask as the operators take it too: packed once for many calls.
+/// A bool mask as the operators take it too: packed once for many calls, those of an expanded one as often as it says.
 void packed_mask(StableIValue* stack, uint64_t, uint64_t) {
   Tensor mask(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
   mask.look();
-  DeviceGuard const guard(mask.device_index);
-  stack[0] = torch::stable::detail::from(pack(mask, current_stream(mask.device_index)).release());
+  check_mask_to_pack(mask);
+  int const device = mask.device_index;
+  DeviceGuard const guard(device);
+  stack[0] = torch::stable::detail::from(pack(bytes_of(mask, false), device, current_stream(device)).release());
 }
 
 /// The kernels whose features hold all of `features`, by family, kind, dtype and tile: what the tests hold features.hpp

@@ -15,7 +15,7 @@
 #include "fake_cuda.hpp"
 #include "fmha/backward/bias_tiles.hpp"
 #include "host/backward.hpp"
-#include "host/gradient_steps.hpp"
+#include "host/backward_steps.hpp"
 #include "host/operand_parts.hpp"
 
 namespace cutlass_ext {
@@ -41,8 +41,8 @@ BackwardParams make_parts(BackwardParams const& params, int, int, void*, cudaStr
   p.out_of_range = &flag;
   return p;
 }
-void turn_mask(BackwardParams const&, cudaStream_t) {}
-void map_tiles(BackwardParams const&, bool, int, int, cudaStream_t) {}
+void transpose_mask(BackwardParams const&, cudaStream_t) {}
+void classify_tiles(BackwardParams const&, bool, int, int, cudaStream_t) {}
 void compute_dbias(DType, Kernel const* hopper, BackwardParams, cudaStream_t, Allocate const&) {
   done.emplace_back(hopper ? "dBias by " + std::string(hopper->family) : "dBias");
 }
@@ -155,7 +155,7 @@ TEST(BackwardPlan, DropoutAloneHasKernelsOfItsOwn) {
   EXPECT_EQ(mods_of(Call(8, 2048, 2048, 16, 16, 128).in_any_order().dropout().bias()), feature::kMods);
   BackwardPlan const plan = plan_of(Call(8, 2048, 2048, 16, 16, 128).in_any_order().dropout(), &p);
   EXPECT_LT(plan.of_keys.ctas, plan.of_keys.scheduler.size()) << "CTAs take one tile after the other";
-  EXPECT_TRUE(plan.of_keys.is_sectioned);
+  EXPECT_TRUE(plan.of_keys.fuses_postprocess);
   EXPECT_FALSE(plan.of_keys.is_mirrored);
 }
 
@@ -180,7 +180,7 @@ TEST(BackwardPlan, ABiasAloneHasKernelsOfItsOwn) {
   EXPECT_EQ(mods_of(other), feature::kBias);
   BackwardPlan const plan = plan_of(call(2048), &p);
   EXPECT_LT(plan.of_keys.ctas, plan.of_keys.scheduler.size()) << "CTAs take one tile after the other";
-  EXPECT_TRUE(plan.of_keys.is_sectioned);
+  EXPECT_TRUE(plan.of_keys.fuses_postprocess);
   EXPECT_FALSE(plan.stores_dbias) << "of which each element is the sum of eight";
   other = call(2048);
   other.p.bias.batch = other.p.bias.head = 2048;  // any but 0
@@ -205,7 +205,7 @@ TEST(BackwardPlan, AMaskAloneHasKernelsOfItsOwn) {
   EXPECT_EQ(plan_of(Call(32, 512, 512, 16, 16, 64).mask(), &p).of_keys.kernel->kind, Kind::HeadGradients);
   BackwardPlan const plan = plan_of(call(), &p);
   EXPECT_LT(plan.of_keys.ctas, plan.of_keys.scheduler.size()) << "CTAs take one tile after the other";
-  EXPECT_TRUE(plan.of_keys.is_sectioned);
+  EXPECT_TRUE(plan.of_keys.fuses_postprocess);
   Call const long_rows = Call(4, 4096, 4096, 28, 4, 128).in_any_order().causal();
   EXPECT_TRUE(plan_of(long_rows, &p).of_keys.is_mirrored);
   EXPECT_FALSE(plan_of(Call(long_rows).mask(), &p).of_keys.is_mirrored) << "tiles that it hides are no image's";
@@ -216,7 +216,7 @@ TEST(BackwardPlan, PassesSumsOfWideHeadsOnWhereAClusterHasAllOfThem) {
     BackwardParams p;
     return plan_of(call, &p).of_keys;
   };
-  auto const passes = [&](Call const& call) { return launch_of(call).kernel->loop.passes_sums; };
+  auto const passes = [&](Call const& call) { return launch_of(call).kernel->loop.dq_through_cluster; };
   auto const of = [](int batch, int n, int heads, int heads_kv, int head_dim) {
     return Call(batch, n, n, heads, heads_kv, head_dim).in_any_order();
   };
@@ -285,35 +285,35 @@ TEST(BackwardPlan, MirrorsTilesWhereGroupsAreLargerThanL2) {
 }
 
 TEST(BackwardPlan, MakesDqBesideTilesThatTakeLongEnough) {
-  auto const is_sectioned = [](Call const& call) {
+  auto const fuses_postprocess = [](Call const& call) {
     BackwardParams p;
     BackwardPlan const plan = plan_of(call, &p);
     // A wave of tiles.
-    if (plan.of_keys.is_sectioned) EXPECT_GE(plan.of_keys.scheduler.items_a_section(), 132 - 15);
-    return plan.of_keys.is_sectioned;
+    if (plan.of_keys.fuses_postprocess) EXPECT_GE(plan.of_keys.scheduler.items_a_section(), 132 - 15);
+    return plan.of_keys.fuses_postprocess;
   };
   auto const of = [](int batch, int n, int heads, int heads_kv, int head_dim) {
     return Call(batch, n, n, heads, heads_kv, head_dim).in_any_order();
   };
-  EXPECT_TRUE(is_sectioned(of(16, 1024, 16, 16, 128)));
-  EXPECT_TRUE(is_sectioned(of(8, 2048, 16, 16, 128)));
-  EXPECT_TRUE(is_sectioned(of(8, 2048, 16, 16, 128).causal()));
-  EXPECT_TRUE(is_sectioned(of(9, 1500, 16, 16, 104)));
-  EXPECT_TRUE(is_sectioned(of(8, 1024, 12, 12, 64).causal()));
-  EXPECT_TRUE(is_sectioned(of(8, 1024, 32, 16, 64)));
-  EXPECT_FALSE(is_sectioned(of(16, 1024, 16, 16, 128).causal())) << "tiles see half of the rows";
-  EXPECT_FALSE(is_sectioned(of(5, 700, 64, 64, 128)));
-  EXPECT_FALSE(is_sectioned(of(8, 1024, 32, 8, 64))) << "68 MB of sums";
-  EXPECT_FALSE(is_sectioned(of(1, 2048, 16, 16, 128))) << "two waves";
-  EXPECT_FALSE(is_sectioned(of(8, 2048, 8, 8, 256))) << "no shared memory";
-  EXPECT_TRUE(is_sectioned(of(8, 2048, 32, 32, 64))) << "three warpgroups";
-  EXPECT_FALSE(is_sectioned(of(9, 1500, 32, 32, 64).causal())) << "which leave the warp less of it";
-  EXPECT_FALSE(is_sectioned(of(8, 2048, 16, 16, 128).lengths()));
-  EXPECT_FALSE(is_sectioned(of(8, 2048, 16, 16, 128).packed(16384, 16384)));
-  EXPECT_FALSE(is_sectioned(Call(8, 2048, 2048, 16, 16, 128))) << "which adds to nothing";
+  EXPECT_TRUE(fuses_postprocess(of(16, 1024, 16, 16, 128)));
+  EXPECT_TRUE(fuses_postprocess(of(8, 2048, 16, 16, 128)));
+  EXPECT_TRUE(fuses_postprocess(of(8, 2048, 16, 16, 128).causal()));
+  EXPECT_TRUE(fuses_postprocess(of(9, 1500, 16, 16, 104)));
+  EXPECT_TRUE(fuses_postprocess(of(8, 1024, 12, 12, 64).causal()));
+  EXPECT_TRUE(fuses_postprocess(of(8, 1024, 32, 16, 64)));
+  EXPECT_FALSE(fuses_postprocess(of(16, 1024, 16, 16, 128).causal())) << "tiles see half of the rows";
+  EXPECT_FALSE(fuses_postprocess(of(5, 700, 64, 64, 128)));
+  EXPECT_FALSE(fuses_postprocess(of(8, 1024, 32, 8, 64))) << "68 MB of sums";
+  EXPECT_FALSE(fuses_postprocess(of(1, 2048, 16, 16, 128))) << "two waves";
+  EXPECT_FALSE(fuses_postprocess(of(8, 2048, 8, 8, 256))) << "no shared memory";
+  EXPECT_TRUE(fuses_postprocess(of(8, 2048, 32, 32, 64))) << "three warpgroups";
+  EXPECT_FALSE(fuses_postprocess(of(9, 1500, 32, 32, 64).causal())) << "which leave the warp less of it";
+  EXPECT_FALSE(fuses_postprocess(of(8, 2048, 16, 16, 128).lengths()));
+  EXPECT_FALSE(fuses_postprocess(of(8, 2048, 16, 16, 128).packed(16384, 16384)));
+  EXPECT_FALSE(fuses_postprocess(Call(8, 2048, 2048, 16, 16, 128))) << "which adds to nothing";
   Call unaligned = of(8, 2048, 16, 16, 128);
   unaligned.p.dq = somewhere<char>() + 8;
-  EXPECT_FALSE(is_sectioned(unaligned)) << "the copy engine writes dQ";
+  EXPECT_FALSE(fuses_postprocess(unaligned)) << "the copy engine writes dQ";
 }
 
 TEST(BackwardPlan, HasTilesOfKeysAddInOrderWhereBitsAreFixed) {
@@ -423,7 +423,7 @@ TEST(BackwardPlan, HasACtaForAllOfAHeadWhereThatFillsTheGpu) {
   EXPECT_EQ(line_of(Call(32, 100, 200, 24, 6, 64).packed(3000, 5000).sink()), heads + "384 tiles");
   for (Call const& call : {
            Call(32, 513, 512, 32, 32, 64),                  // rows that there is no room for
-           Call(32, 129, 512, 32, 8, 64),                   // nor for those of all heads of a key head
+           Call(32, 129, 512, 32, 8, 64),                   // nor for those of all heads of a KV head
            Call(4, 512, 512, 32, 32, 64),                   // a head for half of the CTAs
            Call(32, 512, 512, 32, 32, 136).in_any_order(),  // no such kernel
            Call(32, 512, 512, 32, 32, 64).softcap(),        //
@@ -793,7 +793,7 @@ TEST(BackwardRun, MakesPartsAndHasLaunchesStandBy) {
   for (GradientLaunch* launch : {&plan.of_queries, &plan.of_keys, &exact.of_queries, &exact.of_keys}) {
     Kernel& kernel = kernels[next++] = *launch->kernel;
     kernel.launch = [](Params const& params, Grid const&, cudaStream_t) {
-      done.emplace_back(params.stands_aside() ? "stands by" : "computes");
+      done.emplace_back(params.is_skipped() ? "stands by" : "computes");
     };
     launch->kernel = &kernel;
   }
@@ -806,6 +806,21 @@ TEST(BackwardRun, MakesPartsAndHasLaunchesStandBy) {
   });
   EXPECT_EQ(done, (std::vector<std::string>{"statistics", "parts", "computes", "computes", "stands by", "stands by"}));
   EXPECT_EQ(workspace, 2u * 8 * 1024 * sizeof(RowStatistics) + 128) << "bytes_of_parts, above";
+}
+
+TEST(BackwardRun, RefusesWhatItsLastLaunchHasNoRoomForBeforeTheFirst) {
+  BackwardParams p;
+  BackwardPlan const plan = plan_of(Call(1 << 16, 1 << 20, 4096, 1, 1, 128).in_any_order(), &p);
+  ASSERT_TRUE(plan.adds_to_queries());
+  done.clear();
+  try {
+    run_backward(plan, p, nullptr, [](size_t) { return somewhere<void>(); });
+    FAIL() << "2^16 sequences of 2^14 tiles of rows, two panels of dQ each";
+  } catch (std::runtime_error const& error) {
+    EXPECT_EQ(std::string(error.what()),
+              "cutlass_ext.ValueError: q: asks for 2147483648 CTAs; a launch has room for fewer than 2^31");
+  }
+  EXPECT_TRUE(done.empty());
 }
 
 TEST(BackwardRun, ClearsWhatMayLieOutsideEverySequence) {

@@ -19,7 +19,7 @@ namespace {
 
 using namespace cute;
 
-/// DESIGN's rules of who sees whom, element by element.
+/// Who sees whom (docs/semantics.md), element by element.
 bool sees(Visibility const& v, int row, int key) {
   int const p = v.start_pos + row;
   return row >= 0 && row < v.n_q && key >= 0 && key < v.len_kv && (v.window_left < 0 || key >= p - v.window_left) &&

@@ -7,7 +7,7 @@
 #include "fmha/cache.hpp"
 #include "fmha/decode/params.hpp"
 #include "fmha/decode/walk.hpp"
-#include "fmha/rows.hpp"
+#include "fmha/pack_gqa.hpp"
 
 namespace cutlass_ext::decode {
 namespace {

@@ -129,7 +129,7 @@ Kernel adding(DType dtype, int d, int b_c, int shared, Features wants = 0) {
   kernel.loop.splits = wants != feature::Dropout;
   kernel.loop.any_order = !(wants & (feature::Mask | feature::Dropout));
   kernel.loop.in_order = !(wants & feature::Dropout) && d <= 128;
-  kernel.loop.sectioned = d <= 128;
+  kernel.loop.fuses_postprocess = d <= 128;
   kernel.loop.cluster = d == 192 ? 2 : 1;
   return kernel;
 }
@@ -143,14 +143,14 @@ Kernel splitting(Kind kind, DType dtype, int d, int b_r, int b_c) {
 Kernel of_heads(DType dtype, int d, Features more = 0) {
   Kernel kernel = gradients(Kind::HeadGradients, "sm90", dtype, d, 64, 128, Sink | Packed | kUnlike | more);
   kernel.wants = more;
-  kernel.loop.persistent = kernel.loop.knows_rows = true;
+  kernel.loop.persistent = kernel.loop.preprocesses_rows = true;
   kernel.takes_shape = [](Params const& p) { return (p.n_q + 63) / 64 * (p.heads_q / p.heads_kv) <= 8; };
   return kernel;
 }
 /// Of heads that a cluster has, whose CTAs pass sums of dQ on.
 Kernel passing(DType dtype, int d) {
   Kernel kernel = of_heads(dtype, d);
-  kernel.loop.passes_sums = true, kernel.loop.knows_rows = false;
+  kernel.loop.dq_through_cluster = true, kernel.loop.preprocesses_rows = false;
   kernel.shared_bytes = 220000;
   kernel.takes_shape = [](Params const& p) { return p.head_dim > 64 && p.n_kv <= 1024; };
   return kernel;
@@ -162,7 +162,7 @@ Kernel whole_heads(Kind kind, DType dtype, int shared) {
   Features const takes = kMods | Sink | Packed | kUnlike;
   return {"sm80", kind, dtype, 64, 64, most, most, takes, 2 * most, shared, new_entry(), takes_shape, nullptr};
 }
-Entered of_gradients(DType t) {
+RegisteredKernels of_gradients(DType t) {
   constexpr Features kPlain = Sink | Packed | kUnlike, kAll = kPlain | kScoreMods | kPairs | UnalignedRows;
   constexpr Kind kKeys = Kind::KeyGradients, kRows = Kind::QueryGradients;
   return {
@@ -197,7 +197,7 @@ Entered of_gradients(DType t) {
   };
 }
 
-Entered of_16_bits(DType t) {
+RegisteredKernels of_16_bits(DType t) {
   return {
       sm80(t, 64, 128, 64, 49280),
       sm80(t, 64, 64, 64, 41088),
@@ -253,7 +253,6 @@ Entered of_16_bits(DType t) {
       decode_beside(t, 64, 256, 198784),
       decode_beside(t, 128, 384, 199552, kPlainDecode | Packed),
       decode_beside(t, 128, 256, 198784),
-      decode_rows(t, 64, 64),
       decode_rows(t, 128, 64),
       decode_rows(t, 192, 32),
       decode_rows(t, 256, 32),
@@ -268,9 +267,9 @@ Entered of_16_bits(DType t) {
   };
 }
 
-Entered const kHalf = of_16_bits(DType::Float16), kBFloat = of_16_bits(DType::BFloat16);
-Entered const kGradients = of_gradients(DType::BFloat16);
-Entered of_float_gradients(int d, int keys, int step) {
+RegisteredKernels const kHalf = of_16_bits(DType::Float16), kBFloat = of_16_bits(DType::BFloat16);
+RegisteredKernels const kGradients = of_gradients(DType::BFloat16);
+RegisteredKernels of_float_gradients(int d, int keys, int step) {
   constexpr Features kPlain = Sink | Packed | kUnlike, kParts = kPlain | kScoreMods | kPairs,
                      kAll = kParts | UnalignedRows;
   constexpr Kind kKeys = Kind::KeyGradients, kRows = Kind::QueryGradients;
@@ -283,8 +282,8 @@ Entered of_float_gradients(int d, int keys, int step) {
       gradients(kRows, "simt", DType::Float32, d, 64, 32, kAll),
   };
 }
-Entered const kFloatGradients[] = {of_float_gradients(64, 128, 64), of_float_gradients(128, 64, 32)};
-Entered const kFloat{
+RegisteredKernels const kFloatGradients[] = {of_float_gradients(64, 128, 64), of_float_gradients(128, 64, 32)};
+RegisteredKernels const kFloat{
     simt(32, 128, 64, 128, 65536),
     simt(32, 64, 32, 128, 24576),
     few_tiles(32, 28672),

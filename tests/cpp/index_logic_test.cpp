@@ -194,7 +194,7 @@ TEST(Scheduler, SectionsAreWholeGroupsThatFillAPartOfL2) {
   params.element_bytes = 2;
   params.n_q = 1 << 10;  // 8 tiles of 128 rows
   params.n_kv = 1 << 10;
-  params.head_dim = params.head_dim_v = 128;  // 512 KB a key head in 16 bits
+  params.head_dim = params.head_dim_v = 128;  // 512 KB a KV head in 16 bits
   params.batch = 12;                          // 96 pairs: all of the sections below divide them
   params.heads_q = 8;
   params.heads_kv = 2;

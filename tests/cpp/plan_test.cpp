@@ -13,13 +13,13 @@
 
 #include "fake_cuda.hpp"
 #include "fmha/decode/params.hpp"
+#include "host/align_bias.hpp"
 #include "host/append.hpp"
 #include "host/counters.hpp"
-#include "host/fork.hpp"
 #include "host/merge.hpp"
-#include "host/align_bias.hpp"
 #include "host/operand_parts.hpp"
 #include "host/plan.hpp"
+#include "host/side_stream.hpp"
 
 namespace cutlass_ext {
 
@@ -49,12 +49,12 @@ Params make_parts(Params const& params, int, int, void*, cudaStream_t) {
   ++parts_made;
   return params;
 }
-Fork::Fork(int, cudaStream_t stream) : stream_(stream), beside_(stream), joined_() { ++forks, ++forked; }
-Fork::~Fork() { --forked; }
-void append_new_keys(DType, Params const& params, void* turned_q, cudaStream_t) {
+SideStream::SideStream(int, cudaStream_t stream) : stream_(stream), beside_(stream), joined_() { ++forks, ++forked; }
+SideStream::~SideStream() { --forked; }
+void append_new_keys(DType, Params const& params, void* rotated_q, cudaStream_t) {
   ++appends;
   EXPECT_EQ(params.k_new != nullptr, params.n_new > 0);
-  EXPECT_EQ(params.rotary.cos != nullptr, turned_q != nullptr);
+  EXPECT_EQ(params.rotary.cos != nullptr, rotated_q != nullptr);
 }
 
 namespace {
@@ -760,7 +760,7 @@ TEST(Plan, WithAKernelThatTheCallerChose) {
   }
 }
 
-/// Of its first two key heads: columns that tiles leave empty in front of k, and of v.
+/// Of its first two KV heads: columns that tiles leave empty in front of k, and of v.
 std::vector<int> leads_of(Call const& call) {
   Params const p = plan_of(call).params;
   return {p.lead_k(0), p.lead_k(1), p.lead_v(0), p.lead_v(1)};
@@ -888,7 +888,7 @@ TEST(Run, MakesPartsAndHasALaunchStandBy) {
   EXPECT_EQ(bytes, 64u);  // bytes_of_parts, above
   EXPECT_EQ(launched.times, 2);
   EXPECT_TRUE(launched.params.if_out_of_range) << "the second is on CUDA cores";
-  EXPECT_FALSE(launched.params.stands_aside()) << "without a flag there is nothing to stand aside for";
+  EXPECT_FALSE(launched.params.is_skipped()) << "without a flag there is nothing to stand aside for";
 
   launch_of(fmha32(2, 4096, 4096, 16, 16, 64).mask(), &bytes);
   EXPECT_EQ(launched.times, 2);

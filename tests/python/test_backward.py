@@ -196,7 +196,7 @@ def test_heads_first(target):
 
 
 def test_expanded_inputs(target):
-    """One key head, and one sequence's keys, for all: their gradients are sums."""
+    """One KV head, and one sequence's keys, for all: their gradients are sums."""
     q, k, v = target.randn(3, 70, 4, 64), target.randn(1, 90, 1, 64), target.randn(1, 90, 1, 64)
     wide = [t.expand(3, 90, 4, 64) for t in (k, v)]
     dout, _ = of_out(target, q, v)
@@ -276,6 +276,25 @@ def test_rows_that_see_nothing(target, options, sink):
             t[empty] = plant
         call = functools.partial(cutlass_ext.fmha_backward, backend=target.backend, dlse=dlse, **options)
         assert_same_bits(call(spoilt[1], spoilt[0], k, v, spoilt[2], lse), call(dout, q, k, v, out, lse))
+
+
+@pytest.mark.parametrize("options", [{"causal": True, "start_pos": -2}, {"window": (3, 3), "start_pos": 90}], ids=str)
+@pytest.mark.parametrize("shape", [(2, 120, 4, 32), (96, 49, 6, 32), (45, 197, 12, 64), (3, 150, 4, 128)], ids=str)
+def test_rows_that_see_none_of_these_keys(target, shape, options):
+    """The lse of more keys says nothing of that: still, NaN in their q, dout and out reaches nothing."""
+    batch, n, heads, d = shape
+    q, k, v = target.qkv(batch, n, heads, d, n_kv=min(n, 100))
+    dout, _ = of_out(target, q, v)
+    out, lse = target.fmha(q, k, v, **options)
+    empty = lse.isneginf()
+    lse = torch.where(empty, torch.ones_like(lse), lse)
+    call = functools.partial(cutlass_ext.fmha_backward, backend=target.backend, deterministic=True, **options)
+    want = call(dout, q, k, v, out, lse)
+    for t in (q, dout, out):
+        t[empty.transpose(1, 2)] = NAN
+    got = call(dout, q, k, v, out, lse)
+    assert empty.any() and not got[0][empty.transpose(1, 2)].any()
+    assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("plant", [NAN, INF])
@@ -441,6 +460,18 @@ def test_a_sequence_longer_than_its_caller_says(kernels):
         outside = torch.ones(len(got), dtype=torch.bool, device=got.device)
         outside[middle] = False
         torch.testing.assert_close(got[outside], of[outside], **peer_tolerance(kernels.dtype))
+
+
+@pytest.mark.parametrize("longer", [20, 10])
+def test_heads_with_more_keys_than_their_caller_says(kernels, longer):
+    """The same of heads that a CTA has whole, of all sequences or of half: a head has tiles for 512 keys."""
+    rows, keys = [300] * 20, [600] * longer + [400] * (20 - longer)
+    batch = packed(kernels, rows, keys, (12, 12), 64)
+    dout, dlse = of_out(kernels, batch.q, batch.v)
+    got = kernels.gradients(*batch, dout, dlse, **batch.packing | {"max_seqlen_k": 512})
+    want = kernels.gradients(*batch, dout, dlse, **batch.packing)
+    for t, of, first in zip(got, want, (sum(rows[:longer]), sum(keys[:longer]), sum(keys[:longer])), strict=True):
+        torch.testing.assert_close(t[first:], of[first:], **peer_tolerance(kernels.dtype))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -1216,6 +1247,8 @@ def test_gradients_through_merge_attention(target):
     [
         ("outs", V, {"outs": [], "lses": []}),
         ("outs", T, {"outs": 3}),
+        ("outs", T, {"outs": torch.ones(2, B, N, HEADS, D)}),
+        ("lses", T, {"lses": torch.ones(2, B, HEADS, N)}),
         ("outs", T, {"outs": [None, None]}),
         ("outs", V, {"outs": [torch.ones(B, N, HEADS, D), torch.ones(B, N, HEADS, D + 4)]}),
         ("outs", T, {"outs": [torch.ones(B, N, HEADS, D), torch.ones(B, N, HEADS, D).half()]}),

@@ -58,6 +58,12 @@ def test_a_launch_that_fails_has_no_part_in_the_next_call():
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+def test_gradients_of_more_keys_than_their_caller_says():
+    # Two heads for each multiprocessor: those behind the first are found by where that ends.
+    done = emulated("tests/emulator/more_keys_than_said.py", CUTLASS_EXT_EMULATOR_SMS="4")
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 def test_processes_end_behind_a_backward_pass(tmp_path):
     """None of autograd's threads wants the GIL then, whose absence would end the process with an error."""
     script = tmp_path / "backward.py"

@@ -6,8 +6,8 @@
 #include <cute/tensor.hpp>
 
 #include "../copy/cp_async.hpp"
+#include "../pack_gqa.hpp"
 #include "../pairs.hpp"
-#include "../rows.hpp"
 #include "../sm80/warp.hpp"
 #include "../softmax.hpp"
 #include "bias_tiles.hpp"

@@ -16,7 +16,7 @@ struct RowStatistics {
 
 /// How much of a section of heads has been done (sm90/sections.hpp): tiles of keys that have added to dQ, and jobs.
 struct SectionCounts {
-  unsigned added, finished;
+  unsigned tiles, jobs;
 };
 /// A job makes dQ of the sums of a tile of rows (TiledRows::kTile) of a query head. `size`: of all sections but the
 /// last, after which nothing is left to do beside.
@@ -43,10 +43,10 @@ struct Gradients {
   RowStatistics* row_statistics = nullptr;                 // workspace, laid out by StatisticsRows
   uint32_t* empty_rows = nullptr;  // a bit for each: rows that see no key by what pairs have; null: there are none
   float* dq_sums = nullptr;  // workspace of kernels that add to dQ: as many rows, of the tile's head_dim (SumsOfTile)
-  uint32_t* mask_of_keys = nullptr;  // workspace, the mask as MaskOfKeys has it; null: all rows share it
-  uint32_t* tile_map = nullptr;      // workspace of a launch, laid out by TileMap; null: every tile is seen
-  int dbias_parts = 1;               // of the turns that an element of dbias adds up
-  float* dbias_sums = nullptr;       // workspace: [dbias_parts, (shape of dbias)], where there are several
+  uint32_t* transposed_mask = nullptr;  // workspace, the mask as TransposedMask has it; null: all rows share it
+  uint32_t* tile_map = nullptr;         // workspace of a launch, laid out by TileMap; null: every tile is seen
+  int dbias_parts = 1;                  // of the turns that an element of dbias adds up
+  float* dbias_sums = nullptr;          // workspace: [dbias_parts, (shape of dbias)], where there are several
   // Of a launch whose tiles in hand are split among CTAs: how many splits of the query heads, and of the tiles that are
   // gone through for each; and what each split has summed up, laid out by SplitSums.
   cutlass::FastDivmod head_splits, tile_splits;
@@ -63,9 +63,9 @@ struct Gradients {
   // Workspace of a launch that makes dQ of its sums beside its tiles, section for section; null: another does so.
   SectionCounts* sections = nullptr;
   SectionJobs section_jobs;
-  // Workspace of a launch whose tiles of keys add to dQ in their order (sm90/order.hpp): for each 64 rows of workspace
-  // of query rows how many tiles have; null: in any order.
-  unsigned* added = nullptr;
+  // Workspace of a launch whose tiles of keys add to dQ in their order (sm90/dq_semaphore.hpp): for each 64 rows of
+  // workspace of query rows how many tiles have added; null: in any order.
+  unsigned* dq_semaphore = nullptr;
   unsigned last_keys_first = 0;  // of its items, in how many, from the first on, the last keys come first
   // Whether tiles of rows pass by for one head after the other, each: of mirrored tiles and in order. And whether
   // others wait for what a tile of keys adds: then no CTA has one before it runs, and it says when it has added.
@@ -161,10 +161,10 @@ struct SplitSums {
 };
 
 /// The mask from the side of keys: [1 or B, 1 or H_q, N_kv, words], bit i % 32 of word i / 32 is row i.
-struct MaskOfKeys {
+struct TransposedMask {
   int batch, heads, words;  // the latter of a key
 
-  CUTE_HOST_DEVICE explicit MaskOfKeys(Params const& p)
+  CUTE_HOST_DEVICE explicit TransposedMask(Params const& p)
       : batch(p.mask.batch ? p.batch : 1), heads(p.mask.head ? p.heads_q : 1), words((p.n_q + 127) / 128 * 4) {}
 
   CUTE_HOST_DEVICE int64_t size(Params const& p) const { return int64_t(batch) * heads * p.n_kv * words; }

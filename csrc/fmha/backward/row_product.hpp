@@ -1,13 +1,13 @@
-// delta of a query row, rowsum(dO O), by the lanes that share it: of all rows in a launch (statistics.hpp), or of the
-// CTA's next head by warps that have nothing else to do (sm90/producer.hpp). Both add up in the same order.
+// delta of a query row, rowsum(dO O), by the lanes that share it: of all rows in a launch (preprocess.hpp), of the
+// CTA's next head by warps that have nothing else to do (sm90/producer.hpp), which add up in the same order, or of the
+// CTA's only head (sm80_whole_heads.hpp).
 #pragma once
 
 #include <cstdint>
 
-#include "../rows.hpp"
+#include "../pack_gqa.hpp"
 #include "../softmax.hpp"
 #include "params.hpp"
-#include "rows_known.hpp"
 
 namespace cutlass_ext {
 
@@ -52,12 +52,12 @@ CUTE_DEVICE float row_product(Element const* dout, Element const* out, int cols,
   return warp_sum<Lanes, 1>(sum);
 }
 
-/// The statistics of all rows of a sequence and head, by two warps, where makes_rows_known(); rows that only fill up a
-/// tile of `Tile` rows are written, too.
+/// The statistics of all rows of a sequence and head, by two warps, where preprocesses_in_kernel(); rows that only fill
+/// up a tile of `Tile` rows are written, too.
 template <int Tile, class Element>
-CUTE_DEVICE void make_rows_known(BackwardParams const& params, Sequence const& sequence, int b, int head) {
+CUTE_DEVICE void preprocess_head(BackwardParams const& params, Sequence const& sequence, int b, int head) {
   constexpr int kLanes = kLanesOfRow, kRows = 2 * 32 / kLanes, kAtOnce = 2;  // what 56 registers have room for
-  static_assert(Tile % (kAtOnce * kRows) == 0);
+  static_assert(Tile % (kAtOnce * kRows) == 0 && sizeof(Element) == 2);      // of up to 64 columns a lane has a chunk
   int const lane = threadIdx.x % kLanes, row = threadIdx.x % 64 / kLanes, n_q = sequence.visibility.n_q;
   bool const has_columns = lane * int(16 / sizeof(Element)) < params.head_dim_v;
   // A pass has few loads on their way, and would wait for memory each time: what it reads is to be in L2.
@@ -77,27 +77,28 @@ CUTE_DEVICE void make_rows_known(BackwardParams const& params, Sequence const& s
   int64_t const dout_step = params.dout_stride.row * kRows / 8, out_step = params.o_stride.row * kRows / 8;
   float const* lse = params.lse + sequence.result_row0(params, head, 0) + row;
   RowStatistics* to = params.row_statistics + StatisticsRows(params).first(params, sequence, b, head) + row;
-  int left = n_q - row;  // rows from the lane's own on
+  Range const seeing = sequence.visibility.rows_with_keys();
+  int at = row - seeing.begin;  // of the first of the lane's rows among those that see a key
   CUTE_NO_UNROLL
   for (int passes = (n_q + Tile - 1) / Tile * (Tile / kRows / kAtOnce); passes > 0; --passes) {
     uint4 x[kAtOnce] = {}, y[kAtOnce] = {};
     float lses[kAtOnce];
     CUTE_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
-      bool const exists = left > i * kRows;
-      lses[i] = exists ? lse[i * kRows] : -INFINITY;
-      if (exists && has_columns) x[i] = *dout, y[i] = *out;
+      bool const sees = static_cast<unsigned>(at + i * kRows) < static_cast<unsigned>(seeing.size());
+      lses[i] = sees ? lse[i * kRows] : -INFINITY;
+      if (sees && has_columns) x[i] = *dout, y[i] = *out;
       dout += dout_step, out += out_step;
     }
     CUTE_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
       float const delta = warp_sum<kLanes, 1>(add_products<Element>(0.f, x[i], y[i]));
-      // A row that sees no key counts nowhere.
+      // A row that sees no key counts nowhere, whatever its lse, which may be one of more keys.
       RowStatistics const statistics =
           lses[i] > -INFINITY ? RowStatistics{lses[i] * kLog2e, delta} : RowStatistics{INFINITY, 0.f};
       if (lane == 0) to[i * kRows] = statistics;
     }
-    lse += kAtOnce * kRows, to += kAtOnce * kRows, left -= kAtOnce * kRows;
+    lse += kAtOnce * kRows, to += kAtOnce * kRows, at += kAtOnce * kRows;
   }
 }
 

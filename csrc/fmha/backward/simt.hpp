@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
   extern __shared__ __align__(128) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
 
-  if (params.stands_aside()) return;
+  if (params.is_skipped()) return;
   {
     WorkItem const work = params.scheduler(blockIdx.x);
     Sequence sequence = sequence_of(params, work.batch);
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
 
   // Worked out where it is wanted, as what lies in `task` is read there.
   struct Lane {
-    int thread = anew(threadIdx.x);
+    int thread = opaque(threadIdx.x);
     LanePlace place{thread % (Traits::RowWarps * 32)};
     int part = Traits::ColWarps == 1 ? 0 : thread / (Traits::RowWarps * 32);
     int own = place.panel * kPanel + place.row_chunk * kVector;    // first row of the lane, in the CTA's tile
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
     }
   };
 
-  // Heads of the rows that are walked over: the query heads of the key head, or the key head of the query head.
+  // Heads of the rows that are walked over: the query heads of the KV head, or the KV head of the query head.
   int const heads = OfKeys ? params.heads_per_kv.divisor : 1;
   // Items of the ring, for each head and tile: the pieces of Q (or K) for S, those of dO (or V), those of Q once more.
   // The statistics of walked rows come with a tile's first piece, when those of the tile before have been used.
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
       score_mod.apply(S, offset, offset_of);
       if (capped()) {
         CUTE_UNROLL
-        for (int e = 0; e < size(S); ++e) weight[anew(e)] = S(e);
+        for (int e = 0; e < size(S); ++e) weight[opaque(e)] = S(e);
         CUTE_NO_UNROLL
         for (int e = 0; e < size(S); ++e)
           weight[e] = score_mod.derivative(weight[e], offset + offset_of(e % Rows, e / Rows));
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
       bool const with_derivative = capped();
       CUTE_UNROLL
       for (int e = 0; e < size(S); ++e) {
-        int const at = anew(e);
+        int const at = opaque(e);
         weight[at] = with_derivative && S(e) > 0.f ? S(e) * weight[at] : S(e);
       }
     }
@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
     load_statistics(delta, shared.delta, lane);
     if (Traits::Pairs && drops()) {
       change_p<Products>(own_p(lane), lane.place, [&](int i, int j, float dp) {
-        float const of_score = weight[anew(j * Rows + i)];
+        float const of_score = weight[opaque(j * Rows + i)];
         return of_score == 0.f ? 0.f : of_score * (dp - delta[OfKeys ? j : i]);
       });
       return;
@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
     bool const with_derivative = capped();
     change_p<Products>(own_p(lane), lane.place, [&](int i, int j, float p) {
       float const dp = S(i, j) - delta[OfKeys ? j : i];
-      float const of_score = with_derivative ? p * weight[anew(j * Rows + i)] : p;
+      float const of_score = with_derivative ? p * weight[opaque(j * Rows + i)] : p;
       return p == 0.f ? 0.f : of_score * dp;  // dP and the derivative of a hidden pair may be anything
     });
   };

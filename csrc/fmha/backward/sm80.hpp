@@ -18,8 +18,8 @@
 
 #include "../copy/cp_async.hpp"
 #include "../features.hpp"
+#include "../pack_gqa.hpp"
 #include "../pairs.hpp"
-#include "../rows.hpp"
 #include "../score.hpp"
 #include "../sequence.hpp"
 #include "../sm80/warp.hpp"
@@ -29,7 +29,7 @@
 
 namespace cutlass_ext::sm80 {
 
-/// What passes by: a query head (of keys: each that shares their key head) after the other, the tiles of each from the
+/// What passes by: a query head (of keys: each that shares their KV head) after the other, the tiles of each from the
 /// last to the first, which leaves whole tiles to all copies of a head but the first. With two stages the next tiles of
 /// Y1 and Y2 are under way all along. With one, `Early` of them, which only a first product wants, is under way while
 /// the other is worked on, and that one during the first product.
@@ -131,7 +131,7 @@ class Streams {
     return Traits::Parts > 1 ? Columns : Y == 0 ? params_.head_dim : params_.head_dim_v;
   }
   CUTE_DEVICE static int thread() {
-    int const x = anew(threadIdx.x);
+    int const x = opaque(threadIdx.x);
     __builtin_assume(0 <= x && x < Threads);  // so that parts of it cost an instruction
     return x;
   }
@@ -177,12 +177,12 @@ class Streams {
   template <int Y>
   CUTE_DEVICE void copy_plain(Element const*& from, int head, int tile) {
     int64_t row_stride = stride<Y>(params_).row;
-    compute_here(row_stride);  // multiples of it would be kept around the main loop
+    materialize(row_stride);  // multiples of it would be kept around the main loop
     uint32_t const at = cast_smem_ptr_to_uint(shared_.y) + 2 * chunk_offset<Streamed>(thread() / 8, thread() % 8);
     copy_whole_tile<Streamed, Columns, Threads>(from, row_stride, cols<Y>(),
                                                 at + (Y * Traits::Stages + stage_to_fill()) * TileBytes);
     from -= Streamed * row_stride;
-    if constexpr (OfKeys && Y == Late) copy_statistics(statistics(anew(head), tile), true, stage_to_fill());
+    if constexpr (OfKeys && Y == Late) copy_statistics(statistics(opaque(head), tile), true, stage_to_fill());
   }
 
   template <int Y>
@@ -262,7 +262,7 @@ class GradientLoop {
     Queries<Whole>{held1_, own_at_}.take();
     if (First) Queries<Products<1, Streamed>, X2>{held2_, own_at_}.take();
     while (true) {
-      if (has_mask()) look_at_mask();
+      if (has_mask()) prepare_mask();
       int tile = shared_.tiles.end - 1;
       while (tile >= shared_.tiles.begin) {
         if (!shared_.plain.contains(tile) || !seen(tile).all) {
@@ -290,19 +290,19 @@ class GradientLoop {
   template <int Columns, class Meanwhile>
   CUTE_DEVICE void product1(Scores<Columns>& S, uint32_t columns_at, Meanwhile const& meanwhile) {
     using P = Products<0, Columns>;
-    gemm_qk<P>(S, Queries<P>{held1_, uint32_t(anew(own_at_))}, columns_at, meanwhile);
+    gemm_qk<P>(S, Queries<P>{held1_, uint32_t(opaque(own_at_))}, columns_at, meanwhile);
   }
   template <int Columns, class Meanwhile>
   CUTE_DEVICE void product2(Scores<Columns>& dP, uint32_t columns_at, Meanwhile const& meanwhile) {
     using P = Products<1, Columns>;
-    Queries<P, X2> const own{held2_, uint32_t(anew(own_at_))};
+    Queries<P, X2> const own{held2_, uint32_t(opaque(own_at_))};
     // Of parts a panel after the other: where all terms have one sign dP - delta would err more than on CUDA cores.
     gemm_qk_in_pieces<P, (kInParts ? kPanel : Traits::HeadDim) / kAtom, Y2>(dP, own, columns_at, meanwhile);
   }
 
   /// Addresses that follow from the lane's are worked out anew for each tile: around the loop they spilled.
-  CUTE_DEVICE uint32_t columns_at() const { return anew(columns_at_) + streams_.here(); }
-  CUTE_DEVICE uint32_t rows_at() const { return anew(rows_at_) + streams_.here(); }
+  CUTE_DEVICE uint32_t columns_at() const { return opaque(columns_at_) + streams_.here(); }
+  CUTE_DEVICE uint32_t rows_at() const { return opaque(rows_at_) + streams_.here(); }
 
   CUTE_DEVICE void plain_step(int head, int tile) {
     Scores<Streamed> S, dP;
@@ -359,7 +359,7 @@ class GradientLoop {
   CUTE_DEVICE Seen seen(int tile) const { return shared_.seen.of(has_mask(), tile); }
 
   /// Which tiles the mask of a query head hides or leaves whole. All threads are done with the head before.
-  CUTE_DEVICE void look_at_mask() const {
+  CUTE_DEVICE void prepare_mask() const {
     shared_.seen.look(shared_.tiles, [&](int tile) {
       int const own = shared_.work.row0, streamed = tile * Streamed,
                 row = shared_.first_query + (OfKeys ? streamed : own), key = OfKeys ? own : streamed;
@@ -403,12 +403,12 @@ class GradientLoop {
   /// Of a tile the query row and the key of the warp's first pair.
   CUTE_DEVICE int first_row(int tile) const { return shared_.first_query + (OfKeys ? tile * Streamed : own_row()); }
   CUTE_DEVICE int first_key(int tile) const { return OfKeys ? own_row() : tile * Streamed; }
-  CUTE_DEVICE int own_row() const { return shared_.work.row0 + anew(place_.warp_row); }
+  CUTE_DEVICE int own_row() const { return shared_.work.row0 + opaque(place_.warp_row); }
 
   /// Which of the thread's pairs of a tile dropout keeps: of element (i, j) bit `bit_of(i, j)`.
   CUTE_DEVICE uint32_t kept_of_tile(int tile) const {
     PairMod const& pairs = shared_.pairs;
-    int const lane = anew(place_.lane), row = first_row(tile), key = first_key(tile);
+    int const lane = opaque(place_.lane), row = first_row(tile), key = first_key(tile);
     if constexpr (OfKeys) return pairs.template kept_of_keys<Streamed>(threshold_of(params_), row, key, lane);
     return pairs.template kept_of_rows<Streamed>(threshold_of(params_), row, key, lane);
   }
@@ -418,7 +418,7 @@ class GradientLoop {
 
   /// Which of them the mask leaves, likewise.
   CUTE_DEVICE uint32_t seen_of_tile(int tile) const {
-    int const lane = anew(place_.lane), row = first_row(tile), key = first_key(tile);
+    int const lane = opaque(place_.lane), row = first_row(tile), key = first_key(tile);
     auto const word_of = [&](int row) { return shared_.pairs.seen(params_, shared_.sequence.visibility, row, key); };
     uint32_t seen = 0;
     if constexpr (OfKeys) {  // of each row the bits of four keys that are eight apart
@@ -441,7 +441,7 @@ class GradientLoop {
   /// The bias of some columns, in the log2 domain.
   CUTE_DEVICE void read_bias(Scores<kColumns>& added, int tile, int column) const {
     Tensor B = rows_and_columns(added);
-    int const lane = anew(place_.lane), held = lane / 4, streamed = column + lane % 4 * 2;
+    int const lane = opaque(place_.lane), held = lane / 4, streamed = column + lane % 4 * 2;
     int const row = first_row(tile) + (OfKeys ? streamed : held), key = first_key(tile) + (OfKeys ? held : streamed);
     if constexpr (OfKeys) {
       Tensor of_rows = make_tensor(B.data(), select<1, 0>(B.layout()));
@@ -458,7 +458,7 @@ class GradientLoop {
                                   int column, uint32_t seen, uint32_t kept, bool unmasked) {
     Tensor S = rows_and_columns(scores), dP = rows_and_columns(gradients);
     if constexpr (First) {
-      int const lane = anew(place_.lane);  // what is read here is not kept until P is made
+      int const lane = opaque(place_.lane);  // what is read here is not kept until P is made
       if (Pairs && has_dropout(params_)) {
         CUTE_UNROLL
         for (int i = 0; i < size<0>(dP); ++i) {
@@ -480,7 +480,7 @@ class GradientLoop {
     }
     float scale = of_parts(ScoreMod::query_scale(params_));
     Visibility const view = shared_.view;
-    int const lane = anew(place_.lane), first_row = own_row() + lane / 4;
+    int const lane = opaque(place_.lane), first_row = own_row() + lane / 4;
     int const first_column = tile * Streamed + column + lane % 4 * 2;
     if (ScoreMod::changes(params_)) {
       ScoreMod const score_mod(params_, shared_.work.batch, head);
@@ -838,7 +838,7 @@ class BackwardTile {
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads) backward_kernel(__grid_constant__ BackwardParams const params) {
   if constexpr (Traits::Parts > 1) {
-    if (params.stands_aside()) return;
+    if (params.is_skipped()) return;
   }
   extern __shared__ __align__(128) unsigned char smem[];
   BackwardTile<Traits> tile(params, *reinterpret_cast<typename Traits::SharedStorage*>(smem));

@@ -6,7 +6,7 @@
 #include <cute/tensor.hpp>
 
 #include "../cache.hpp"
-#include "../registers.hpp"
+#include "../optimization_barriers.hpp"
 #include "../swizzle.hpp"
 
 namespace cutlass_ext {
@@ -79,6 +79,7 @@ template <int TileRows, int TileCols, int Threads, bool Predicated, class Tile, 
 CUTE_DEVICE void copy_tile_vectors(Tile const& src, RowOf const& row_of, Element* dst, Moved moved,
                                    int thread = threadIdx.x) {
   constexpr int Vector = 16 / sizeof(Element), Panel = 8 * Vector, RowsAPass = Threads / 8;
+  static_assert(TileRows % RowsAPass == 0 && TileCols % Panel == 0);
   int const chunk = thread % 8, row0 = thread / 8;
   CUTE_UNROLL
   for (int pass = 0; pass < TileRows / RowsAPass; ++pass) {
@@ -150,7 +151,7 @@ CUTE_DEVICE void copy_tile(LookedUpTile<Element> const& src, Element* dst, Moved
     copy_tile_elements<TileRows, TileCols, Threads>(src, dst, moved);
     return;
   }
-  int const thread = anew(threadIdx.x), lane = thread % 32;
+  int const thread = opaque(threadIdx.x), lane = thread % 32;
   auto const lanes_row =
       reinterpret_cast<unsigned long long>(src.row(lane / 4 * (Threads / 8) + thread / 32 * 4 + lane % 4));
   auto const row_of = [&](int pass) {

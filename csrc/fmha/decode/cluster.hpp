@@ -1,4 +1,4 @@
-// The decode kernel of few sequences: what narrow.hpp does, with a cluster of CTAs for each key head of each sequence.
+// The decode kernel of few sequences: what narrow.hpp does, with a cluster of CTAs for each KV head of each sequence.
 // Their parts meet in the shared memory of one of them: no counter, no workspace, and no length decides which tiles are
 // whose. On an H200 1024 keys of 8 heads then take 7.5 us for 9.9 (an empty kernel 3.7). Needs compute capability 9.0.
 // Instantiated by csrc/kernels/sm90_decode.cu.
@@ -112,7 +112,7 @@ CUTE_DEVICE void merge_cluster(NarrowParams const& params, typename Traits::Shar
   }
 }
 
-/// A cluster has all CTAs of x, for key head blockIdx.y of sequence blockIdx.z.
+/// A cluster has all CTAs of x, for KV head blockIdx.y of sequence blockIdx.z.
 template <class Traits, class Fresh>
 __global__ void __launch_bounds__(Traits::Threads, 1)
     cluster_kernel(__grid_constant__ NarrowParams const params, __grid_constant__ Fresh const fresh) {

@@ -1,11 +1,11 @@
 // What the decode kernel brings to shared memory: tiles of K and V from the cache, its pages and the call's new keys,
-// and the tile of Q. Called by main.hpp.
+// and the tile of Q. Called by fmha.hpp.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
 
 #include "../cache.hpp"
-#include "../rows.hpp"
+#include "../pack_gqa.hpp"
 #include "traits.hpp"
 
 namespace cutlass_ext::decode {

@@ -1,5 +1,5 @@
 // The two products of a decode step, for one warp's 16 query rows and one key tile: on mma.sync tensor cores (fp16,
-// bf16) and on CUDA cores (fp32), with the same lanes holding the same scores and outputs. Called by main.hpp;
+// bf16) and on CUDA cores (fp32), with the same lanes holding the same scores and outputs. Called by fmha.hpp;
 // warpgroup_math.hpp has Hopper's.
 #pragma once
 
@@ -164,6 +164,7 @@ struct CudaCores {
 
 template <class Traits, bool Warpgroup = Traits::Warpgroup>
 struct MathOf {
+  static_assert(!Warpgroup, "include warpgroup_math.hpp");
   using Type = std::conditional_t<Traits::TensorCores, TensorCores<Traits>, CudaCores<Traits>>;
 };
 template <class Traits>

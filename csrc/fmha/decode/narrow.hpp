@@ -1,5 +1,5 @@
 // The decode kernel of the commonest call: a cache that is read and nothing more, at most eight packed query rows of
-// fp16 or bf16, head_dim 64 or 128. It shares the work out and merges as main.hpp does, in little more than half of
+// fp16 or bf16, head_dim 64 or 128. It shares the work out and merges as fmha.hpp does, in little more than half of
 // the instructions (2,400 for 4,300): a kernel of a few microseconds finds them in device memory. Instantiated by
 // csrc/kernels/decode_*.cu; called where cluster.hpp does not serve.
 #pragma once

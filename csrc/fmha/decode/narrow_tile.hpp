@@ -13,7 +13,7 @@
 #include "../features.hpp"
 #include "../mma/mma_sync.hpp"
 #include "../operand.hpp"
-#include "../rows.hpp"
+#include "../pack_gqa.hpp"
 #include "../sequence.hpp"
 #include "../softmax.hpp"
 #include "params.hpp"

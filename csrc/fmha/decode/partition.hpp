@@ -9,7 +9,7 @@
 namespace cutlass_ext::decode {
 
 /// The key tiles of all sequences in a row, cut into one chunk for each group of CTAs, equal up to the last. A group
-/// has a CTA for each key head (and row tile), so that the heads of the same keys, neighbours in memory, are read at
+/// has a CTA for each KV head (and row tile), so that the heads of the same keys, neighbours in memory, are read at
 /// the same time. Stream-K's division (arXiv:2301.03598, section 4) with the batch as the accumulated dimension.
 struct Partition {
   unsigned total;  // tiles

@@ -6,7 +6,7 @@
 
 #include "../merge.hpp"
 #include "../operand.hpp"
-#include "../rows.hpp"
+#include "../pack_gqa.hpp"
 #include "params.hpp"
 
 namespace cutlass_ext::decode {

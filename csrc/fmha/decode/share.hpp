@@ -1,4 +1,4 @@
-// The first work of a CTA of the decode kernel: where its share of the batch's keys begins. Called by main.hpp.
+// The first work of a CTA of the decode kernel: where its share of the batch's keys begins. Called by fmha.hpp.
 #pragma once
 
 #include "params.hpp"

@@ -1,11 +1,11 @@
-// Tile shapes and shared memory of the decode kernels. Used by main.hpp, its three ways to multiply and narrow.hpp;
+// Tile shapes and shared memory of the decode kernels. Used by fmha.hpp, its three ways to multiply and narrow.hpp;
 // tests/cpp checks where things lie.
 #pragma once
 
 #include <cute/config.hpp>
 #include <cutlass/numeric_types.h>
 
-#include "../rows.hpp"
+#include "../pack_gqa.hpp"
 #include "walk.hpp"
 
 namespace cutlass_ext::decode {
@@ -28,9 +28,9 @@ struct Traits {
   static constexpr int B_r = Rows, B_c = TileKeys, HeadDimV = HeadDim;
   static constexpr bool TensorCores = sizeof(Element) == 2, Warpgroup = Warpgroup_;
 
-  static constexpr int Vector = 16 / sizeof(Element);                   // elements of a 16-byte chunk
-  static constexpr int PanelCols = 8 * Vector;                          // a panel's row is 128 bytes, all 32 banks once
-  static constexpr int Panels = HeadDim / PanelCols;                    //
+  static constexpr int Vector = 16 / sizeof(Element);  // elements of a 16-byte chunk
+  static constexpr int PanelCols = 8 * Vector;         // a panel's row is 128 bytes, all 32 banks once
+  static constexpr int Panels = HeadDim / PanelCols;
   static constexpr int TileElements = TileKeys * HeadDim;               // of K, and of V
   static constexpr int LoadRows = TileKeys / RowWarps;                  // rows of a tile that a warp copies
   static constexpr int Chunks = HeadDim / Vector, Units = HeadDim / 4;  // of a row: 16 bytes; float4 of O
@@ -38,6 +38,7 @@ struct Traits {
   static constexpr int QueryTileRows = Warpgroup && !QueryInRegisters ? Rows : kWarpRows;  // Q's rows in shared memory
   static constexpr int Alignment = Warpgroup ? 1024 : 128;  // of tiles: the swizzle of WGMMA goes by the address
 
+  static_assert(Stages >= 2, "one is read while another is copied");
   static_assert(RowWarps == 1 || KeyWarps == 1, "the warps of a CTA share out the rows or the keys");
   static_assert(!Warpgroup || (RowWarps == 4 && TensorCores), "WGMMA has 64 rows of 16 bits");
   static_assert(HeadDim % PanelCols == 0 && LoadRows % 4 == 0 && LoadRows <= 32);

@@ -2,7 +2,7 @@
 // Called by the decode kernels, and by the tests on the host.
 #pragma once
 
-#include "../rows.hpp"
+#include "../pack_gqa.hpp"
 #include "partition.hpp"
 
 namespace cutlass_ext::decode {
@@ -31,7 +31,7 @@ CUTE_HOST_DEVICE Range tiles_of(Lengths const& lengths, Sequence const& s, Token
   return {seen.begin < fresh.begin ? seen.begin : fresh.begin, seen.end > fresh.end ? seen.end : fresh.end};
 }
 
-/// The place of a CTA in the grid: key heads fastest, so that CTAs that run together read the same rows of the cache.
+/// The place of a CTA in the grid: KV heads fastest, so that CTAs that run together read the same rows of the cache.
 struct Place {
   int head, row_tile;
   unsigned group, cta, ctas;  // CTA `cta` of the group's `ctas`

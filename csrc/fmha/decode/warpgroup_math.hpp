@@ -1,6 +1,6 @@
 // The two products of a decode step on Hopper, for 64 query rows and one key tile: WGMMA reads K and V from shared
 // memory once for the four warps, where mma.sync reads them once for each. The lanes hold what they hold in math.hpp.
-// Called by main.hpp.
+// Called by fmha.hpp.
 #pragma once
 
 #include "../mma/wgmma.hpp"

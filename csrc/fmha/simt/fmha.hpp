@@ -4,13 +4,13 @@
 
 #include <cute/tensor.hpp>
 
-#include "../softmax.hpp"
 #include "../features.hpp"
 #include "../merge.hpp"
+#include "../pack_gqa.hpp"
 #include "../pairs.hpp"
-#include "../rows.hpp"
 #include "../score.hpp"
 #include "../sequence.hpp"
+#include "../softmax.hpp"
 #include "products.hpp"
 #include "traits.hpp"
 
@@ -27,7 +27,7 @@ CUTE_DEVICE int thread_of_col_warps(int thread) {
 template <class Traits>
 CUTE_DEVICE int first_key_of_warp() {
   if constexpr (Traits::ColWarps == 1) return 0;
-  return anew(threadIdx.x) / (Traits::Threads / Traits::ColWarps) * Traits::WarpKeys;
+  return opaque(threadIdx.x) / (Traits::Threads / Traits::ColWarps) * Traits::WarpKeys;
 }
 
 /// Adds what the second column warps have of m, l and O to what the first have: a thread to the one of its place. Every
@@ -65,7 +65,7 @@ CUTE_DEVICE bool merge_col_warps(Softmax& softmax, OutTensor& O, float* shared) 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(__grid_constant__ Params const params) {
   constexpr int B_r = Traits::B_r, B_c = Traits::B_c, Rows = Traits::Rows, Stages = Traits::Stages;
-  if (params.stands_aside()) return;
+  if (params.is_skipped()) return;
   extern __shared__ __align__(128) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
 
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
       Strides const& stride = is_k ? params.k_stride : params.v_stride;
       // Tensors go the same way as pages: with one of their own the kernels of 64 columns spilled.
       bool const paged = params.paged();
-      int const* const table = paged ? params.pages_of(params.scheduler(anew(blockIdx.x)).batch) : nullptr;
+      int const* const table = paged ? params.pages_of(params.scheduler(opaque(blockIdx.x)).batch) : nullptr;
       LookedUpTile<float> const src{row_at<float const>(data, stride, paged ? 0 : sequence.batch, 0, head_kv),
                                     stride,
                                     params,
@@ -125,10 +125,10 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
   // Bias and mask of what store_p has put of a tile; or dropout. What that takes is worked out anew: registers are for
   // sums.
   auto const change_pairs = [&](int tile, bool drops) {
-    WorkItem const here = params.scheduler(anew(blockIdx.x));
+    WorkItem const here = params.scheduler(opaque(blockIdx.x));
     Sequence const of = sequence_of(params, here.batch);
     PairMod const pairs(params, of, here.batch, here.head);
-    LanePlace const at(thread_of_col_warps<Traits>(anew(threadIdx.x)));
+    LanePlace const at(thread_of_col_warps<Traits>(opaque(threadIdx.x)));
     int const row = here.row0 + at.panel * kPanel + at.row_chunk * kVector,
               key = tile * B_c + first_key_of_warp<Traits>() + at.col * kVector;
     change_fours<Traits, false>(of_warp(shared.p), at, [&](float (&x)[kVector], int i, int j) {

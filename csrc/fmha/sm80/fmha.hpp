@@ -491,7 +491,7 @@ class MainLoop {
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads) fmha_kernel(__grid_constant__ Params const params) {
   if constexpr (Traits::Parts > 1) {
-    if (params.stands_aside()) return;
+    if (params.is_skipped()) return;
   }
   extern __shared__ __align__(128) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);

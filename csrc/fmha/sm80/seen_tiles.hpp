@@ -2,7 +2,6 @@
 #pragma once
 
 #include "../pairs.hpp"
-#include "../registers.hpp"
 #include "../sequence.hpp"
 
 namespace cutlass_ext::sm80 {

@@ -1,15 +1,15 @@
 // FMHA of heads of few rows and keys on mma.sync tensor cores: a CTA has all pairs of a head, 16 rows and all keys a
 // warp, so that there is no running maximum and nothing to be copied while it works. Small CTAs, several a
-// multiprocessor, hide each other's copies. Of the gradients of such heads (backward/whole_heads.hpp) the first half is
-// the same. Instantiated by csrc/kernels/sm80_whole_heads.cu.
+// multiprocessor, hide each other's copies. Of the gradients of such heads (backward/sm80_whole_heads.hpp) the first
+// half is the same. Instantiated by csrc/kernels/sm80_whole_heads.cu.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "../copy/cp_async.hpp"
 #include "../features.hpp"
+#include "../pack_gqa.hpp"
 #include "../pairs.hpp"
-#include "../rows.hpp"
 #include "../score.hpp"
 #include "../sequence.hpp"
 #include "../softmax.hpp"

@@ -12,17 +12,17 @@
 #include "../features.hpp"
 #include "../pairs.hpp"
 #include "../score.hpp"
-#include "jobs.hpp"
 #include "producer.hpp"
 #include "tensor_maps.hpp"
+#include "tile_scheduler.hpp"
 #include "traits.hpp"
 #include "warpgroup.hpp"
 
 namespace cutlass_ext::sm90 {
 
-/// Turns of the consumer warpgroups on the tensor cores, handed round by named barriers.
+/// Whose turn it is on the tensor cores: each consumer warpgroup hands it to the next by named barriers.
 template <class Traits>
-struct Turns {
+struct WarpgroupOrder {
   int warpgroup;
   CUTE_DEVICE void begin() const {
     if (warpgroup == Traits::Consumers - 1) pass();
@@ -33,8 +33,8 @@ struct Turns {
   }
 };
 
-/// Where a warp's part of a job's results goes, and what brings O there.
-struct Results {
+/// The warp's rows of a job's O: how many there are, where they go, and what brings O there.
+struct EpilogueRows {
   int rows;         // that exist, of the warp's 16
   int lead;         // columns of O in front of those that there are
   int64_t to;       // element of o, or of o_partial, where the first of these would go, in the tile's first row
@@ -43,13 +43,13 @@ struct Results {
 
 /// The same of a job whose sums are complete; writes lse.
 template <class Traits>
-CUTE_DEVICE Results finish(Params const& params, typename Traits::Job const& job,
-                           typename Traits::Softmax const& softmax) {
+CUTE_DEVICE EpilogueRows finish(Params const& params, typename Traits::Job const& job,
+                                typename Traits::Softmax const& softmax) {
   bool const split = params.is_split();
   TileRows const tile_rows(params, Traits::B_r);
   auto const [lane, warp_row] = ConsumerThread();
   int const lead = params.lead_v(job.head_kv);
-  Results results{job.rows - warp_row, lead, (split ? job.result_row0 * params.head_dim_v : job.out_row0) - lead};
+  EpilogueRows results{job.rows - warp_row, lead, (split ? job.result_row0 * params.head_dim_v : job.out_row0) - lead};
   float const sink_log2 = split ? -INFINITY : job.score_mod.sink_log2;
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
@@ -77,7 +77,7 @@ CUTE_DEVICE Results finish(Params const& params, typename Traits::Job const& job
 
 /// Writes the warp's part of O, or of a split's.
 template <class Traits, class OutTensor>
-CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& O,
+CUTE_DEVICE void store(Params const& params, EpilogueRows const& results, OutTensor& O,
                        typename Traits::SharedStorage& shared) {
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
@@ -105,7 +105,7 @@ CUTE_DEVICE void store(Params const& params, Results const& results, OutTensor& 
       // the accumulators.
       auto const offset_of = [&](int pass) {
         int here = warp_row + pass * 4 + lane / 8;
-        compute_here(here);
+        materialize(here);
         return tile_rows.offset(here, static_cast<int>(params.o_stride.row), static_cast<int>(params.o_stride.head));
       };
       return store_rows<Traits>(to, offset_of, rows, params.head_dim_v, O, staging, lane, results.lead);
@@ -159,7 +159,7 @@ struct TilesOfRows {
 template <class Traits>
 struct Rings {
   typename Traits::SharedStorage& shared;
-  Turns<Traits> const& turns;
+  WarpgroupOrder<Traits> const& order;
   int lane;
   RingPosition<Traits::StagesQ> q{};
   RingPosition<Traits::Stages> k{}, v{};
@@ -174,12 +174,12 @@ struct Rings {
 
   /// The warpgroup's part of a tile of the bias.
   CUTE_DEVICE typename Traits::Element const* wait_bias() const {
-    shared.bias_full[turns.warpgroup][biases.stage].wait_for(biases.phase);
-    return shared.biases_of(turns.warpgroup, biases.stage);
+    shared.bias_full[order.warpgroup][biases.stage].wait_for(biases.phase);
+    return shared.biases_of(order.warpgroup, biases.stage);
   }
   CUTE_DEVICE void release_bias() {
     __syncwarp();
-    release(shared.bias_empty[turns.warpgroup][biases.stage], biases);
+    release(shared.bias_empty[order.warpgroup][biases.stage], biases);
   }
   /// The same after O was staged where the next one goes.
   CUTE_DEVICE void release_bias_after_o() {
@@ -191,8 +191,8 @@ struct Rings {
   CUTE_DEVICE void skip_k() {
     wait_k();
     release_k();
-    turns.wait();
-    turns.pass();
+    order.wait();
+    order.pass();
   }
   CUTE_DEVICE void skip_v() {
     wait_v();
@@ -326,18 +326,18 @@ CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Tr
 }
 
 /// What dropout keeps of P: drawn by the warp itself while products are on their way, or ahead of it by a warp of the
-/// drawers (producer.hpp).
+/// warpgroups that draw (producer.hpp).
 template <class Traits>
 struct Dropping {
   typename Traits::SharedStorage& shared;
   RingPosition<1> slot{};
 
   CUTE_DEVICE void draw(Params const& params, typename Traits::Job const& job, int tile) const {
-    if constexpr (Traits::Drawers == 0) {
+    if constexpr (Traits::DropoutWarpgroups == 0) {
       ConsumerThread const thread;
       __syncwarp();  // O, which lies there too, has been read
       shared.drawn_of(thread.warp_row).of_lane[thread.lane] =
-          DrawnBits(threshold_of(params), job.pairs, job.token0 + thread.warp_row, tile * Traits::B_c, thread.lane)
+          DropoutBits(threshold_of(params), job.pairs, job.token0 + thread.warp_row, tile * Traits::B_c, thread.lane)
               .bits();
     }
   }
@@ -348,13 +348,13 @@ struct Dropping {
     ConsumerThread const thread;
     int const warp = thread.warp_row / 16;
     auto const& drawn = shared.drawn_of(thread.warp_row);
-    if constexpr (Traits::Drawers > 0) {
+    if constexpr (Traits::DropoutWarpgroups > 0) {
       shared.drawn_full[warp].wait_for(slot.phase);
       sm90::drop(words, [&](int i) { return drawn.of_sixteen[i][thread.lane]; });
       shared.drawn_empty[warp].arrive();
       slot.advance();
     } else {
-      DrawnBits const bits(drawn.of_lane[thread.lane]);
+      DropoutBits const bits(drawn.of_lane[thread.lane]);
       sm90::drop(words, [&](int i) { return bits.mask(i); });
     }
   }
@@ -384,8 +384,8 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
   Tensor words = recast<uint32_t>(fP);
 
   JobReader<Traits> jobs{shared, shared.job_full};
-  Turns<Traits> const turns{warpgroup};
-  Rings<Traits> rings{shared, turns, lane};
+  WarpgroupOrder<Traits> const order{warpgroup};
+  Rings<Traits> rings{shared, order, lane};
   float query_scale = ScoreMod::query_scale(params);
 
   // What pairs add to scores is there before the product, unless a softcap comes between.
@@ -454,9 +454,9 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       rings.wait_q();
       rings.wait_k();
     }
-    turns.wait();
+    order.wait();
     issue_qk();
-    turns.pass();
+    order.pass();
   };
 
   // At head_dim 256 no register is left to keep `warpgroup` around the main loop: 28 bytes spilled.
@@ -464,7 +464,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
     return TilesOfRows(job, Traits::PacksHeads ? warpgroup : ConsumerThread().warp_row / kAtomRows);
   };
 
-  turns.begin();
+  order.begin();
   for (bool exists = true; exists;) {
     auto const* next = jobs.next();
     TilesOfRows mine = tiles_of(*next);
@@ -533,18 +533,18 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         if constexpr (in_halves) {
           // Q K^T between the halves: the first is added while it runs.
           rings.wait_v();
-          turns.wait();
+          order.wait();
           issue_pv(_0{});
           issue_qk();
           warpgroup_wait<1>();
           issue_second_half();
         } else {
-          turns.wait();
+          order.wait();
           issue_qk();
           rings.wait_v();
           issue_pv(_0{});
         }
-        turns.pass();
+        order.pass();
         walk.look_below();
         if (!plain) look_at(tile, hiding);
         warpgroup_wait<1>();
@@ -560,15 +560,15 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         }
       }
       rings.wait_v();
-      turns.wait();
+      order.wait();
       issue_pv(_0{});
       if constexpr (in_halves) {
         warpgroup_wait<0>();
         issue_second_half();
       }
-      turns.pass();
+      order.pass();
       // While the last P V runs: the sums, and then the next job's first product, which runs while O is stored.
-      Results results = finish<Traits>(params, job, softmax);
+      EpilogueRows results = finish<Traits>(params, job, softmax);
       if constexpr (in_parts) {
         float const out_scale = shared.scales[&job - shared.jobs].out;
         results.factor[0] *= out_scale;
@@ -617,8 +617,8 @@ CUTE_DEVICE void set_up_barriers(TensorMaps const& maps, typename Traits::Shared
       for (auto& barrier : full) barrier.init(writers);
       for (auto& barrier : empty) barrier.init(readers);
     };
-    // And the copying warps, and the drawers.
-    init(shared.job_full, Traits::Consumers, shared.job_empty, kReaders + 3 + 4 * Traits::Drawers);
+    // And the copying warps, and those that draw.
+    init(shared.job_full, Traits::Consumers, shared.job_empty, kReaders + 3 + 4 * Traits::DropoutWarpgroups);
     init(shared.q_full, 1, shared.q_empty, kReaders);
     init(shared.k_full, 1, shared.k_empty, kReaders);
     init(shared.v_full, 1, shared.v_empty, kReaders);
@@ -639,7 +639,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, 1)
     fmha_kernel(__grid_constant__ Params const params, __grid_constant__ typename Traits::Maps const maps) {
   if constexpr (Traits::Parts > 1) {
-    if (params.stands_aside()) return;
+    if (params.is_skipped()) return;
   }
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
@@ -658,10 +658,10 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     }
   } else {
     __syncthreads();
-    if constexpr (Traits::Drawers > 0) {
+    if constexpr (Traits::DropoutWarpgroups > 0) {
       if (warpgroup > Traits::Consumers) {
-        cutlass::arch::warpgroup_reg_dealloc<Traits::DrawerRegisters>();
-        draw_ahead<Traits>(params, shared, warpgroup - 1 - Traits::Consumers);
+        cutlass::arch::warpgroup_reg_dealloc<Traits::DropoutRegisters>();
+        produce_dropout<Traits>(params, shared, warpgroup - 1 - Traits::Consumers);
         return;
       }
     }

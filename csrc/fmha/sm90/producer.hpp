@@ -6,8 +6,7 @@
 #include "../copy/tma.hpp"
 #include "../score.hpp"
 #include "../visibility.hpp"
-#include "jobs.hpp"
-#include "tensor_maps.hpp"
+#include "tile_scheduler.hpp"
 #include "traits.hpp"
 
 namespace cutlass_ext::sm90 {
@@ -271,7 +270,7 @@ CUTE_DEVICE void copy_values(Params const& params, CUtensorMap const& map, typen
 /// The warps of drawing warpgroup `warpgroup`, each of which draws what dropout keeps for the consumer warp with its
 /// number there: of every tile that it sees.
 template <class Traits>
-CUTE_DEVICE void draw_ahead(Params const& params, typename Traits::SharedStorage& shared, int warpgroup) {
+CUTE_DEVICE void produce_dropout(Params const& params, typename Traits::SharedStorage& shared, int warpgroup) {
   int const lane = threadIdx.x % 32, warp = warpgroup * 4 + threadIdx.x / 32 % 4;
   auto& masks = shared.drawn[warp].of_sixteen;
   JobReader<Traits> jobs{shared, shared.job_full};
@@ -279,10 +278,10 @@ CUTE_DEVICE void draw_ahead(Params const& params, typename Traits::SharedStorage
   for (auto const* job = jobs.next(); job->exists; job = jobs.next()) {
     CUTE_NO_UNROLL
     for (int tile = job->of_warpgroup[warpgroup].end - 1; tile >= job->tiles.begin; tile = job->below(tile)) {
-      DrawnBits const bits(threshold_of(params), job->pairs, job->token0 + warp * 16, tile * Traits::B_c, lane);
+      DropoutBits const bits(threshold_of(params), job->pairs, job->token0 + warp * 16, tile * Traits::B_c, lane);
       shared.drawn_empty[warp].wait_for(slot.phase ^ 1);
       CUTE_UNROLL
-      for (int i = 0; i < DrawnBits::kSixteens; ++i) masks[i][lane] = bits.mask(i);
+      for (int i = 0; i < DropoutBits::kSixteens; ++i) masks[i][lane] = bits.mask(i);
       shared.drawn_full[warp].arrive();
       slot.advance();
     }

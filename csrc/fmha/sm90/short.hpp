@@ -54,8 +54,8 @@ struct ShortParams {
 /// one warpgroup a multiprocessor has as many CTAs as its registers allow, and they hide each other's copies: at
 /// head_dim 128 (3, 256, 32 heads on 8) takes 14.0 us in three CTAs of one stage and 15.3 in two of three stages.
 template <int B_c_, int HeadDim_, class Element_, int Stages_, int Warpgroups_>
-struct ShortTraits : Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stages_, 1, false> {
-  using Base = Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stages_, 1, false>;
+struct ShortTraits : Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stages_, 1, 0> {
+  using Base = Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stages_, 1, 0>;
   static constexpr int Warpgroups = Warpgroups_, Threads = Warpgroups * kWarpgroup + 32;
   static constexpr int CtasAtOnce = Warpgroups == 2 ? 1 : HeadDim_ <= 64 ? 4 : 3;
   static_assert(Warpgroups == 1 || Warpgroups == 2);
@@ -200,8 +200,8 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
                  head * params.o_stride.head;
   float* lse_out = params.lse;  // null: not asked for
   if (lse_out) lse_out += (int64_t(batch) * params.heads_q + head) * params.n_q + row0 + warp_row;
-  compute_here(scale), compute_here(sink_log2), compute_here(rows), compute_here(head_dim_v), compute_here(row_stride),
-      compute_here(out), compute_here(lse_out);
+  materialize(scale), materialize(sink_log2), materialize(rows), materialize(head_dim_v), materialize(row_stride),
+      materialize(out), materialize(lse_out);
 
   OnlineSoftmax<2, 4, 1> softmax;
   clear(cO);
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
     if (masked) {
       int const row = row0 + warp_row + lane / 4;
       mask = {visibility.counted_from(tile * B_c), {row, row + row_of(1)}, lane};
-      for (auto& words : mask.visible) compute_here(words[0]);
+      for (auto& words : mask.visible) materialize(words[0]);
     }
     shared.k_full[stage].wait_for(phase);
     gemm_async<Traits::HeadDim / 16>(typename Traits::MmaQK{}, fQ(_, _, _, 0), fK(_, _, _, stage), cS, true);

@@ -13,11 +13,11 @@
 #include "../features.hpp"
 #include "../mma/wgmma.hpp"
 #include "../operand.hpp"
-#include "draws.hpp"
-#include "jobs.hpp"
-#include "pipeline.hpp"
+#include "dropout.hpp"
 #include "lazy_softmax.hpp"
+#include "pipeline.hpp"
 #include "tensor_maps.hpp"
+#include "tile_scheduler.hpp"
 
 namespace cutlass_ext::sm90 {
 
@@ -45,7 +45,7 @@ struct Traits {
   // blocks of 128 they would see three of four where tiles of 128 rows see one of two: (8, 2048, 16, 64) 0.249 ms for
   // 0.181.
   static constexpr bool MaskAlone = Mods == feature::Mask, OfKeysAlone = MaskAlone && B_r > 128;
-  // Whether tiles may hold rows of several heads (rows.hpp; QueryTiles in heuristics.hpp asks the same): wider ones
+  // Whether tiles may hold rows of several heads (pack_gqa.hpp; QueryTiles in heuristics.hpp asks the same): wider ones
   // have no registers left for their addresses.
   static constexpr bool PacksHeads = HeadDimV_ <= 192;
   using Element = Element_;
@@ -54,16 +54,16 @@ struct Traits {
   static constexpr int Consumers = B_r / kAtomRows;  // warpgroups
   // Warpgroups that draw what dropout keeps, ahead of those that consume, one for each of them: up to head_dim 64,
   // where consumers have registers to spare.
-  static constexpr int Drawers = AlwaysDrops && HeadDimV <= 64 ? Consumers : 0;
-  static constexpr int Warpgroups = 1 + Consumers + Drawers;  // the producer's first, the drawers last
+  static constexpr int DropoutWarpgroups = AlwaysDrops && HeadDimV <= 64 ? Consumers : 0;
+  static constexpr int Warpgroups = 1 + Consumers + DropoutWarpgroups;  // the producer's first, those that draw last
   static constexpr int Threads = Warpgroups * kWarpgroup;
   using Job = sm90::Job<Consumers, Pairs>;
   using Maps = std::conditional_t<Pairs, TensorMapsOfPairs, TensorMaps>;
   // setmaxnreg, in units of 8 a thread. What the CTA is launched with (65,536 over its threads, rounded down to units
   // of 8) is all there is to hand out: 504 for three warpgroups, 512 for four, 480 for five.
-  static constexpr int ProducerRegisters = Warpgroups == 3 ? 40 : 32, DrawerRegisters = 48;
-  static constexpr int ConsumerRegisters = Drawers > 0 ? 176 : Consumers == 3 ? 160 : 232;
-  static_assert(ProducerRegisters + Consumers * ConsumerRegisters + Drawers * DrawerRegisters <=
+  static constexpr int ProducerRegisters = Warpgroups == 3 ? 40 : 32, DropoutRegisters = 48;
+  static constexpr int ConsumerRegisters = DropoutWarpgroups > 0 ? 176 : Consumers == 3 ? 160 : 232;
+  static_assert(ProducerRegisters + Consumers * ConsumerRegisters + DropoutWarpgroups * DropoutRegisters <=
                 Warpgroups * (65536 / Threads / 8 * 8));
   // Columns in shared memory: whole panels.
   static constexpr int ColumnsQK = (HeadDim + kPanel - 1) / kPanel * kPanel * Parts;
@@ -73,11 +73,12 @@ struct Traits {
   // Of bias, 64 rows for each warpgroup. Where there is no room left they lie where O is staged, and dropout has none.
   static constexpr bool BiasInO = HeadDim > 64 && !PlainBias;
   static constexpr int StagesBias = HeadDim > 64 || Consumers > 2 ? 1 : 2;
-  static constexpr int BiasElements = kAtomRows * B_c;  // of a warpgroup
+  static constexpr int StagesOfBias = (Mods & feature::Bias) && !BiasInO ? StagesBias : 0;  // apart from O
+  static constexpr int BiasElements = kAtomRows * B_c;                                      // of a warpgroup
 
-  // What dropout keeps of a consumer warp's tile. Where there are no drawers it lies where O is staged.
-  using Drawn = std::conditional_t<(Drawers > 0), MasksOfWarp, BitsOfWarp>;
-  static_assert(!Pairs || B_c == DrawnBits::kKeys, "as many keys as are drawn for");
+  // What dropout keeps of a consumer warp's tile. Where no warpgroup draws it lies where O is staged.
+  using Drawn = std::conditional_t<(DropoutWarpgroups > 0), MasksOfWarp, BitsOfWarp>;
+  static_assert(!Pairs || B_c == DropoutBits::kKeys, "as many keys as are drawn for");
 
   // What a call has, where the kernel takes it.
   CUTE_HOST_DEVICE static bool has_bias(Params const& params) {
@@ -136,13 +137,13 @@ struct Traits {
   using MmaOfV = MmaWithP<ColumnsV>;  // describes V as it lies in shared memory, to whole panels
 
   struct SharedStorage {
-    static constexpr int kDrawnAhead = Drawers > 0 ? 4 * Consumers : 0;  // warps
+    static constexpr int kDrawnAhead = DropoutWarpgroups > 0 ? 4 * Consumers : 0;  // warps
     alignas(1024) Part q[cosize_v<LayoutQ>];
     alignas(1024) Part k[cosize_v<LayoutK>];
     alignas(1024) Part v[cosize_v<LayoutV>];
-    alignas(128) Part o[Parts == 1 ? B_r * StagedColumns : 1];  // 16 rows for each consumer warp; fp32 needs none
+    alignas(1024) Part o[Parts == 1 ? B_r * StagedColumns : 1];  // 16 rows for each consumer warp; fp32 needs none
     alignas(128) Drawn drawn[kDrawnAhead];
-    alignas(128) Part biases[(Mods & feature::Bias) && !BiasInO ? StagesBias * B_r * B_c : 0];
+    alignas(StagesOfBias > 0 ? 1024 : 128) Part biases[StagesOfBias * B_r * B_c];
     Job jobs[StagesJobs];
     Barrier job_placed[StagesJobs], job_full[StagesJobs], job_empty[StagesJobs];  // placed: known to who copies
     Barrier job_asked;  // the next job, by the warp that will copy for it
@@ -156,7 +157,7 @@ struct Traits {
 
     /// Of the warp with rows from `warp_row` on.
     CUTE_DEVICE Drawn& drawn_of(int warp_row) {
-      if constexpr (Drawers > 0) return drawn[warp_row / 16];
+      if constexpr (DropoutWarpgroups > 0) return drawn[warp_row / 16];
       return *reinterpret_cast<Drawn*>(o + warp_row * StagedColumns);
     }
     CUTE_DEVICE Part* biases_of(int warpgroup, int stage) {

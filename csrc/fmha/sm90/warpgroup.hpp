@@ -7,8 +7,8 @@
 
 #include "../mma/wgmma.hpp"
 #include "../operand.hpp"
+#include "../optimization_barriers.hpp"
 #include "../params.hpp"
-#include "../registers.hpp"
 #include "../swizzle.hpp"
 #include "../visibility.hpp"
 #include "traits.hpp"
@@ -16,17 +16,22 @@
 namespace cutlass_ext::sm90 {
 
 /// A thread's place among the consumers, read when it is asked for: kept in registers around the main loop it would
-/// take those of the accumulators.
-struct ConsumerThread {
+/// take those of the accumulators. `Index`: whether the compiler knows that it is not negative. Then a remainder is one
+/// instruction for four; forward kernels with a bias, a mask or dropout spill 8 to 36 bytes more for it, backward ones
+/// up to 16 less.
+template <class Index>
+struct ThreadOf {
   int lane, warp_row;  // first row of the warp, counted in the query tile
 
-  CUTE_DEVICE ConsumerThread() {
-    int thread;
+  CUTE_DEVICE ThreadOf() {
+    Index thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     lane = thread % 32;
-    warp_row = (thread / 32 - kWarpgroup / 32) * 16;
+    warp_row = (static_cast<int>(thread / 32) - kWarpgroup / 32) * 16;
   }
 };
+using ConsumerThread = ThreadOf<int>;
+using GradientThread = ThreadOf<unsigned>;
 
 /// The operands of a warpgroup's products: 64 rows of Q, K and V in all their stages, P in registers.
 template <class Traits>

@@ -14,7 +14,7 @@
 
 #include "../../features.hpp"
 #include "../../score.hpp"
-#include "../../sm90/draws.hpp"
+#include "../../sm90/dropout.hpp"
 #include "../../sm90/tensor_maps.hpp"
 #include "../../sm90/warpgroup.hpp"
 #include "../../softmax.hpp"
@@ -37,7 +37,7 @@ struct BiasTraits {
   using Element = Element_;
   static constexpr int Consumers = B_r / kAtomRows, Warps = 4 * Consumers;
   static constexpr int Threads = (Consumers + 1) * kWarpgroup;
-  static constexpr int ProducerRegisters = 40, ConsumerRegisters = 232;  // 504 are there, as in traits.hpp
+  static constexpr int ProducerRegisters = 40, ConsumerRegisters = 232;  // 504 are there, as in ../../sm90/traits.hpp
   // Softcap would spill 76 bytes a thread.
   static constexpr Features kTakes = feature::Alibi | feature::kPairs | feature::Sink | feature::kUnlike;
   // What is said of a turn, until both of its slots are free again.
@@ -227,7 +227,7 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
   using Mma = typename Traits::Mma;
   constexpr int kSteps = Traits::HeadDim / 16;
   ItsBiasTiles const its(params, tiles);
-  ConsumerThread const thread;
+  GradientThread const thread;
   int const lane = thread.lane, row_in_tile = thread.warp_row + lane / 4, column = lane % 4 * 2;
 
   auto const tiles_at = [](typename Traits::Element* data) {
@@ -361,8 +361,8 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
         }
       }
       if (has_dropout(params)) {
-        static_assert(Traits::B_c == DrawnBits::kKeys, "as many keys as are drawn for");
-        kept = DrawnBits(threshold_of(params), pairs, first_row - lane / 4, first_key, lane).bits();
+        static_assert(Traits::B_c == DropoutBits::kKeys, "as many keys as are drawn for");
+        kept = DropoutBits(threshold_of(params), pairs, first_row - lane / 4, first_key, lane).bits();
       }
     }
     if (!stays) {  // the products are added to it
@@ -415,7 +415,7 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
       }
     };
     if (has_dropout(params)) {
-      DrawnBits const drawn(kept);
+      DropoutBits const drawn(kept);
       add([&](int i, int j) {
         uint4 const mask = drawn.mask(j / 4);  // of two neighbouring keys a word
         uint32_t const first = i == 0 ? mask.x : mask.y, second = i == 0 ? mask.z : mask.w;

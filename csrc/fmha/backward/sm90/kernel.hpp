@@ -1,23 +1,23 @@
 // The backward pass on Hopper, one loop from two sides. A CTA holds a tile of one side of the scores and goes through
 // the tiles of the other that see it: with a tile of keys in hand it sums up dK and dV over the query rows (of all
-// heads that share the key head), with one of query rows dQ over the keys (FlashAttention-2, arXiv:2307.08691, section
+// heads that share the KV head), with one of query rows dQ over the keys (FlashAttention-2, arXiv:2307.08691, section
 // 3.1, algorithm 2, with the sums of dQ in a launch of their own). Every sum then has one owner, so that its order, and
 // its bits, are fixed, and P and dS pass from accumulators to operands in registers: seven products. A third kernel, of
-// five, goes by keys and adds what each tile makes of dQ to memory, in any order: dS passes through shared memory, so
-// that the warpgroups share out dS K; at head_dim 64 three of them are faster than two, with less in registers and more
-// to do while one waits; at 192 two CTAs share a tile (Traits::Cluster). Two more have whole heads: one those of few
-// rows, whose dQ shared memory holds while a CTA goes through all of their keys, and one those of few keys, whose tiles
-// are those of a cluster's CTAs: what they add to dQ passes from one to the next. One warp copies each of the two
-// streams by TMA. Instantiated by csrc/kernels/sm90_backward_*.cu.
+// five, goes by keys and adds what each tile makes of dQ to memory, in any order or in theirs: dS passes through shared
+// memory, so that the warpgroups share out dS K; at head_dim 64 three of them are faster than two, with less in
+// registers and more to do while one waits; at 192 two CTAs share a tile (Traits::Cluster). Two more have whole heads:
+// one those of few rows, whose dQ shared memory holds while a CTA goes through all of their keys, and one those of few
+// keys, whose tiles are those of a cluster's CTAs: what they add to dQ passes from one to the next. One warp copies
+// each of the two streams by TMA. Instantiated by csrc/kernels/sm90_*backward*.cu.
 #pragma once
 
 #include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
-#include "beside.hpp"
 #include "consumer.hpp"
-#include "order.hpp"
+#include "dq_semaphore.hpp"
+#include "postprocess.hpp"
 #include "producer.hpp"
 
 namespace cutlass_ext::sm90 {
@@ -36,7 +36,7 @@ CUTE_DEVICE typename Traits::SharedStorage& shared_of(unsigned char* smem) {
 /// Waits for the other CTAs of a cluster, which arrive at barriers here until they are done.
 template <class Traits>
 CUTE_DEVICE void leave_cluster() {
-  if constexpr (Traits::Cluster > 1 || Traits::PassesSums) {
+  if constexpr (Traits::Cluster > 1 || Traits::DqThroughCluster) {
     __syncwarp();
     cute::cluster_sync();
   }
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if constexpr (Traits::Parts > 1) {
-    if (params.stands_aside()) return;
+    if (params.is_skipped()) return;
   }
   if constexpr (!Traits::Persistent) {
     GradientTile<Traits> const here(params, blockIdx.x);
@@ -70,20 +70,20 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       if constexpr (Traits::PlainBias) shared.bias_full.init(1), shared.bias_empty.init(kReaders);
       shared.held_full.init(Traits::Cluster);
       for (auto* barrier : {&shared.held_empty, &shared.held_v_empty}) barrier->init(kReaders);
-      int const ordering = Traits::InOrder && params.added;  // warps that see to an order
-      for (auto& barrier : shared.ds_full) barrier.init(Traits::AddsApart ? 4 : kReaders + ordering);
-      if constexpr (Traits::EmptiesDS) {
+      int const ordering = Traits::InOrder && params.dq_semaphore;  // warps that see to an order
+      for (auto& barrier : shared.ds_full) barrier.init(Traits::HasDqWarpgroup ? 4 : kReaders + ordering);
+      if constexpr (Traits::HasDsEmpty) {
         for (auto& barrier : shared.ds_empty) barrier.init(4);
       }
-      if constexpr (Traits::AddsApart) {
+      if constexpr (Traits::HasDqWarpgroup) {
         for (auto* barrier : {&shared.p_full, &shared.p_empty}) barrier->init(4);
       }
-      if constexpr (Traits::Sectioned) {
-        shared.added.init(kReaders + ordering);
-        for (auto& barrier : shared.beside_full) barrier.init(1);
+      if constexpr (Traits::FusesPostprocess) {
+        shared.dq_added.init(kReaders + ordering);
+        for (auto& barrier : shared.postprocess_full) barrier.init(1);
       }
-      if constexpr (Traits::HoldsSums) shared.head_taken.init(1), shared.rows_known.init(2 * 32);
-      if constexpr (Traits::PassesSums) {
+      if constexpr (Traits::DqInShared) shared.head_taken.init(1), shared.rows_preprocessed.init(2 * 32);
+      if constexpr (Traits::DqThroughCluster) {
         for (auto& barrier : shared.sums_full) barrier.init(1);
         for (auto& way : shared.sums_empty) {
           for (auto& barrier : way) barrier.init(1);
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       cutlass::arch::fence_barrier_init();
     }
   }
-  if constexpr (Traits::Cluster > 1 || Traits::PassesSums) {
+  if constexpr (Traits::Cluster > 1 || Traits::DqThroughCluster) {
     cute::cluster_sync();  // the other CTAs' barriers are there, too
   } else {
     __syncthreads();
@@ -116,9 +116,9 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::ProducerRegisters>();
     if (warp == 0) {
-      StreamCopy<Traits, false> copy(params, maps, shared);
+      StreamProducer<Traits, false> copy(params, maps, shared);
       if constexpr (Traits::Persistent) {
-        TileTaker<Traits> tiles{params, shared};
+        TileScheduler<Traits> tiles{params, shared};
         while (auto const* tile = tiles.next()) copy(*tile);
       } else {
         copy(shared.tiles[0]);
@@ -126,82 +126,86 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
     }
     TileReader<Traits> tiles{shared};
     if (warp == 1) {
-      StreamCopy<Traits, true> copy(params, maps, shared);
+      StreamProducer<Traits, true> copy(params, maps, shared);
       tiles.for_each(copy);
-      if constexpr (Traits::Sectioned) copy.count_ended();
+      if constexpr (Traits::FusesPostprocess) copy.count_ended();
     }
     if constexpr (Traits::FoldsStatistics) {
-      if (warp == 2) tiles.for_each(StatisticsCopy<Traits>(params, maps, shared));
+      if (warp == 2) tiles.for_each(StatisticsProducer<Traits>(params, maps, shared));
     }
-    if constexpr (Traits::Sectioned) {
-      if (warp == 3 && params.sections) SectionWork<Traits>(params, maps.dq, shared)();
+    if constexpr (Traits::FusesPostprocess) {
+      if (warp == 3 && params.sections) PostprocessWarp<Traits>(params, maps.dq, shared)();
     }
     if constexpr (Traits::InOrder) {
-      if (warp == 3 && params.added) CountOfSums<Traits>{params, shared}();
+      if (warp == 3 && params.dq_semaphore) DqSemaphoreRelease<Traits>{params, shared}();
     }
-    if constexpr (Traits::HoldsSums) {
-      if (warp >= 2) know_rows<Traits>(params, shared);
+    if constexpr (Traits::DqInShared) {
+      if (warp >= 2) preprocess_heads<Traits>(params, shared);
     }
     leave_cluster<Traits>();
     return;
   }
   TileReader<Traits> tiles{shared};
-  Standing<Traits> standing;
-  if constexpr (Traits::AddsApart) {
+  PipelineState<Traits> state;
+  if constexpr (Traits::HasDqWarpgroup) {
     if (warpgroup == Traits::Consumers) {
-      cutlass::arch::warpgroup_reg_dealloc<Traits::RegistersOfQueries>();
-      tiles.for_each([&](auto const& tile) { add_to_queries(params, shared, tile, standing); });
+      cutlass::arch::warpgroup_reg_dealloc<Traits::DqRegisters>();
+      tiles.for_each([&](auto const& tile) { dq_mainloop(params, shared, tile, state); });
     } else if (warpgroup == 1) {
       cutlass::arch::warpgroup_reg_alloc<Traits::RegistersOfValues>();
-      tiles.for_each([&](auto const& tile) { accumulate<Traits, Sums::Values>(params, shared, tile, 0, standing); });
+      tiles.for_each(
+          [&](auto const& tile) { accumulate<Traits, Accumulates::Values>(params, shared, tile, 0, state); });
     } else {
       cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
-      tiles.for_each([&](auto const& tile) { accumulate<Traits, Sums::Keys>(params, shared, tile, 0, standing); });
+      tiles.for_each([&](auto const& tile) { accumulate<Traits, Accumulates::Keys>(params, shared, tile, 0, state); });
     }
     leave_cluster<Traits>();
     return;
   }
   cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
   tiles.for_each([&](auto const& tile) __attribute__((always_inline)) {
-    if constexpr (Traits::Apart) {
+    if constexpr (Traits::SplitsDkDv) {
       if (warpgroup == 1) {
-        accumulate<Traits, Sums::Values>(params, shared, tile, 0, standing);
+        accumulate<Traits, Accumulates::Values>(params, shared, tile, 0, state);
       } else {
-        accumulate<Traits, Sums::Keys>(params, shared, tile, 0, standing);
+        accumulate<Traits, Accumulates::Keys>(params, shared, tile, 0, state);
       }
     } else {
-      constexpr Sums kSums = Traits::AddsToQueries ? Sums::All : Traits::OfKeys ? Sums::KeysAndValues : Sums::Queries;
-      accumulate<Traits, kSums>(params, shared, tile, warpgroup - 1, standing);
+      constexpr Accumulates kWhat = Traits::AccumulatesDq ? Accumulates::All
+                                    : Traits::OfKeys      ? Accumulates::KeysAndValues
+                                                          : Accumulates::Queries;
+      accumulate<Traits, kWhat>(params, shared, tile, warpgroup - 1, state);
     }
   });
   leave_cluster<Traits>();
 }
 
-/// One side's kernel at one tile shape, a CTA for each tile of that side, or, with sums of queries, as many as there is
-/// room for.
+/// One side's kernel at one tile shape: a CTA for each tile of that side or, where it is persistent, as many as there
+/// is room for.
 template <Axis Of, int B_r, int B_c, int HeadDim, int HeadDimV, class Element, int Stages, Features Mods = 0,
-          SumsOfQueries OfQueries = SumsOfQueries::None>
+          DqAccumulation OfQueries = DqAccumulation::None>
 struct Backward {
   using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, HeadDimV, Element, Stages, Mods, OfQueries>;
   static constexpr char const* kFamily = "sm90";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &backward_kernel<Traits>;
-  static constexpr Kind kKind = Traits::HasHeads        ? Kind::HeadGradients
-                                : Traits::AddsToQueries ? Kind::AllGradients
+  static constexpr Kind kKind = Traits::OwnsHeads       ? Kind::HeadGradients
+                                : Traits::AccumulatesDq ? Kind::AllGradients
                                 : Traits::OfKeys        ? Kind::KeyGradients
                                                         : Kind::QueryGradients;
   // The copy engine faults on a first column that is off 16 bytes, as padding in front makes that of a bias.
   static constexpr Features kTakes = Traits::Mods | feature::Sink | feature::Packed |
                                      (feature::kUnlike & ~(Traits::PlainBias ? feature::LeftPadding : 0)),
                             kWants = Traits::IsPlain || Traits::DropsAlone ? Traits::Mods : 0;
-  static constexpr TileLoop kLoop{Traits::Persistent, Traits::Splits,    Traits::AnyOrder, Traits::Sectioned,
-                                  Traits::PassesSums, Traits::HoldsSums, Traits::InOrder,  Traits::Cluster};
+  static constexpr TileLoop kLoop{Traits::Persistent,       Traits::Splits,           Traits::AnyOrder,
+                                  Traits::FusesPostprocess, Traits::DqThroughCluster, Traits::DqInShared,
+                                  Traits::InOrder,          Traits::Cluster};
   /// Softcap's derivative is found in scores, from which what has been added since is not taken again.
   static bool takes_shape(Params const& params) {
     int const heads = params.heads_q / params.heads_kv;
-    if (Traits::HoldsSums && int64_t(tiles_of_head(params.n_q, B_r)) * heads > kMostHeldTiles) return false;
-    if (Traits::PassesSums && (std::max(params.head_dim, params.head_dim_v) <= 64 ||  // of others, or none
-                               Scheduler::tiles_of(params.n_kv, B_c) > kMostInCluster))
+    if (Traits::DqInShared && int64_t(tiles_of_head(params.n_q, B_r)) * heads > kMostHeldTiles) return false;
+    if (Traits::DqThroughCluster && (std::max(params.head_dim, params.head_dim_v) <= 64 ||  // of others, or none
+                                     Scheduler::tiles_of(params.n_kv, B_c) > kMostInCluster))
       return false;
     if (Traits::FoldsStatistics && ScoreMod::query_scale(params) < kLeastFactor) return false;
     return !(ScoreMod::caps(params) && has_bias(params));

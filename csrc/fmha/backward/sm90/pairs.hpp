@@ -1,6 +1,6 @@
 // What pairs have, in the scores of Hopper's backward kernels: their accumulators see pairs from the side of the rows
 // or from that of the keys. What a tile wants of memory, and its draws, are asked for a turn ahead. Used by
-// producer.hpp and consumer.hpp.
+// traits.hpp, producer.hpp and mainloop.hpp.
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
@@ -15,7 +15,7 @@
 namespace cutlass_ext::sm90 {
 
 /// What the copying warp says of a streamed tile.
-struct alignas(16) StreamedTile {
+struct alignas(16) StreamedTileInfo {
   int tile, head;
   float* sums;               // of dQ of its rows, where that is added to
   uint32_t const* mask;      // from the side of keys: of its rows and key 0, or of all rows, where they share it
@@ -40,11 +40,10 @@ class TilePairs {
  public:
   static constexpr int kStagedBytes = 16 * Step * 2;  // of a warp in shared memory
 
-  /// `held`: the warp's first row or key in hand.
   template <class Tile>
   struct Place {
     Tile const& tile;
-    ConsumerThread thread;
+    GradientThread thread;
     int row, key;  // of the warp's first score
     CUTE_DEVICE Place(Tile const& tile, int streamed_tile) : tile(tile) {
       int const held = tile.work.row0 + thread.warp_row % Traits::Held, streamed = streamed_tile * Step;
@@ -62,21 +61,23 @@ class TilePairs {
   CUTE_DEVICE static bool has_dropout(BackwardParams const& params) {
     return Traits::DropsAlone || ((Traits::Mods & feature::Dropout) && cutlass_ext::has_dropout(params));
   }
-  CUTE_DEVICE static bool is_mixed(StreamedTile const& tile) { return (Traits::Mods & feature::Mask) && tile.mixed; }
+  CUTE_DEVICE static bool is_mixed(StreamedTileInfo const& tile) {
+    return (Traits::Mods & feature::Mask) && tile.mixed;
+  }
   /// Whether it changes scores, or what becomes of them, of every pair: a mask alone does not.
   CUTE_DEVICE static bool changes_every_tile(BackwardParams const& params) {
     return (Traits::ScoreMods && ScoreMod::changes(params)) || has_bias(params) || has_dropout(params);
   }
 
-  /// `StreamedTile::mask`.
+  /// `StreamedTileInfo::mask`.
   CUTE_DEVICE static uint32_t const* mask_of_tile(BackwardParams const& params, int batch, int head, int tile) {
     if (params.mask.row == 0) return params.mask.bits + batch * params.mask.batch + head * params.mask.head;
-    return params.mask_of_keys + MaskOfKeys(params).first(params, batch, head, 0) + tile * Words;
+    return params.transposed_mask + TransposedMask(params).first(params, batch, head, 0) + tile * Words;
   }
 
   /// Asks for what `next` wants; unless `Changed`, of the mask alone, since calls have no bias or dropout then.
   template <bool Changed, class Shared, class Tile>
-  CUTE_DEVICE void ask(BackwardParams const& params, Shared& shared, Tile const& tile, StreamedTile const& next) {
+  CUTE_DEVICE void ask(BackwardParams const& params, Shared& shared, Tile const& tile, StreamedTileInfo const& next) {
     Place<Tile> const place(tile, next.tile);
     if constexpr (Changed && (Traits::Mods & feature::Bias) && !Traits::PlainBias) {
       if (cutlass_ext::has_bias(params) && tile.bias_in_chunks) {
@@ -107,7 +108,7 @@ class TilePairs {
   /// Adds the bias to scores.
   template <class Shared, class Tile, class ScoreTensor>
   CUTE_DEVICE void add_bias(ScoreTensor& S, BackwardParams const& params, Shared& shared, Tile const& tile,
-                            StreamedTile const& here) const {
+                            StreamedTileInfo const& here) const {
     Place<Tile> const place(tile, here.tile);
     if (!tile.bias_in_chunks) {
       add_elements(S, tile.bias_unit, params, place, place.pairs(params, here.head));
@@ -147,7 +148,7 @@ class TilePairs {
     }
   }
 
-  /// The same of a bias that is fp32, or that vectors cannot be read of, or that all rows share: each thread reads its
+  /// add_bias() of one that is fp32, or that vectors cannot be read of, or that all rows share: each thread reads its
   /// own elements.
   template <class ScoreTensor, class Place>
   CUTE_DEVICE static void add_elements(ScoreTensor& S, float factor, BackwardParams const& params, Place const& place,
@@ -257,7 +258,7 @@ class TilePairs {
   }
 
   template <class Place>
-  CUTE_DEVICE void read_mask(BackwardParams const& params, Place const& place, StreamedTile const& next) {
+  CUTE_DEVICE void read_mask(BackwardParams const& params, Place const& place, StreamedTileInfo const& next) {
     int const along = place.thread.lane / 4, across = place.thread.lane % 4 * 2;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -268,7 +269,7 @@ class TilePairs {
           seen_[i][0] = seen_[i][1] = 0 - (__ldg(next.mask + key / 32) >> key % 32 & 1);
         } else {
           uint2 const rows =
-              __ldg(reinterpret_cast<uint2 const*>(next.mask + uint64_t(key) * unsigned(MaskOfKeys(params).words)));
+              __ldg(reinterpret_cast<uint2 const*>(next.mask + uint64_t(key) * unsigned(TransposedMask(params).words)));
           seen_[i][0] = rows.x >> across, seen_[i][1] = rows.y >> across;
         }
       } else {
@@ -305,7 +306,7 @@ class TilePairs {
   }
 
   uint32_t seen_[2][Words];   // of a mixed tile, from the thread's first column on
-  uint32_t kept_[Step / 64];  // bits of elements (i, j), as `factor` finds them: of keys in bit j / 2 of a byte
+  uint32_t kept_[Step / 64];  // bits of elements (i, j), where bit_of() says
 };
 
 }  // namespace cutlass_ext::sm90

@@ -1,6 +1,6 @@
 // What Hopper's backward kernels do otherwise where operands are float32 in two fp16 parts (../operand_parts.hpp):
 // scores, and gradients of scores, as operands; sums of one tile, which are added up in float32 registers; and
-// gradients to memory. Used by consumer.hpp.
+// gradients to memory. Used by turns.hpp and epilogue.hpp.
 #pragma once
 
 #include <cute/tensor.hpp>

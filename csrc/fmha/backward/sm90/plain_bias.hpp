@@ -1,6 +1,6 @@
 // A bias that with a mask, or alone, is all that changes scores (Traits::PlainBias): the copy engine brings a tile of
 // it, consumers read it, up to head_dim 64 a turn ahead, and write its gradient where that is dS. Used by traits.hpp,
-// producer.hpp and consumer.hpp.
+// producer.hpp, mainloop.hpp and turns.hpp.
 #pragma once
 
 #include <iterator>
@@ -13,7 +13,7 @@
 #include "../../swizzle.hpp"
 #include "../params.hpp"
 #include "pairs.hpp"
-#include "tiles.hpp"
+#include "tile_scheduler.hpp"
 
 namespace cutlass_ext::sm90 {
 
@@ -26,13 +26,15 @@ struct TileOfBias {
 template <>
 struct TileOfBias<0> {};
 
-/// A thread's part of a tile: words of two rows of a key. `stage`: where the tile's rows of dout are, of an even number
-/// of stages, so that it has the phase of the one place for tiles of the bias. Up to head_dim 64 it has those of the
-/// next tile in registers while it works on this one; wider heads have no room for them (520 bytes spilled).
+/// A thread's part of a tile: words of two rows of a key. `stage`: where the tile's rows of dout are, up to head_dim
+/// 64 those of q, too; of an even number of stages, so that it has the phase of the one place for tiles of the bias. Up
+/// to head_dim 64 it has those of the next tile in registers while it works on this one; wider heads have no room for
+/// them (520 bytes spilled).
 template <class Traits>
 class BiasAhead {
   static constexpr int kSixteens = Traits::Step / 16;
   static constexpr bool kAhead = Traits::HeadDim <= 64;
+  static_assert(!kAhead || Traits::Stages == Traits::StagesV, "the stage of a tile's rows is that of its rows of dout");
   uint32_t words_[kAhead ? kSixteens : 1][4];
 
  public:
@@ -63,7 +65,7 @@ class BiasAhead {
   template <class Shared, class Take>
   CUTE_DEVICE static void read(Shared& shared, int row_block, int stage, Take const& take) {
     static_assert(Traits::StagesV % 2 == 0, "whose lowest bit is the phase");
-    ConsumerThread const thread;
+    GradientThread const thread;
     int const row = thread.lane / 16 * 8 + thread.lane % 8,
               chunk = thread.warp_row % kAtomRows / 8 + thread.lane / 8 % 2;
     uint32_t const from = cast_smem_ptr_to_uint(shared.biases + row_block * Traits::Step * kPanel + row * kPanel +
@@ -87,7 +89,7 @@ CUTE_DEVICE uint32_t transposed(uint32_t word) {
 template <class Traits, class Words>
 CUTE_DEVICE void store_dbias(BackwardParams const& params, GradientTile<Traits> const& tile, int t, int head,
                              Words const& words) {
-  ConsumerThread const thread;
+  GradientThread const thread;
   int const row = t * Traits::Step + thread.lane / 4,
             key = tile.work.row0 + thread.warp_row % Traits::Held + thread.lane % 4 * 2;
   int const rows = params.n_q - row, keys = params.n_kv - key;

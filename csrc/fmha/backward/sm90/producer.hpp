@@ -7,7 +7,8 @@
 
 #include "../../sm90/tensor_maps.hpp"
 #include "../row_product.hpp"
-#include "order.hpp"
+#include "../rows_preprocessed.hpp"
+#include "dq_semaphore.hpp"
 #include "sections.hpp"
 #include "traits.hpp"
 
@@ -15,22 +16,22 @@ namespace cutlass_ext::sm90 {
 
 /// One of two warps that make the statistics of rows of the CTA's next head, before the warp that copies them takes it.
 template <class Traits>
-CUTE_DEVICE void know_rows(BackwardParams const& params, typename Traits::SharedStorage& shared) {
+CUTE_DEVICE void preprocess_heads(BackwardParams const& params, typename Traits::SharedStorage& shared) {
   using Element = typename Traits::Element;
   unsigned index = 0, size = static_cast<unsigned>(params.scheduler.size());
   for (uint32_t phase = 0; index < size; phase ^= 1) {
     shared.head_taken.wait_for(phase);
     index = shared.next_head;
-    if (index < size && makes_rows_known(params)) {  // else all were known before
+    if (index < size && preprocesses_in_kernel(params)) {  // else all have been made before
       WorkItem const work = params.scheduler(index);
       Sequence const sequence = sequence_of(params, work.batch);
       int const heads = params.heads_per_kv.divisor;
       CUTE_NO_UNROLL
       for (int head = work.head * heads; head < (work.head + 1) * heads; ++head)
-        make_rows_known<Traits::Step, Element>(params, sequence, work.batch, head);
+        preprocess_head<Traits::Step, Element>(params, sequence, work.batch, head);
       asm volatile("fence.proxy.async.global;" ::: "memory");  // the copy engine reads them
     }
-    shared.rows_known.arrive();  // every lane for itself
+    shared.rows_preprocessed.arrive();  // every lane for itself
   }
 }
 
@@ -52,7 +53,7 @@ CUTE_DEVICE void prefetch_bulk(void const* data, int bytes) {
 /// the same time, and would all wait for memory. (16, 1024, 16, 128) takes 832 us for 845, causal 545 for 557; fetched
 /// by every CTA 857, and at head_dim 256 2% more. It brings the tiles of a bias, too.
 template <class Traits>
-struct StatisticsCopy {
+struct StatisticsProducer {
   BackwardParams const& params;
   typename Traits::Maps const& maps;
   typename Traits::SharedStorage& shared;
@@ -60,15 +61,15 @@ struct StatisticsCopy {
   RingPosition<Traits::Stages> ring{};
   uint32_t bias_phase = 0;
 
-  CUTE_DEVICE StatisticsCopy(BackwardParams const& params, typename Traits::Maps const& maps,
-                             typename Traits::SharedStorage& shared)
+  CUTE_DEVICE StatisticsProducer(BackwardParams const& params, typename Traits::Maps const& maps,
+                                 typename Traits::SharedStorage& shared)
       : params(params), maps(maps), shared(shared), per_scale(1.f / ScoreMod::query_scale(params)) {}
 
   CUTE_DEVICE void operator()(GradientTile<Traits> const& tile) {
-    bool const is_first =
-        !Traits::PassesSums && !params.sections && !params.added && tile.begins_head() && threadIdx.x % 32 == 0;
-    if constexpr (Traits::Sectioned) wait_for_section(params, tile);
-    for_each_passing(params, tile, [&](PassingTile of) {
+    bool const is_first = !Traits::DqThroughCluster && !params.sections && !params.dq_semaphore && tile.begins_head() &&
+                          threadIdx.x % 32 == 0;
+    if constexpr (Traits::FusesPostprocess) wait_for_section(params, tile);
+    for_each_step(params, tile, [&](StreamStep of) {
       int64_t const row =
           StatisticsRows(params).first(params, tile.sequence, tile.work.batch, of.head) + of.t * Traits::Step;
       if (is_first)
@@ -80,6 +81,7 @@ struct StatisticsCopy {
 
  private:
   CUTE_DEVICE void bring(RowStatistics const* rows) {
+    static_assert(Traits::Step % 32 == 0);
     constexpr int kRows = Traits::Step / 32;  // of a lane
     int const lane = threadIdx.x % 32;
     RowStatistics of[kRows];
@@ -118,7 +120,7 @@ struct StatisticsCopy {
 /// A warp that copies one tile in hand after the other, and the tiles of one stream: of q and k with the statistics of
 /// rows, or of v and dout.
 template <class Traits, bool OfValues>
-struct StreamCopy {
+struct StreamProducer {
   using Part = typename Traits::Part;
   using Shared = typename Traits::SharedStorage;
   static constexpr int Held = Traits::Held, Step = Traits::Step;
@@ -132,20 +134,20 @@ struct StreamCopy {
   RingPosition<OfValues ? Traits::StagesV : Traits::Stages> ring{};
   int ended = -1;  // the section of the tile before, until it is counted
   uint32_t added_phase = 0;
-  LeaveToAdd<Traits> leave;
+  DqSemaphoreAcquire<Traits> semaphore;
 
-  CUTE_DEVICE StreamCopy(BackwardParams const& params, GradientMaps const& maps, Shared& shared)
+  CUTE_DEVICE StreamProducer(BackwardParams const& params, GradientMaps const& maps, Shared& shared)
       : params(params),
         maps(maps),
         shared(shared),
         tail{OfValues ? shared.tail_v : shared.tail},
-        leave{params, shared} {}
+        semaphore{params, shared} {}
 
   CUTE_DEVICE void operator()(GradientTile<Traits> const& tile) {
     int const turns = tile.turns(params);
     if (turns == 0) {
-      if (Traits::Sectioned && OfValues && params.sections && threadIdx.x % 32 == 0)
-        count_done(params.sections[tile.section].added);
+      if (Traits::FusesPostprocess && OfValues && params.sections && threadIdx.x % 32 == 0)
+        count_done(params.sections[tile.section].tiles);
       return;
     }
     constexpr int StatisticsBytes = WithStatistics ? Step * sizeof(RowStatistics) : 0;
@@ -186,8 +188,8 @@ struct StreamCopy {
     // Few rows pass by so fast that what the next tile begins with is fetched while the one before ends: (256, 128, 16,
     // 64) takes 257 us for 268, (32, 512, 32, 64) 457 for 462. Of longer heads 1 to 2% more, in full.
     constexpr int kFewTurns = 8;
-    if constexpr (Traits::Sectioned && !Traits::FoldsStatistics && !OfValues) wait_for_section(params, tile);
-    if (Traits::HasHeads || (!Traits::Pairs && turns <= kFewTurns)) {
+    if constexpr (Traits::FusesPostprocess && !Traits::FoldsStatistics && !OfValues) wait_for_section(params, tile);
+    if (Traits::OwnsHeads || (!Traits::Pairs && turns <= kFewTurns)) {
       auto const prefetch = [&](CUtensorMap const& map, int row, int head) {
         SM90_TMA_LOAD_4D::PREFETCH::copy(&map, 0, row, head, batch);
       };
@@ -196,9 +198,9 @@ struct StreamCopy {
         prefetch(map_streamed, tile.streamed_row0 + tile.tiles.begin * Step, tile.head_q);
       }
     }
-    if constexpr (Traits::Persistent && !(Traits::HoldsSums && OfValues))
+    if constexpr (Traits::Persistent && !(Traits::DqInShared && OfValues))
       (OfValues ? shared.held_v_empty : shared.held_empty).wait_for(tile.held_phase ^ 1);
-    if constexpr (Traits::HoldsSums && OfValues) {
+    if constexpr (Traits::DqInShared && OfValues) {
       for (int first = 0; first < Held; first += Step) {
         Range const here = counting(keys, min(tile.work.row0 + first, keys.end), Step);
         auto* const to = streamed + ring.stage * Step * Columns;
@@ -243,7 +245,7 @@ struct StreamCopy {
       for (int first = 0; first < Step; first += kBox)
         copy_box<Step, Columns>(map_streamed, barrier, to + first * kPanel, row + first, head, batch, kHint);
     };
-    auto const copy_streamed = [&](PassingTile of) {
+    auto const copy_streamed = [&](StreamStep of) {
       int const head_q = of.head, t = of.t;
       int64_t const statistics = statistics_of(Traits::OfKeys ? head_q : tile.head_kv);
       int const head = Traits::OfKeys ? head_q : tile.head_kv, first = t * Step, at = tile.streamed_row0 + first;
@@ -266,7 +268,7 @@ struct StreamCopy {
                     says.bias_row = tile.pairs.bias_row(params, head_q - tile.head_q, t * Step);
                 }
               }
-              if constexpr (Traits::AddsToQueries && !Traits::HoldsSums)
+              if constexpr (Traits::AccumulatesDq && !Traits::DqInShared)
                 says.sums = sums_of_tile(params, tile, head_q, t);
             }
             barrier.arrive_and_expect_tx(Step * Columns * sizeof(Part) + StatisticsBytes);
@@ -280,18 +282,18 @@ struct StreamCopy {
           empty_streamed);
       ring.advance();
     };
-    for_each_passing(params, tile, [&](PassingTile of) {
+    for_each_step(params, tile, [&](StreamStep of) {
       // With one place left to fill, or one tile to fill it with: the tile in hand before has ended, or ends soon.
-      if constexpr (Traits::Sectioned && OfValues) {
+      if constexpr (Traits::FusesPostprocess && OfValues) {
         if (of.left - 1 == max(turns - Traits::StagesV, 0)) count_ended();
       }
       copy_streamed(of);
       if constexpr (Traits::InOrder && OfValues) {
-        if (params.added) leave(tile, of);
+        if (params.dq_semaphore) semaphore(tile, of);
       }
     });
-    if constexpr (Traits::InOrder && OfValues) leave.give();
-    if (Traits::Sectioned && OfValues && params.sections) ended = tile.section;
+    if constexpr (Traits::InOrder && OfValues) semaphore.acquire();
+    if (Traits::FusesPostprocess && OfValues && params.sections) ended = tile.section;
   }
 
   /// Copies what of the keys of the cluster's other CTA the products of its dS want: two panels of columns.
@@ -313,9 +315,9 @@ struct StreamCopy {
   /// Tells all CTAs of what the tile before has added to dQ, once it has.
   CUTE_DEVICE void count_ended() {
     if (ended < 0) return;
-    shared.added.wait_for(added_phase);
+    shared.dq_added.wait_for(added_phase);
     added_phase ^= 1;
-    if (threadIdx.x % 32 == 0) count_done(params.sections[ended].added);
+    if (threadIdx.x % 32 == 0) count_done(params.sections[ended].tiles);
     __syncwarp();
     ended = -1;
   }

@@ -1,28 +1,26 @@
 // How a launch of gradients that goes through its heads section for section passes from one to the next: by counts that
-// CTAs wait for. Used by producer.hpp and beside.hpp.
+// CTAs wait for. Used by producer.hpp and postprocess.hpp.
 //
 // Every wait is for tiles and jobs that running CTAs took earlier: a launch ends, however few of its CTAs have room.
 #pragma once
 
-#include "../../sm90/pipeline.hpp"
-#include "../../sm90/warpgroup.hpp"
 #include "../params.hpp"
 
 namespace cutlass_ext::sm90 {
 
-/// What a warp beside the tiles (beside.hpp) has in shared memory: `Parts` parts of sums, 16 rows of `Columns` each,
-/// and one of dQ, swizzled as the copy engine does.
+/// What a warp beside the tiles (postprocess.hpp) has in shared memory: `Parts` parts of sums, 16 rows of `Columns`
+/// each, and one of dQ, swizzled as the copy engine does.
 template <class Element, int Parts, int Columns>
-struct PartsOfSums {
+struct PostprocessBuffers {
   static constexpr int kRows = 16, kColumns = Columns;
   alignas(1024) Element dq[kRows * kColumns];
   float4 sums[Parts][kRows * kColumns / 4];
 };
 template <class Element, int Columns>
-struct PartsOfSums<Element, 0, Columns> {};
+struct PostprocessBuffers<Element, 0, Columns> {};
 
 /// What such a warp works on.
-struct alignas(16) JobBeside {
+struct alignas(16) PostprocessJob {
   int section, batch, head, row0;
 };
 
@@ -56,7 +54,7 @@ CUTE_DEVICE bool has_counted(unsigned const& count, unsigned wanted) {
 /// Whether the place of a section's sums is free, and cleared.
 CUTE_DEVICE bool is_ready(BackwardParams const& params, int section) {
   int const before = section - kSectionsOfSums;
-  return before < 0 || has_counted(params.sections[before].finished, params.section_jobs.of_a_section);
+  return before < 0 || has_counted(params.sections[before].jobs, params.section_jobs.of_a_section);
 }
 
 }  // namespace cutlass_ext::sm90

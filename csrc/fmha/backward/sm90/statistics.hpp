@@ -1,9 +1,9 @@
-// Statistics of rows (lse and delta) as a consumer thread has them. Used by consumer.hpp.
+// Statistics of rows (lse and delta) as a consumer thread has them. Used by mainloop.hpp.
 #pragma once
 
 #include <cute/tensor.hpp>
 
-#include "../../registers.hpp"
+#include "../../optimization_barriers.hpp"
 #include "../../sm90/warpgroup.hpp"
 #include "../params.hpp"
 #include "traits.hpp"
@@ -19,7 +19,7 @@ template <class Traits, bool AddsQ>
 class StatisticsAtHand {
   static constexpr bool kReadsAhead = Traits::OfKeys && Traits::Parts == 1 && !Traits::FoldsStatistics &&
                                       Traits::HeadDim <= (Traits::Pairs && !Traits::TwoBodies ? 64 : 128);
-  static constexpr bool kKeepsDeltas = kReadsAhead && Traits::HeadDim <= 64 && !Traits::HoldsSums;
+  static constexpr bool kKeepsDeltas = kReadsAhead && Traits::HeadDim <= 64 && !Traits::DqInShared;
   static constexpr int kPairs = kReadsAhead ? Traits::Step / 8 : 1,
                        kPairsAhead = Traits::Pairs && AddsQ && !kKeepsDeltas ? 4 : kPairs;
 
@@ -36,9 +36,9 @@ class StatisticsAtHand {
   CUTE_DEVICE StatisticsAtHand(BackwardParams const& params, typename Traits::SharedStorage& shared,
                                GradientTile<Traits> const& tile)
       : shared_(shared) {
-    compute_here(quad_lane_);
+    materialize(quad_lane_);
     if constexpr (!Traits::OfKeys) {
-      int const first_row = tile.first_row(ConsumerThread());
+      int const first_row = tile.first_row(GradientThread());
       auto const* const rows = params.row_statistics +
                                StatisticsRows(params).first(params, tile.sequence, tile.work.batch, tile.head_q) +
                                first_row;

@@ -1,5 +1,5 @@
 // Decoding: attention of a few query rows to a long cache, bound by the memory that holds it. The query rows of all
-// heads that share a key head are packed into one tile, so that each key is read once; the keys of all sequences are
+// heads that share a KV head are packed into one tile, so that each key is read once; the keys of all sequences are
 // shared out among the CTAs; partial results are merged in key order by the last CTA of a sequence to finish
 // (Flash-Decoding's split of the keys, in one launch). Instantiated by csrc/kernels/decode_*.cu, sm90_decode_rows.cu
 // and, beside a launch that prefills, sm90_decode.cu.

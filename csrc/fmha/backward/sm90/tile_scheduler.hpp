@@ -13,7 +13,7 @@
 
 namespace cutlass_ext::sm90 {
 
-/// Tiles of rows that there is room for in shared memory, those of all query heads of a key head; and how many a head
+/// Tiles of rows that there is room for in shared memory, those of all query heads of a KV head; and how many a head
 /// has.
 constexpr int kMostHeldTiles = 8;
 CUTE_HOST_DEVICE int tiles_of_head(int rows, int block) { return (rows + block - 1) / block; }
@@ -47,14 +47,14 @@ CUTE_DEVICE bool is_in(uint32_t const* map, int tile) { return !map || __ldg(map
 /// What a CTA works on at a time: a tile of one side, and the tiles of the other that it goes through, once for each
 /// head.
 template <class Traits>
-struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain>, Neighbours<Traits::PassesSums> {
+struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain>, Neighbours<Traits::DqThroughCluster> {
   WorkItem work;  // row0: first row in hand
   Sequence sequence;
   Visibility view;  // from the side in hand: what is held are its rows, what is streamed its keys
   Range tiles, unmasked;
   bool is_empty;         // packed: the launch counts the tiles of the longest sequence for each
   bool descends;         // whether the tiles pass by from the last one on
-  bool last_keys_first;  // whether tiles of later keys add to dQ before (order.hpp)
+  bool last_keys_first;  // whether tiles of later keys add to dQ before (dq_semaphore.hpp)
   int heads;             // query heads that are gone through
   int head_q, head_kv;
   int held_row0, streamed_row0;  // rows of the tensors that hold the side's first
@@ -93,15 +93,15 @@ struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain>, Neighbours
       Range const own = split_turns(params, work.split, heads, &tiles);
       head_q += own.begin, heads = own.size();
     }
-    if constexpr (Traits::PassesSums) {
+    if constexpr (Traits::DqThroughCluster) {
       this->way = is_image;
       int const next = work.row0 + Traits::Held;
       if (work.row0 > 0) this->before = row_tiles_of(work.row0 - Traits::Held);
       if (next < keys_of_launch(params)) this->behind = row_tiles_of(next);
-    } else if constexpr (Traits::AddsToQueries && !Traits::HoldsSums) {
+    } else if constexpr (Traits::AccumulatesDq && !Traits::DqInShared) {
       sums_row0 = StatisticsRows(params).first(params, sequence, work.batch, head_q);
     }
-    if constexpr (Traits::Sectioned) {
+    if constexpr (Traits::FusesPostprocess) {
       if (params.sections) {
         section = params.scheduler.section_of(index);
         int const of_section = params.scheduler.pairs_a_section(),
@@ -129,12 +129,14 @@ struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain>, Neighbours
   /// In hand that exist; of a cluster's last tile the second CTA may have none.
   CUTE_DEVICE int rows() const { return view.n_q - work.row0; }
   /// The thread's first row in hand, counted in the sequence, of which the second lies 8 further.
-  CUTE_DEVICE int first_row(ConsumerThread const& thread) const {
+  CUTE_DEVICE int first_row(GradientThread const& thread) const {
     return work.row0 + thread.warp_row % Traits::Held + thread.lane / 4;
   }
   // Over keys, whether the tile is a head's first, and whether it is its last.
   CUTE_DEVICE bool begins_head() const { return work.row0 == 0; }
-  CUTE_DEVICE bool ends_head() const { return rows() <= Traits::Held; }
+  CUTE_DEVICE bool ends_head(BackwardParams const& params) const {
+    return keys_of_launch(params) - work.row0 <= Traits::Held;
+  }
   CUTE_DEVICE int turns(BackwardParams const& params) const {
     return Traits::SkipsTiles && params.tile_map ? seen_tiles : heads * tiles.size();
   }
@@ -173,10 +175,10 @@ CUTE_DEVICE float* sums_of_tile(BackwardParams const& params, GradientTile<Trait
 /// of mirrored tiles and where they add to dQ in order, one of each head, from the last rows on or up to them. `tiles`
 /// are the tile's, which whoever goes through them has in registers.
 template <class Traits>
-struct StreamOrder {
+struct StreamIterator {
   int at, head;
 
-  CUTE_DEVICE StreamOrder(BackwardParams const& params, GradientTile<Traits> const& tile, Range const& tiles)
+  CUTE_DEVICE StreamIterator(GradientTile<Traits> const& tile, Range const& tiles)
       : at(Traits::AnyOrder && tile.descends ? 1 - tiles.end : tiles.begin), head(tile.head_q) {}
 
   /// The tile's number: from the last on it is counted below zero, so that one register has the way, too.
@@ -203,7 +205,7 @@ struct StreamOrder {
 
 /// A tile that passes by the one in hand: of which head, how many are left with it, whether a mask hides some of its
 /// pairs, and how many rows of workspace lie between the first head's first and it.
-struct PassingTile {
+struct StreamStep {
   int head, t, left;
   bool mixed;
   int rows;
@@ -211,12 +213,12 @@ struct PassingTile {
 
 /// Has each of them copied, in turn: of those that a mask may hide, the ones that it does not.
 template <class Traits, class Copy>
-CUTE_DEVICE void for_each_passing(BackwardParams const& params, GradientTile<Traits> const& tile, Copy const& copy) {
+CUTE_DEVICE void for_each_step(BackwardParams const& params, GradientTile<Traits> const& tile, Copy const& copy) {
   int left = tile.turns(params);
   if constexpr (!Traits::SkipsTiles) {
-    StreamOrder<Traits> order(params, tile, tile.tiles);
+    StreamIterator<Traits> order(tile, tile.tiles);
     for (int rows = order.t() * Traits::Step; left > 0; --left, rows += order.advance(params, tile, tile.tiles))
-      copy(PassingTile{order.head, order.t(), left, false, rows});
+      copy(StreamStep{order.head, order.t(), left, false, rows});
   } else {
     for (int head = tile.head_q; left > 0; ++head) {
       uint32_t const *const seen = tile.map(params, head, TileMap::Seen), *const whole =
@@ -224,7 +226,7 @@ CUTE_DEVICE void for_each_passing(BackwardParams const& params, GradientTile<Tra
       for (int t = tile.tiles.begin; t < tile.tiles.end; ++t) {
         if (!is_in(seen, t)) continue;
         int const rows = (head - tile.head_q) * params.rows_a_head + t * Traits::Step;
-        copy(PassingTile{head, t, left--, !is_in(whole, t), rows});
+        copy(StreamStep{head, t, left--, !is_in(whole, t), rows});
       }
     }
   }
@@ -264,10 +266,10 @@ struct TileReader {
   }
 };
 
-/// Takes the CTA's tiles, the first by its index, then the next one that nobody has; or, where sums of dQ are passed
-/// on, those of every so many heads. By a whole warp.
+/// Takes the CTA's tiles: the first by its index, unless others wait for what tiles add, then the next one that nobody
+/// has; or, where sums of dQ are passed on, those of every so many heads. By a whole warp.
 template <class Traits>
-struct TileTaker {
+struct TileScheduler {
   BackwardParams const& params;
   typename Traits::SharedStorage& shared;
   RingPosition<Traits::TilesKnown> at{};
@@ -281,21 +283,21 @@ struct TileTaker {
   /// The index of the next tile.
   CUTE_DEVICE unsigned take(bool leader) {
     // Others wait for what a tile adds: no CTA may have one before it runs.
-    if (Traits::Sectioned && params.is_waited_for) return draw(params.counters);
+    if (Traits::FusesPostprocess && params.is_waited_for) return draw(params.counters);
     bool const is_first = !took_first;
     took_first = true;
     if (Traits::AnyOrder && params.is_mirrored && !is_first) {
       at_image = !at_image;
       if (at_image) return index;
     }
-    if constexpr (Traits::PassesSums) {
+    if constexpr (Traits::DqThroughCluster) {
       // Those of a head lie side by side, as the CTAs of a cluster.
       if (is_first) return blockIdx.x;
       int const mirrored = static_cast<int>(cute::cluster_shape().x) - 1 - 2 * cute::block_rank_in_cluster();
       if (!params.is_mirrored) return index + gridDim.x;
       at_image = !at_image;
       return index + gridDim.x + (at_image ? mirrored : -mirrored);
-    } else if constexpr (Traits::HoldsSums) {
+    } else if constexpr (Traits::DqInShared) {
       return goes_on ? index + 1 : take_head(leader, is_first);
     } else if constexpr (Traits::Cluster > 1) {
       return is_first ? blockIdx.x / Traits::Cluster : draw_together(leader);
@@ -325,7 +327,7 @@ struct TileTaker {
     unsigned const tiles = tiles_of_head(params.n_kv, Traits::Held);
     unsigned first = blockIdx.x * tiles;
     if (!is_first) {
-      shared.rows_known.wait_for(rows_phase);
+      shared.rows_preprocessed.wait_for(rows_phase);
       rows_phase ^= 1;
       first = next_head;
     }
@@ -349,12 +351,12 @@ struct TileTaker {
       if (exists && leader) {
         new (&slot) GradientTile<Traits>(params, index, at_image);  // in place: 50 bytes less spilled beside dropout
         slot.held_phase = held_phase;
-        if (Traits::HasHeads && slot.is_empty) slot.tiles = {0, 0};  // a head without keys, whose dQ is 0
+        if (Traits::OwnsHeads && slot.is_empty) slot.tiles = {0, 0};  // a head without keys, whose dQ is 0
       }
       __syncwarp();
       if (Traits::SkipsTiles && exists) slot.count_seen(params);
-      if (Traits::HoldsSums && exists) goes_on = !slot.ends_head();
-    } while (exists && slot.is_empty && !Traits::HasHeads);
+      if (Traits::DqInShared && exists) goes_on = !slot.ends_head(params);
+    } while (exists && slot.is_empty && !Traits::OwnsHeads);
     if (leader) {
       shared.is_last[at.stage] = !exists;
       shared.tile_full[at.stage].arrive();

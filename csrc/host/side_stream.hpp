@@ -8,11 +8,11 @@ namespace cutlass_ext {
 
 /// While it lives, work on `beside` may run beside that on `stream`, which goes on after both. In a captured graph they
 /// are branches. No call waits.
-class Fork {
+class SideStream {
  public:
-  Fork(int device, cudaStream_t stream);
-  ~Fork();
-  Fork(Fork const&) = delete;
+  SideStream(int device, cudaStream_t stream);
+  ~SideStream();
+  SideStream(SideStream const&) = delete;
 
   cudaStream_t beside() const { return beside_; }
 

@@ -1,5 +1,5 @@
 // A packed mask as the backward kernels want it: from the side of keys, and which tiles it hides, shows or cuts.
-// Launched by kernels/row_statistics.cu.
+// Launched by kernels/backward_preprocess.cu.
 #pragma once
 
 #include "../pairs.hpp"
@@ -9,10 +9,10 @@ namespace cutlass_ext {
 
 constexpr int kSideThreads = 128;
 
-/// `params.mask_of_keys`, a CTA for 128 rows of 32 keys.
+/// `params.transposed_mask`, a CTA for 128 rows of 32 keys.
 inline __global__ void __launch_bounds__(kSideThreads)
-    mask_of_keys_kernel(__grid_constant__ BackwardParams const params) {
-  MaskOfKeys const to(params);
+    transposed_mask_kernel(__grid_constant__ BackwardParams const params) {
+  TransposedMask const to(params);
   int const words = Mask::words_of(params.n_kv), blocks = to.words / 4, lane = threadIdx.x % 32;
   int64_t rest = blockIdx.x / words;
   int const word = static_cast<int>(blockIdx.x - rest * words), block = static_cast<int>(rest % blocks);
@@ -28,7 +28,7 @@ inline __global__ void __launch_bounds__(kSideThreads)
     uint32_t const rows = __ballot_sync(0xffffffffu, of_row >> i & 1);
     of_key = lane == i ? rows : of_key;
   }
-  if (key < params.n_kv) params.mask_of_keys[to.first(params, b, head, key) + block * 4 + threadIdx.x / 32] = of_key;
+  if (key < params.n_kv) params.transposed_mask[to.first(params, b, head, key) + block * 4 + threadIdx.x / 32] = of_key;
 }
 
 /// `params.tile_map`, a warp for 32 streamed tiles.

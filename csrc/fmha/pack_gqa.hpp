@@ -1,6 +1,5 @@
-// Grouped heads packed into tile rows: the query rows of all heads that share a key head are rows of one matrix, so
-// that each key is read once for all of them. Called by the decode kernels and Hopper's persistent ones, and by the
-// tests on the host.
+// Grouped heads packed into tile rows: the query rows of all heads that share a KV head are rows of one matrix, so
+// that each key is read once for all of them. Called by the kernels, and by the tests on the host.
 #pragma once
 
 #include "sequence.hpp"
@@ -35,13 +34,13 @@ CUTE_HOST_DEVICE QueryRows query_rows(P const& params, int b, Sequence const& se
   return {b, 0, params.n_q};
 }
 
-/// The packed rows of a key head, N_q * G of them, where G query heads share it.
+/// The packed rows of a KV head, N_q * G of them, where G query heads share it.
 template <class P>
 CUTE_HOST_DEVICE int packed_rows(P const& params, QueryRows const& rows) {
   return rows.count * params.heads_per_kv.divisor;
 }
 
-/// Packed row r of key head h: query row r / G of query head h * G + r % G.
+/// Packed row r of KV head h: query row r / G of query head h * G + r % G.
 struct PackedRow {
   int token;  // query row of the sequence
   int head;   // query head

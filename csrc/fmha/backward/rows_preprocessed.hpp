@@ -15,7 +15,7 @@ namespace cutlass_ext {
 /// 32, 64) 0.447 and 0.468, causal 0.338 and 0.363, (128, 197, 12, 64) 0.215 and 0.237, (256, 64, 16, 64) 0.138 and
 /// 0.162, (256, 100, 16, 64) 0.215 and 0.225; but of one tile of keys (256, 128, 16, 64) 0.244 and 0.227, (128, 128, 32
 /// on 8, 64) 0.192 and 0.176.
-CUTE_HOST_DEVICE bool makes_rows_known(BackwardParams const& p) {
+CUTE_HOST_DEVICE bool preprocesses_in_kernel(BackwardParams const& p) {
   constexpr int kKeysOfATile = 128, kFewRows = 100;
   auto const is_aligned = [](void const* data, Strides const& stride) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && (stride.batch | stride.row | stride.head) % 8 == 0;

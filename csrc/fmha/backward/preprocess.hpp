@@ -1,10 +1,10 @@
 // What the backward kernels have to know of each query row, before them, and the sink's gradient, which follows from
-// the same. Launched by kernels/row_statistics.cu.
+// the same. Launched by kernels/backward_preprocess.cu.
 #pragma once
 
 #include "../copy/cp_async.hpp"
+#include "../pack_gqa.hpp"
 #include "../pairs.hpp"
-#include "../rows.hpp"
 #include "../score.hpp"
 #include "../softmax.hpp"
 #include "empty_rows.hpp"
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
     bool const sees_keys = sequence.visibility.keys_of_row(row).size() > 0;
     float delta = params.delta ? params.delta[result_row0 + row] : sees_keys ? product : 0.f;
     if (params.dlse) delta -= params.dlse[result_row0 + row];
-    if (lse > -INFINITY) statistics = {lse * kLog2e, delta};
+    if (lse > -INFINITY && (sees_keys || params.dsink)) statistics = {lse * kLog2e, delta};
   }
   if (lane == 0) params.row_statistics[StatisticsRows(params).first(params, sequence, b, head) + row] = statistics;
 }

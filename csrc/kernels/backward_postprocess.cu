@@ -1,7 +1,7 @@
 // Gradients from the sums of Hopper's kernels, for each dtype that these have.
-#include "../fmha/backward/sums.hpp"
+#include "../fmha/backward/postprocess.hpp"
 #include "../fmha/score.hpp"
-#include "../host/gradient_steps.hpp"
+#include "../host/backward_steps.hpp"
 
 #include "../host/error.hpp"
 
@@ -16,7 +16,7 @@ void finish(DType dtype, BackwardParams const& params, GradientSums gradients, i
   if (ctas == 0) return;
   auto const run =
       dtype == DType::Float16 ? gradient_sums_kernel<cutlass::half_t> : gradient_sums_kernel<cutlass::bfloat16_t>;
-  run<<<static_cast<unsigned>(ctas), kSumsThreads, 0, stream>>>(params, gradients);
+  run<<<grid_of(ctas, gradients.side == Axis::Keys ? "k" : "q"), kSumsThreads, 0, stream>>>(params, gradients);
   check_cuda(cudaGetLastError(), "launching the last step of gradients");
 }
 

@@ -1,12 +1,12 @@
-// Gradients from sums that Hopper's kernels leave in the order of their accumulators (sm90/query_sums.hpp): dQ, which
+// Gradients from sums that Hopper's kernels leave in the order of their accumulators (sm90/dq_gemm.hpp): dQ, which
 // kernels over tiles of keys add to; and what the splits of a tile have summed up apart. Launched by
-// kernels/gradient_sums.cu.
+// kernels/backward_postprocess.cu.
 #pragma once
 
 #include <cutlass/numeric_types.h>
 
 #include "../operand.hpp"
-#include "../rows.hpp"
+#include "../pack_gqa.hpp"
 #include "params.hpp"
 
 namespace cutlass_ext {

@@ -7,9 +7,8 @@
 
 #include "../../mma/mma_sync.hpp"
 #include "../../operand.hpp"
-#include "../../registers.hpp"
-#include "../../rows.hpp"
-#include "query_sums.hpp"
+#include "../../optimization_barriers.hpp"
+#include "dq_gemm.hpp"
 #include "sections.hpp"
 #include "traits.hpp"
 
@@ -20,24 +19,30 @@ namespace cutlass_ext::sm90 {
 /// that these are to be few. An H200's clocks for a job of 128 columns, (8, 2048, 16, 128): 72,000, and as many with
 /// loads and stores instead, which slow the others down.
 template <class Traits>
-struct SectionWork {
+struct PostprocessWarp {
   using Element = typename Traits::Element;
   using Shared = decltype(Traits::SharedStorage::beside);
-  static constexpr int kParts = Traits::PartsBeside, kRows = Shared::kRows, kColumns = Shared::kColumns,
+  static constexpr int kParts = Traits::StagesPostprocess, kRows = Shared::kRows, kColumns = Shared::kColumns,
                        kChunks = kColumns / 8, kVectors = kRows * kColumns / 4,
                        kColumnsOfPiece = SumsOfTile::columns_of_part(Traits::HeadDim),  // of a warp's 16 rows
       kPieces = SumsOfTile::parts(Traits::HeadDim), kPartsOfPiece = kColumnsOfPiece / kColumns,
                        kPartsOfJob = TiledRows::kTile / kRows * kPieces * kPartsOfPiece;
   static_assert(kPartsOfJob % (2 * kParts) == 0, "every job begins with the same phase");
+  static_assert(kColumnsOfPiece % kColumns == 0 && sizeof(Element) == 2, "whole parts, chunks of eight columns");
 
   BackwardParams const& params;
   CUtensorMap const& map;
   Shared& shared;
-  Barrier* const full;  // of its parts
-  JobBeside& of_job;    // the first lane's, which has no registers for it
+  Barrier* const full;     // of its parts
+  PostprocessJob& of_job;  // the first lane's, which has no registers for it
 
-  CUTE_DEVICE SectionWork(BackwardParams const& params, CUtensorMap const& map, typename Traits::SharedStorage& shared)
-      : params(params), map(map), shared(shared.beside), full(shared.beside_full), of_job(shared.job_beside) {}
+  CUTE_DEVICE PostprocessWarp(BackwardParams const& params, CUtensorMap const& map,
+                              typename Traits::SharedStorage& shared)
+      : params(params),
+        map(map),
+        shared(shared.beside),
+        full(shared.postprocess_full),
+        of_job(shared.postprocess_job) {}
 
   CUTE_DEVICE void operator()() const {
     SectionJobs const& jobs = params.section_jobs;
@@ -50,12 +55,12 @@ struct SectionWork {
       int const in_section = job / jobs.of_a_head, head = section * heads + in_section, batch = head / params.heads_q,
                 row0 = (job - in_section * jobs.of_a_head) * TiledRows::kTile;
       if (threadIdx.x % 32 == 0) of_job = {section, batch, head - batch * params.heads_q, row0};
-      while (!has_counted(params.sections[section].added, params.scheduler.items_a_section())) __nanosleep(200);
+      while (!has_counted(params.sections[section].tiles, params.scheduler.items_a_section())) __nanosleep(200);
       int64_t const place = section % kSectionsOfSums * heads + in_section;
       finish(params.dq_sums + (place * params.rows_a_head + row0) * Traits::HeadDim);
       asm volatile("fence.proxy.async.global;" ::: "memory");  // the copy engine may be what adds to them next
       __syncwarp();
-      if (threadIdx.x % 32 == 0) count_done(params.sections[of_job.section].finished);
+      if (threadIdx.x % 32 == 0) count_done(params.sections[of_job.section].jobs);
     }
     tma_store_wait<0>();  // shared memory is read until then
   }
@@ -85,7 +90,7 @@ struct SectionWork {
       __syncwarp();
       // The lane leaves a row of a matrix: of four, rows 0 to 7 and the eight after them, of eight columns and of the
       // eight after them.
-      unsigned const thread = static_cast<unsigned>(anew(threadIdx.x)) % 32;
+      unsigned const thread = static_cast<unsigned>(opaque(threadIdx.x)) % 32;
       uint32_t const from = shared_sums + (part % kParts * kVectors + thread) * sizeof(float4),
                      to = cast_smem_ptr_to_uint(shared.dq) + thread % 16 * (kColumns * sizeof(Element)) +
                           ((thread / 16) ^ (thread / (8 / kChunks) % kChunks)) * 16;
@@ -113,7 +118,7 @@ struct SectionWork {
         if (part + kParts < kPartsOfJob) bring(of_part + kParts * kVectors, part + kParts);
         // A warp's 16 rows of a piece after those of the one before; piece after piece; tile after tile.
         int const sixteen = part / kPartsOfPiece;
-        JobBeside const job = of_job;
+        PostprocessJob const job = of_job;
         SM90_TMA_STORE_4D::copy(
             &map, shared.dq, sixteen / 4 % kPieces * kColumnsOfPiece + part % kPartsOfPiece * kColumns,
             job.row0 + sixteen / (4 * kPieces) * SumsOfTile::kRows + sixteen % 4 * kRows, job.head, job.batch);

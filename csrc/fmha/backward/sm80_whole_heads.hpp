@@ -1,6 +1,7 @@
 // Gradients of heads of few rows and keys on mma.sync tensor cores: a CTA has all pairs of a head, and makes dQ, dK and
-// dV of them with five products and no launch before it. Of 64 keys at a time a warp has 16 query rows, and then 16
-// keys and all rows: P and dS pass through shared memory in between. Instantiated by csrc/kernels/sm80_whole_heads.cu.
+// dV of them with five products, and no launch before it but for dsink and dbias. Of 64 keys at a time a warp has 16
+// query rows, and then 16 keys and all rows: P and dS pass through shared memory in between. Instantiated by
+// csrc/kernels/sm80_whole_heads.cu.
 #pragma once
 
 #include "../sm80/whole_heads.hpp"
@@ -37,7 +38,7 @@ class GradientsOfHead : WholeHead<Traits> {
 
   CUTE_DEVICE void run() {
     BackwardParams const& params = params_of_gradients_;
-    int const rows = this->visibility().rows_with_keys().end;  // those before the first are zeroed later
+    int const rows = this->visibility().rows_with_keys().end;  // of those before the first zero_empty_rows() sees to
     int const keys = this->keys(), d = params.head_dim, d_v = params.head_dim_v, head = work_.head;
     this->copy(params.q, params.q_stride, this->rows_side(), head, rows, d, shared_.q);
     this->copy(params.k, params.k_stride, this->keys_side(), head, keys, d, shared_.k);
@@ -78,7 +79,8 @@ class GradientsOfHead : WholeHead<Traits> {
       int const row = this->first_row() + row_of(i);
       bool const exists = row < this->rows();
       int64_t const result_row = sequence_.result_row0(params, work_.head, 0) + row;
-      lse_[i] = exists ? params.lse[result_row] : -INFINITY;
+      // A row that sees no key counts nowhere, whatever its lse, which may be one of more keys.
+      lse_[i] = this->visibility().rows_with_keys().contains(row) ? params.lse[result_row] : -INFINITY;
       // Not the sum of P dP, though all keys are here: lse and O may be those of more keys.
       bool const has_product = lse_[i] > -INFINITY && !params.delta;  // all lanes take part in the sum
       delta_[i] = row_product<4, Traits::HeadDim * sizeof(Element) / 64>(
@@ -190,7 +192,7 @@ class GradientsOfHead : WholeHead<Traits> {
     BackwardParams const& params = params_of_gradients_;
     int const warp = threadIdx.x / 32 % kWarpsOfPanel;
     // Around the loops over pieces its numbers would spill.
-    Sequence const sequence = Traits::kPieces > 1 ? sequence_of(params, anew(work_.batch)) : sequence_;
+    Sequence const sequence = Traits::kPieces > 1 ? sequence_of(params, opaque(work_.batch)) : sequence_;
     uint32_t const from = cast_smem_ptr_to_uint(of_values ? shared_.p : shared_.ds) +
                           2 * row_for_operand_a<Element>(place_.lane, warp),
                    rows_at = this->rows_at(of_values ? shared_.dout : shared_.q);

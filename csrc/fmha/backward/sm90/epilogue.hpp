@@ -6,8 +6,8 @@
 #include "../../sm90/warpgroup.hpp"
 #include "../../softmax.hpp"
 #include "../params.hpp"
+#include "dq_gemm.hpp"
 #include "parts.hpp"
-#include "query_sums.hpp"
 #include "traits.hpp"
 
 namespace cutlass_ext::sm90 {
@@ -15,13 +15,13 @@ namespace cutlass_ext::sm90 {
 /// dQ of a head from shared memory, once all of its keys have been gone through: of the tiles that the warpgroup adds
 /// to.
 template <class Traits>
-CUTE_DEVICE void store_held_sums(BackwardParams const& params, DueSums<Traits> const& due,
+CUTE_DEVICE void store_held_sums(BackwardParams const& params, DqAccumulator<Traits> const& due,
                                  GradientTile<Traits> const& tile) {
   int const tiles = due.tiles_of_rows;
   Tensor cQ = due.sums.accumulator();
   CUTE_NO_UNROLL
-  for (int held = due.row_block; held < tile.heads * tiles; held += 2) {
-    float4* const from = due.sums.held(held);
+  for (int held = due.row_block; held < tile.heads * tiles; held += Traits::Consumers) {
+    float4* const from = due.sums.at(held);
     CUTE_UNROLL
     for (int e = 0; e < size(cQ); e += 4) {
       float4 const x = from[e * 8];
@@ -36,11 +36,11 @@ CUTE_DEVICE void store_held_sums(BackwardParams const& params, DueSums<Traits> c
 
 /// `A`: dK or dQ of a tile in hand whose operands were in parts, `V`: dV, as far as `What` has them. `mine`: of rows in
 /// hand that are query rows, and `row_sum` the thread's share of what their P, in parts, sum to.
-template <class Traits, Sums What, class SumsA, class SumsV>
+template <class Traits, Accumulates What, class SumsA, class SumsV>
 CUTE_DEVICE void store_in_parts(BackwardParams const& params, GradientTile<Traits> const& tile, SumsA const& A,
                                 SumsV const& V, GradientScales const& scales, RowStatistics const (&mine)[2],
                                 float const (&row_sum)[2]) {
-  ConsumerThread const thread;
+  GradientThread const thread;
   int const lane = thread.lane, warp_row = thread.warp_row % Traits::Held;
   float factors[2];
   auto const factor_of = [&](float scale) {
@@ -81,11 +81,11 @@ CUTE_DEVICE void store_in_parts(BackwardParams const& params, GradientTile<Trait
 
 /// The accumulators `cA` of dK or dQ and `cV` of dV of a tile in hand, as far as `What` has them, through `staging`:
 /// 16 rows of a panel that are the warp's own.
-template <class Traits, Sums What, class SumsA, class SumsV>
+template <class Traits, Accumulates What, class SumsA, class SumsV>
 CUTE_DEVICE void store_results(BackwardParams const& params, GradientTile<Traits> const& tile, SumsA& cA, SumsV& cV,
                                typename Traits::Element* staging) {
   using Element = typename Traits::Element;
-  ConsumerThread const thread;
+  GradientThread const thread;
   int const lane = thread.lane, warp_row = thread.warp_row % Traits::Held;
   int const head = Traits::OfKeys ? tile.head_kv : tile.head_q;
   auto const store = [&](void* data, Strides const& stride, auto const& sums, int cols, auto head_dim) {
@@ -95,7 +95,8 @@ CUTE_DEVICE void store_results(BackwardParams const& params, GradientTile<Traits
     store_rows<Stored<Traits, decltype(head_dim)::value>>(
         to, [&](int pass) { return pass * 4 * stride.row; }, tile.rows() - warp_row, cols, sums, staging, lane);
   };
-  // What a split has is added up, in their order, by the launch that follows (../sums.hpp): accumulators as they are.
+  // What a split has is added up, in their order, by the launch that follows (../postprocess.hpp): accumulators as they
+  // are.
   [[maybe_unused]] auto const leave = [&](auto const& sums, int64_t from, auto head_dim) {
     constexpr int kColumns = decltype(head_dim)::value;
     int const first = warp_row / kAtomRows * kAtomRows, row = tile.work.row0 + first;

@@ -1,5 +1,5 @@
 // What a tile of keys adds to dQ: dS K, to sums in memory, in shared memory, or on their way from one CTA of a cluster
-// to the next. Used by consumer.hpp.
+// to the next. Used by most of the other files here.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -37,44 +37,44 @@ CUTE_DEVICE void add_to_memory(float* to, void const* from, int bytes) {
 CUTE_DEVICE void wait_for_bulk_writes() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 /// What the keys in hand add to dQ of a tile of rows: dS K, computed by all warpgroups together, of each a part of the
-/// columns, or, `AddsApart`, by one of them. `buffer` is where dS of the tile lies.
+/// columns, or by one that does nothing else (`HasDqWarpgroup`). `buffer` is where dS of the tile lies.
 template <class Traits>
-struct QuerySums {
+struct DqGemm {
   using Element = typename Traits::Element;
-  static constexpr int Columns = Traits::QueryColumns;
-  using Mma = typename Traits::template MmaQueries<Columns>;
+  static constexpr int Columns = Traits::DqColumns;
+  using Mma = typename Traits::template MmaDq<Columns>;
   // Describe panels of K as they lie there.
   static constexpr int Described = Traits::template Padded<Columns>;
-  using MmaOfPanels = typename Traits::template MmaQueries<Described>;
+  using MmaOfPanels = typename Traits::template MmaDq<Described>;
   static constexpr int kVectors = Columns * 4;  // of a warp's 16 rows
 
   typename Traits::SharedStorage& shared;
   int warpgroup;
   uint32_t ds_at;  // chunk lane / 16, swizzled, of the lane's row of dS: bits are flipped for the others
 
-  CUTE_DEVICE QuerySums(typename Traits::SharedStorage& shared, int warpgroup) : shared(shared), warpgroup(warpgroup) {
-    auto const [lane, warp_row] = ConsumerThread();
-    int const key = (Traits::Apart ? warp_row % Traits::Held : warp_row) + lane % 16;
+  CUTE_DEVICE DqGemm(typename Traits::SharedStorage& shared, int warpgroup) : shared(shared), warpgroup(warpgroup) {
+    auto const [lane, warp_row] = GradientThread();
+    int const key = (Traits::SplitsDkDv ? warp_row % Traits::Held : warp_row) + lane % 16;
     ds_at = cast_smem_ptr_to_uint(shared.ds) + key * (kPanel * sizeof(Element)) + ((lane / 16) ^ (key & 7)) * 16;
-    compute_here(ds_at);
+    materialize(ds_at);
   }
 
   /// Leaves dS^T of the warp's 16 keys to all.
   template <class Words>
-  CUTE_DEVICE void share(Words const& words, int buffer) const {
+  CUTE_DEVICE void store_ds(Words const& words, int buffer) const {
     uint32_t const at = ds_at + buffer * Traits::Held * (kPanel * sizeof(Element));
     CUTE_UNROLL
     for (int m = 0; m < Traits::B_r / 16; ++m) {
       store_matrices(at ^ (m * 32), words(4 * m), words(4 * m + 1), words(4 * m + 2), words(4 * m + 3));
     }
     // WGMMA reads it there, or the copy engine.
-    if constexpr (!Traits::Apart || Traits::Cluster > 1) cutlass::arch::fence_view_async_shared();
+    if constexpr (!Traits::SplitsDkDv || Traits::Cluster > 1) cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if (elect_one_sync()) shared.ds_full[buffer].arrive();
   }
 
   /// Sends what the warp has left so to the other CTA of a cluster.
-  CUTE_DEVICE void pass_on(int buffer) const {
+  CUTE_DEVICE void send_ds(int buffer) const {
     if (!elect_one_sync()) return;
     constexpr int kOfAWarp = 16 * kPanel;
     int const of_warp = threadIdx.x / 32 % 4 * kOfAWarp;
@@ -86,9 +86,9 @@ struct QuerySums {
   CUTE_DEVICE static auto operand() {
     return make_tensor<Element>(partition_shape_A(Mma{}, Shape<Int<Traits::B_r>, Int<Traits::B_c>>{}));
   }
-  /// Once another warpgroup has left it, and the other CTA has sent it.
+  /// Brings it to registers, once another warpgroup has left it, and the other CTA has sent it.
   template <class Operand>
-  CUTE_DEVICE void take(Operand& ds, int buffer) const {
+  CUTE_DEVICE void load_ds(Operand& ds, int buffer) const {
     take_from(shared.ds + buffer * Traits::Held * kPanel, recast<uint32_t>(ds), 0);
     if constexpr (Traits::Cluster > 1) take_from(shared.other_ds, recast<uint32_t>(ds), Traits::Held / 4);
   }
@@ -111,7 +111,7 @@ struct QuerySums {
 
   /// Of a cluster of two, the other CTA's.
   CUTE_DEVICE static uint32_t other_rank() { return cute::block_rank_in_cluster() ^ 1; }
-  CUTE_DEVICE int part() const { return Traits::TakesTurns ? 0 : warpgroup; }
+  CUTE_DEVICE int part() const { return Traits::AlternatesDq ? 0 : warpgroup; }
   CUTE_DEVICE static auto accumulator() { return partition_fragment_C(Mma{}, Shape<Int<Traits::B_r>, Int<Columns>>{}); }
   /// K in hand from a column on, as operand B.
   CUTE_DEVICE auto keys_from(int column) const { return keys_of(shared.held, column); }
@@ -168,7 +168,7 @@ struct QuerySums {
   /// 16 rows of dS to registers, from word `first` on.
   template <class Words>
   CUTE_DEVICE void take_from(Element const* ds, Words words, int first) const {
-    int const thread = anew(threadIdx.x);  // an address for each turn: there is no register for one
+    int const thread = opaque(threadIdx.x);  // an address for each turn: there is no register for one
     auto const* const from = ds + row_for_operand_a<Element>(thread % 32, thread / 32 % 4);
     CUTE_UNROLL
     for (int m = 0; m < Traits::Held / 16; ++m) {
@@ -199,14 +199,14 @@ struct QuerySums {
     }
   }
   /// The vectors of tile `tile` of those that shared memory has, 32 apart, that the thread alone reads and writes.
-  CUTE_DEVICE float4* held(int tile) const {
+  CUTE_DEVICE float4* at(int tile) const {
     constexpr int kTileVectors = Traits::B_r * Traits::HeadDim / 4;
     return shared.sums + tile * kTileVectors + SumsOfTile::first(Traits::HeadDim, part(), threadIdx.x / 32 % 4) +
            threadIdx.x % 32;
   }
   template <class Sums>
-  CUTE_DEVICE void hold(Sums const& sums, int tile) const {
-    float4* const to = held(tile);
+  CUTE_DEVICE void add_to_shared(Sums const& sums, int tile) const {
+    float4* const to = at(tile);
     CUTE_UNROLL
     for (int e = 0; e < size(sums); e += 4) {
       float4 const x = to[e * 8];
@@ -215,7 +215,7 @@ struct QuerySums {
   }
   /// Of sums that pass from CTA to CTA, where those for the thread are left, and for its warp: a place that it asks the
   /// CTA of the next keys to fill, a tile after the other.
-  CUTE_DEVICE float4* place() const { return held(Traits::TakesTurns ? warpgroup : 0); }
+  CUTE_DEVICE float4* place() const { return at(Traits::AlternatesDq ? warpgroup : 0); }
   /// The warp's, before it asks.
   CUTE_DEVICE Element* staging() const { return reinterpret_cast<Element*>(place() - threadIdx.x % 32); }
   CUTE_DEVICE Barrier& of_warp(Barrier* barriers) const { return barriers[warpgroup * 4 + threadIdx.x / 32 % 4]; }
@@ -258,7 +258,7 @@ template <class Traits, int Columns>
 struct Stored {
   using Element = typename Traits::Element;
   static constexpr int HeadDimV = Columns, PanelsV = Traits::template Padded<Columns> / kPanel,
-                       StagedPanels = Traits::PassesSums && PanelsV > 1 ? 2 : 1;
+                       StagedPanels = Traits::DqThroughCluster && PanelsV > 1 ? 2 : 1;
 };
 
 /// dQ of a tile of rows, all of whose keys have been gone through, and of the warpgroup's columns, through `staging`:
@@ -267,7 +267,7 @@ template <class Traits, class Sums>
 CUTE_DEVICE void store_queries(BackwardParams const& params, GradientTile<Traits> const& tile, int head, int t,
                                int part, Sums& sums, typename Traits::Element* staging) {
   using Element = typename Traits::Element;
-  constexpr int kColumns = Traits::QueryColumns;
+  constexpr int kColumns = Traits::DqColumns;
   int const lane = threadIdx.x % 32, row = t * Traits::Step + threadIdx.x / 32 % 4 * 16, column = part * kColumns;
   CUTE_UNROLL
   for (int e = 0; e < size(sums); ++e) sums(e) *= factor_of_gradients(params);
@@ -287,21 +287,21 @@ struct PhasesOfSums {
 /// What the next tile that is due adds to dQ. Where, is worked out when it is wanted: registers of what is being added,
 /// its address among them, wait for memory before they are written again.
 template <class Traits>
-struct DueSums {
+struct DqAccumulator {
   BackwardParams const& params;
   typename Traits::SharedStorage& shared;
   GradientTile<Traits> const& tile;
   int row_block;
-  QuerySums<Traits> sums;
+  DqGemm<Traits> sums;
   PhasesOfSums& phases;
   float* to = nullptr;
   Range tiles;  // of a head
-  StreamOrder<Traits> order;
+  StreamIterator<Traits> order;
   int held = 0;  // the tile's number of those of a head
   int tiles_of_rows;
 
-  CUTE_DEVICE DueSums(BackwardParams const& params, typename Traits::SharedStorage& shared,
-                      GradientTile<Traits> const& tile, int row_block, PhasesOfSums& phases)
+  CUTE_DEVICE DqAccumulator(BackwardParams const& params, typename Traits::SharedStorage& shared,
+                            GradientTile<Traits> const& tile, int row_block, PhasesOfSums& phases)
       : params(params),
         shared(shared),
         tile(tile),
@@ -309,21 +309,21 @@ struct DueSums {
         sums(shared, row_block),
         phases(phases),
         tiles(tile.tiles),
-        order(params, tile, tiles),
+        order(tile, tiles),
         tiles_of_rows(tiles_of_head(tile.sequence.visibility.n_q, Traits::Step)) {
     if constexpr (!Traits::SkipsTiles) {
-      if constexpr (!Traits::HasHeads) to = sums_of_tile(params, tile, order.head, order.t()) + sums.first();
+      if constexpr (!Traits::OwnsHeads) to = sums_of_tile(params, tile, order.head, order.t()) + sums.first();
       [[maybe_unused]] int64_t const rows = order.step_back(params);
-      if constexpr (!Traits::HasHeads) to -= rows * Traits::HeadDim;
+      if constexpr (!Traits::OwnsHeads) to -= rows * Traits::HeadDim;
     }
-    if constexpr (Traits::PassesSums) {
+    if constexpr (Traits::DqThroughCluster) {
       if (tile.begins_head() && tiles.size() < tiles_of_rows) clear_unseen();
     }
-    if constexpr (Traits::HoldsSums) {
+    if constexpr (Traits::DqInShared) {
       if (!tile.begins_head()) return;
-      for (int held = row_block; held < tile.heads * tiles_of_rows; held += 2) {
+      for (int held = row_block; held < tile.heads * tiles_of_rows; held += Traits::Consumers) {
         CUTE_UNROLL
-        for (int i = 0; i < Traits::HeadDim / 8; ++i) sums.held(held)[i * 32] = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int i = 0; i < Traits::HeadDim / 8; ++i) sums.at(held)[i * 32] = make_float4(0.f, 0.f, 0.f, 0.f);
       }
     }
   }
@@ -344,29 +344,29 @@ struct DueSums {
   }
   /// Whether the warpgroup adds to a tile, by its number, where dQ of a head is the CTA's, or its cluster's: always the
   /// same one, so that each thread reads what it has written, or what the thread of its number in another CTA has.
-  CUTE_DEVICE bool is_owner(int held) const { return !Traits::TakesTurns || held % 2 == row_block; }
+  CUTE_DEVICE bool is_owner(int held) const { return !Traits::AlternatesDq || held % Traits::Consumers == row_block; }
 
-  /// Where a mask hides tiles, of the one that passed by: what the copying warp says.
-  CUTE_DEVICE void take(StreamedTile const& said) {
-    if constexpr (Traits::HoldsSums) {
+  /// Where a mask hides tiles: to that of the rows that passed by, of which the copying warp has said this.
+  CUTE_DEVICE void set(StreamedTileInfo const& said) {
+    if constexpr (Traits::DqInShared) {
       held = (said.head - tile.head_q) * tiles_of_rows + said.tile;
     } else {
       to = said.sums;
     }
   }
-  /// After that, or the next one.
-  CUTE_DEVICE void find() {
+  /// To the tile that `set` named or, where no mask hides tiles, to the next one.
+  CUTE_DEVICE void advance() {
     if constexpr (Traits::SkipsTiles) {
-      if constexpr (!Traits::HoldsSums) to += sums.first();
+      if constexpr (!Traits::DqInShared) to += sums.first();
       return;
     }
     int const rows = order.advance(params, tile, tiles);
-    if constexpr (Traits::HasHeads) {
+    if constexpr (Traits::OwnsHeads) {
       held = (order.head - tile.head_q) * tiles_of_rows + order.t();
     } else {
       to += int64_t(rows) * Traits::HeadDim;
     }
-    if constexpr (Traits::PassesSums) {
+    if constexpr (Traits::DqThroughCluster) {
       // At the beginning of the turn at whose end they are wanted.
       if (is_owner(held) && tile.behind.contains(order.t())) sums.ask(tile);
     }
@@ -375,13 +375,13 @@ struct DueSums {
   template <class Accumulator>
   CUTE_DEVICE void add(Accumulator& of_tile, int stage) {
     warpgroup_fence_operand(of_tile);
-    if constexpr (!Traits::TakesTurns && !Traits::PassesSums) find();
-    if constexpr (Traits::EmptiesDS) {
+    if constexpr (!Traits::AlternatesDq && !Traits::DqThroughCluster) advance();
+    if constexpr (Traits::HasDsEmpty) {
       if (elect_one_sync()) shared.ds_empty[stage].arrive();
     }
-    if constexpr (Traits::HoldsSums) {
-      sums.hold(of_tile, held);
-    } else if constexpr (Traits::PassesSums) {
+    if constexpr (Traits::DqInShared) {
+      sums.add_to_shared(of_tile, held);
+    } else if constexpr (Traits::DqThroughCluster) {
       pass_on(of_tile);
     } else {
       sums.add(of_tile, to);
@@ -404,8 +404,8 @@ struct DueSums {
   }
   /// Whether the warpgroup adds what is due before turn `turn`.
   CUTE_DEVICE bool is_own(int turn) const {
-    if constexpr (Traits::HasHeads) return is_owner(held);
-    return !Traits::TakesTurns || (turn + row_block) % Traits::Consumers == Traits::Consumers - 1;
+    if constexpr (Traits::OwnsHeads) return is_owner(held);
+    return !Traits::AlternatesDq || (turn + row_block) % Traits::Consumers == Traits::Consumers - 1;
   }
 };
 

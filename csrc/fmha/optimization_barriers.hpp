@@ -11,7 +11,7 @@ namespace cutlass_ext {
 #if defined(__CUDACC__)
 /// Has the compiler work `x` out here: not where it is used, nor before a loop for the sake of all turns.
 template <class T>
-CUTE_DEVICE void compute_here(T& x) {
+CUTE_DEVICE void materialize(T& x) {
   if constexpr (std::is_same_v<T, float>) {
     asm volatile("" : "+f"(x));
   } else if constexpr (sizeof(T) == 8) {
@@ -23,8 +23,8 @@ CUTE_DEVICE void compute_here(T& x) {
 
 /// `x`, of which the compiler does not know that it is the same each time: what follows from it is then worked out
 /// where it is wanted, and not kept in registers around a main loop.
-CUTE_DEVICE int anew(int x) {
-  compute_here(x);
+CUTE_DEVICE int opaque(int x) {
+  materialize(x);
   return x;
 }
 #endif

@@ -1,6 +1,6 @@
 // The order in which tiles of keys add to the sums of dQ of a tile of rows, where its bits are to be fixed: the order
 // in which CTAs take them. Each waits for those before it, which running CTAs took earlier: a launch ends, however few
-// of its CTAs have room. Used by kernel.hpp.
+// of its CTAs have room. Used by kernel.hpp and producer.hpp.
 //
 // A sum is in memory, and known to be, a turn or two after it was made. Where rows that keys see move on with the keys,
 // as under a causal mask, the last keys come first and go through rows upwards: a tile comes by a row two turns after
@@ -10,15 +10,15 @@
 // once follow each other. Those that add wait for no memory: one warp beside them lets them add, one counts.
 #pragma once
 
-#include "query_sums.hpp"
+#include "dq_gemm.hpp"
 #include "sections.hpp"
-#include "tiles.hpp"
+#include "tile_scheduler.hpp"
 
 namespace cutlass_ext::sm90 {
 
 /// The number of a tile of rows among those that there is workspace for.
 template <class Traits>
-CUTE_DEVICE int index_of_rows(GradientTile<Traits> const& tile, PassingTile const& of) {
+CUTE_DEVICE int index_of_rows(GradientTile<Traits> const& tile, StreamStep const& of) {
   return static_cast<int>(tile.sums_row0 / Traits::Step) + of.rows / Traits::Step;
 }
 
@@ -42,29 +42,30 @@ CUTE_DEVICE unsigned tiles_before(BackwardParams const& params, GradientTile<Tra
   return tile.last_keys_first ? end - 1 - own : own - keys.begin;
 }
 
-/// Lets the consumers add to one tile of rows after the other, by one arrival more where they wait for all of dS. By
-/// the warp that copies dout: as soon as it has copied that of a turn it lets them add what the turn before leaves, and
-/// they do so in the turn's middle.
+/// Waits until a tile of rows has what others add to it before, then lets the consumers add: by one arrival more where
+/// they wait for all of dS. By the warp that copies dout: as soon as it has copied that of a turn it lets them add what
+/// the turn before leaves, and they do so in the turn's middle.
 template <class Traits>
-struct LeaveToAdd {
+struct DqSemaphoreAcquire {
   BackwardParams const& params;
   typename Traits::SharedStorage& shared;
-  int rows = -1;  // the tile of which leave is still to be given
+  int rows = -1;  // the tile that is still to be waited for
   unsigned before = 0;
-  RingPosition<Traits::BuffersDS> ds{};
+  RingPosition<Traits::StagesDS> ds{};
 
-  CUTE_DEVICE void operator()(GradientTile<Traits> const& tile, PassingTile const& of) {
-    give();
+  /// Acquires the tile before, and remembers this one.
+  CUTE_DEVICE void operator()(GradientTile<Traits> const& tile, StreamStep const& of) {
+    acquire();
     rows = index_of_rows(tile, of);
     before = tiles_before(params, tile, of.head, of.t);
   }
-  CUTE_DEVICE void give() {
+  CUTE_DEVICE void acquire() {
     if (rows < 0) return;
-    while (!__all_sync(0xffffffffu, load_count(params.added[rows]) >= before)) {
+    while (!__all_sync(0xffffffffu, load_count(params.dq_semaphore[rows]) >= before)) {
     }
     auto& full = shared.ds_full[ds.stage];
     // What the buffer had before has been left there: else the copy in front has waited for that turn.
-    if constexpr (Traits::StagesV > Traits::BuffersDS) full.wait_for(ds.phase ^ 1);
+    if constexpr (Traits::StagesV > Traits::StagesDS) full.wait_for(ds.phase ^ 1);
     __syncwarp();
     if (threadIdx.x % 32 == 0) full.arrive();
     ds.advance();
@@ -72,10 +73,10 @@ struct LeaveToAdd {
   }
 };
 
-/// Counts what the consumers have added as soon as it is in memory, which takes half a turn: others wait for it. By a
-/// whole warp that does nothing else.
+/// Counts a tile of rows as soon as what the consumers have added to it is in memory, which takes half a turn: others
+/// wait for it. By a whole warp that does nothing else.
 template <class Traits>
-struct CountOfSums {
+struct DqSemaphoreRelease {
   BackwardParams const& params;
   typename Traits::SharedStorage& shared;
 
@@ -93,23 +94,23 @@ struct CountOfSums {
     TileReader<Traits> tiles{shared};
     tiles.for_each([&](auto const& tile) {
       if (tile.turns(params) == 0) return;
-      if (leader) shared.added.arrive();
+      if (leader) shared.dq_added.arrive();
       int due[kLater];  // tiles of rows that have been added to since
       CUTE_UNROLL
       for (int& rows : due) rows = -1;
       auto const count = [&](int rows) {
-        if (leader && due[0] >= 0) count_done(params.added[due[0]]);
+        if (leader && due[0] >= 0) count_done(params.dq_semaphore[due[0]]);
         CUTE_UNROLL
         for (int i = 0; i + 1 < kLater; ++i) due[i] = due[i + 1];
         due[kLater - 1] = rows;
       };
-      for_each_passing(params, tile, [&](PassingTile const& of) {
+      for_each_step(params, tile, [&](StreamStep const& of) {
         shared.empty[ring.stage].wait_for(ring.phase);
         if (leader) shared.full[ring.stage].arrive();
         count(index_of_rows(tile, of));
         ring.advance();
       });
-      shared.added.wait_for(added_phase);
+      shared.dq_added.wait_for(added_phase);
       added_phase ^= 1;
       CUTE_UNROLL
       for (int i = 0; i < kLater; ++i) count(-1);

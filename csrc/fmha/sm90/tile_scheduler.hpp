@@ -1,11 +1,11 @@
-// Which work items a persistent CTA takes, and what it has to know of each. Called by the producer warp of fmha.hpp.
+// Which work items a persistent CTA takes, and what it has to know of each. Used by the other files here.
 #pragma once
 
 #include <cstdint>
 
+#include "../pack_gqa.hpp"
 #include "../pairs.hpp"
 #include "../params.hpp"
-#include "../rows.hpp"
 #include "../score.hpp"
 #include "../sequence.hpp"
 
@@ -65,7 +65,7 @@ struct Job : Visited<Consumers, Pairs> {
   ScoreMod score_mod;
   PairMod pairs;
   Range tiles;          // of keys, from the first to the last that is visited
-  int64_t out_row0;     // element of o: column 0 of the tile's first row (rows.hpp has the others)
+  int64_t out_row0;     // element of o: column 0 of the tile's first row (pack_gqa.hpp has the others)
   int64_t result_row0;  // element of lse (of lse_partial; times d_v, of o_partial) for that row
   struct {
     int end;         // key tiles from here on are hidden from all of its rows

@@ -1,5 +1,6 @@
-// Dropout in the persistent Hopper kernel: what is kept of a tile is drawn while its products are on their way, and
-// waits in shared memory until P is there. Used by fmha.hpp and producer.hpp.
+// Dropout in Hopper's persistent kernel, and in that of dBias: what is kept of a tile is drawn while its products are
+// on their way, and waits in shared memory until P is there. Used by traits.hpp, fmha.hpp, producer.hpp and
+// ../backward/sm90/dbias.hpp.
 #pragma once
 
 #include "../pairs.hpp"
@@ -8,13 +9,13 @@ namespace cutlass_ext::sm90 {
 
 /// Which of 128 keys of a warp's 16 rows dropout keeps: for the lanes of a quad, which share two rows in accumulators,
 /// a word each of either row.
-class DrawnBits {
+class DropoutBits {
  public:
   static constexpr int kSixteens = 8, kKeys = kSixteens * kBlockKeys;
 
   /// Draws for the 16 rows from `row` on and the keys from `key` on: each lane for two blocks, eight rows apart, whose
   /// bits it trades with seven others for those of its own rows.
-  CUTE_DEVICE DrawnBits(uint32_t threshold, PairMod const& pairs, int row, int key, int lane) {
+  CUTE_DEVICE DropoutBits(uint32_t threshold, PairMod const& pairs, int row, int key, int lane) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       uint32_t const block =
@@ -23,7 +24,7 @@ class DrawnBits {
     }
   }
 
-  CUTE_DEVICE DrawnBits(uint2 bits) : bits_{bits.x, bits.y} {}
+  CUTE_DEVICE DropoutBits(uint2 bits) : bits_{bits.x, bits.y} {}
   CUTE_DEVICE uint2 bits() const { return make_uint2(bits_[0], bits_[1]); }
 
   /// Of P, an operand, the four words of sixteen keys `i`: all bits of what is kept.
@@ -45,14 +46,14 @@ struct BitsOfWarp {
   uint2 of_lane[32];
 };
 struct MasksOfWarp {
-  uint4 of_sixteen[DrawnBits::kSixteens][32];
+  uint4 of_sixteen[DropoutBits::kSixteens][32];
 };
 
 /// Makes 0 of what is not kept of P, an operand.
 template <class WordTensor, class MaskOf>
 CUTE_DEVICE void drop(WordTensor& words, MaskOf const& mask_of) {
   CUTE_UNROLL
-  for (int i = 0; i < DrawnBits::kSixteens; ++i) {
+  for (int i = 0; i < DropoutBits::kSixteens; ++i) {
     uint4 const mask = mask_of(i);
     words(i * 4) &= mask.x, words(i * 4 + 1) &= mask.y, words(i * 4 + 2) &= mask.z, words(i * 4 + 3) &= mask.w;
   }

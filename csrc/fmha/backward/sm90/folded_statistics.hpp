@@ -1,5 +1,5 @@
 // lse and delta of rows as columns of a product: a number that each row of B adds to a column of C = A B, by a product
-// of ones and the number in three parts. Used by traits.hpp, producer.hpp and consumer.hpp.
+// of ones and the number in three parts. Used by traits.hpp, producer.hpp and mainloop.hpp.
 #pragma once
 
 #include <cute/tensor.hpp>

@@ -16,9 +16,9 @@ namespace cutlass_ext {
 void compute_row_statistics(DType dtype, BackwardParams const& params, int64_t ctas_of_heads, float* to_clear,
                             size_t floats, cudaStream_t stream);
 
-/// `params.mask_of_keys`, and `params.tile_map` of a launch, both of which there is room for.
-void turn_mask(BackwardParams const& params, cudaStream_t stream);
-void map_tiles(BackwardParams const& params, bool of_keys, int held, int step, cudaStream_t stream);
+/// `params.transposed_mask`, and `params.tile_map` of a launch, both of which there is room for.
+void transpose_mask(BackwardParams const& params, cudaStream_t stream);
+void classify_tiles(BackwardParams const& params, bool of_keys, int held, int step, cudaStream_t stream);
 
 /// dQ from what `kernel`, of Kind::AllGradients, has summed up in `params.dq_sums`, which begin with head `head0`,
 /// those of all sequences counted.

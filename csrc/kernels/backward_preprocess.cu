@@ -1,7 +1,7 @@
 // What the backward kernels have to know of each query row, for each dtype, and of a mask.
-#include "../fmha/backward/mask_sides.hpp"
-#include "../fmha/backward/statistics.hpp"
-#include "../host/gradient_steps.hpp"
+#include "../fmha/backward/preprocess.hpp"
+#include "../fmha/backward/transposed_mask.hpp"
+#include "../host/backward_steps.hpp"
 
 #include <cutlass/numeric_types.h>
 
@@ -38,16 +38,13 @@ void compute_row_statistics(DType dtype, BackwardParams const& params, int64_t c
                                                 : kernel_of_rows<cutlass::bfloat16_t>(cols);
   constexpr int kCtasOfTile = StatisticsRows::kTile / kStatisticsRows;
   int64_t const ctas = heads * tiles * kCtasOfTile, all = all_heads * tiles;
-  if (all * kCtasOfTile > INT32_MAX)
-    fail("ValueError", "q: has ", all * kCtasOfTile, " times ", kStatisticsRows,
-         " rows; a launch has room for fewer than 2^31");
   if (ctas > 0) {
     ToClear clear{reinterpret_cast<float4*>(to_clear), static_cast<int64_t>(floats / 4)};
     clear.of_a_cta = (clear.size + ctas - 1) / ctas;
-    kernel<<<static_cast<unsigned>(ctas), kStatisticsThreads, 0, stream>>>(params, tiles_a_head, clear);
+    kernel<<<grid_of(ctas, "q"), kStatisticsThreads, 0, stream>>>(params, tiles_a_head, clear);
     check_cuda(cudaGetLastError(), "launching the statistics of rows");
     if (params.empty_rows) {
-      empty_rows_kernel<<<static_cast<unsigned>(all), kStatisticsThreads, 0, stream>>>(params);
+      empty_rows_kernel<<<grid_of(all, "q"), kStatisticsThreads, 0, stream>>>(params);
       check_cuda(cudaGetLastError(), "looking for rows without keys");
     }
   }
@@ -56,17 +53,17 @@ void compute_row_statistics(DType dtype, BackwardParams const& params, int64_t c
   check_cuda(cudaGetLastError(), "launching the sums over rows");
 }
 
-void turn_mask(BackwardParams const& params, cudaStream_t stream) {
-  MaskOfKeys const to(params);
+void transpose_mask(BackwardParams const& params, cudaStream_t stream) {
+  TransposedMask const to(params);
   int64_t const ctas = int64_t(to.batch) * to.heads * (to.words / 4) * Mask::words_of(params.n_kv);
-  mask_of_keys_kernel<<<static_cast<unsigned>(ctas), kSideThreads, 0, stream>>>(params);
-  check_cuda(cudaGetLastError(), "turning the mask");
+  transposed_mask_kernel<<<grid_of(ctas, "mask"), kSideThreads, 0, stream>>>(params);
+  check_cuda(cudaGetLastError(), "transposing the mask");
 }
 
-void map_tiles(BackwardParams const& params, bool of_keys, int held, int step, cudaStream_t stream) {
+void classify_tiles(BackwardParams const& params, bool of_keys, int held, int step, cudaStream_t stream) {
   int64_t const ctas = TileMap(params, of_keys, held, step).size(params) / 2;
-  tile_map_kernel<<<static_cast<unsigned>(ctas), 32, 0, stream>>>(params, of_keys, held, step);
-  check_cuda(cudaGetLastError(), "mapping the mask's tiles");
+  tile_map_kernel<<<grid_of(ctas, "mask"), 32, 0, stream>>>(params, of_keys, held, step);
+  check_cuda(cudaGetLastError(), "classifying the mask's tiles");
 }
 
 }  // namespace cutlass_ext
