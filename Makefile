@@ -14,7 +14,7 @@ FORMATTED = $(shell find csrc bench tests/cpp tests/emulator -name '*.[ch]pp' -o
 # Every build keeps its PTX, which the emulator reads, pip's too: with other options all would be compiled anew.
 export CUTLASS_EXT_KEEP_PTX := 1
 
-.PHONY: demo test record emulator test-sm80 soak soak-emulator bench figures sweep sweep-sm90 verify-gpu build wheel hub cpp configure lint format clean
+.PHONY: demo test record emulator test-sm80 soak soak-emulator bench figures sweep sweep-sm90 verify-gpu build wheel hub cpp configure lint format clean help
 
 demo: build                                  ## attention on the best device, next to PyTorch; table, plot; a server of requests; training
 	$(PY) -m cutlass_ext.bench --plot build/demo --json build/demo/bench.json
@@ -30,9 +30,6 @@ test: record lint build cpp emulator         ## every test that this machine can
 record:                                      # the first line of the log: whether the GPU's record is of these sources
 	@$(PYTHON) tests/source_tree.py
 
-soak-emulator: emulator                      ## the same on the emulated GPU, whose every address is looked at
-	$(PY) tests/emulator/run.py tests/soak.py --seconds $(SECONDS) --device cuda
-
 test-sm80: $(VENV)/ready                     ## on a Hopper GPU: the kernels of 8.0, from their PTX, which it compiles itself
 	CUTLASS_EXT_ARCHS=80 $(PY) setup.py -q build_ext --inplace
 	$(PY) -m pytest -m gpu -k "simt or sm80"
@@ -41,6 +38,9 @@ test-sm80: $(VENV)/ready                     ## on a Hopper GPU: the kernels of 
 SECONDS ?= 120
 soak: build                                  ## random calls against the oracle for SECONDS, on the GPU or the CPU
 	$(PY) tests/soak.py --seconds $(SECONDS)
+
+soak-emulator: emulator                      ## the same on the emulated GPU, whose every address is looked at
+	$(PY) tests/emulator/run.py tests/soak.py --seconds $(SECONDS) --device cuda
 
 bench: configure                             ## the timing binary, build/cmake/bench/fmha_bench
 	$(CMAKE) --build build/cmake --target fmha_bench $(JOBS)
@@ -75,10 +75,10 @@ wheel: build                                 ## one wheel in dist/ for every tor
 hub: build                                   ## build/hub, the same binary as a repository of Hugging Face's kernels hub
 	$(PY) tools/make_hub.py
 
-cpp: configure
+cpp: configure                               ## the kernels without torch, their C++ tests, and whether bench/ compiles
 	$(CMAKE) --build build/cmake --target tests bench_compiles $(JOBS)
 
-configure: $(VENV)/ready
+configure: $(VENV)/ready                     ## build/cmake, which `make cpp` and `make bench` build in
 	$(CMAKE) -S . -B build/cmake -G Ninja -DPython_EXECUTABLE="$(CURDIR)/$(PY)"
 
 $(VENV)/ready: requirements.txt tools/setup_venv.py
@@ -91,10 +91,13 @@ lint: $(VENV)/ready                          ## what needs no build: the places 
 	$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	@$(VENV)/bin/clang-format --dry-run --Werror $(FORMATTED)
 
-format: $(VENV)/ready
+format: $(VENV)/ready                        ## what `make lint` looks at, put right as far as ruff and clang-format do
 	$(PIP) $(LINTERS)
 	$(PY) -m ruff check -q --fix . ; $(PY) -m ruff format -q .
 	$(VENV)/bin/clang-format -i $(FORMATTED)
 
-clean:
+clean:                                       ## takes away what was built; .venv stays
 	rm -rf build dist cutlass_ext/_C.abi3.so *.egg-info
+
+help:                                        ## every target that has a text
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

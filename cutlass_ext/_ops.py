@@ -241,7 +241,9 @@ def _renamed(error: Exception, names: dict[str, str]) -> Exception:
     """The same exception for a caller who knows the arguments by other names."""
     if not names:
         return error
-    return type(error)(re.sub(rf"\b({'|'.join(names)})\b", lambda name: names[name[1]], str(error)))
+    text = re.sub(rf"\b({'|'.join(names)})\b", lambda name: names[name[1]], str(error))
+    # Several arguments that are one there ("k and v" of a packed kv) are named once.
+    return type(error)(re.sub(rf"\b({'|'.join(names.values())})((, | and )\1\b)+", r"\1", text))
 
 
 Function = TypeVar("Function", bound=Callable)

@@ -84,10 +84,11 @@ def fmha_backward(
         causal, start_pos, window, softmax_scale, softcap, alibi_slopes, sink, seqused_k, leftpad_k, cu_seqlens_q,
             cu_seqlens_k, max_seqlen_q, max_seqlen_k, bias, mask, head_start, sequence_start: as in the call of `fmha`.
         block_table: must be None: keys in pages have no gradients.
-        backend: as in `fmha`; `"sm80"` has no gradients of float32.
+        backend: as in `fmha`; of float32 `"sm80"` and `"sm90"` have the gradients of `precision="high"` alone.
         deterministic: the same bits, run after run; without it those of dq may differ. Also on where
             `torch.use_deterministic_algorithms(True)` is.
-        dropout_p, dropout_seed: as in the call of `fmha`, which the seed has to be given, too.
+        dropout_p, dropout_seed: as in the call of `fmha`, which the seed has to be given, too. Where dropout_p is 0 the
+            seed, head_start and sequence_start have no effect.
         bias_grad: whether the gradient of bias is computed, where there is one.
         key_start: as in the call of `fmha`.
         out_dtype: of dq, dk and dv: `torch.float32`, for sums of parts that are not to be rounded to 16 bits before, or

@@ -15,7 +15,7 @@ import platform
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -82,17 +82,28 @@ def explanation(case: Case, device: str) -> cutlass_ext.Explanation:
 
 def output_of(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+        done = subprocess.run(command, capture_output=True, text=True)
     except OSError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def commit_of_sources(package: Path) -> str | None:
+    """Of the source tree that a package lies in. None where there is none: the git repository around an installed
+    package, as that of the project whose environment it is in, says nothing of it."""
+    git = "git", "-C", str(package)
+    top = output_of(*git, "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != package.resolve().parent or not Path(top, "csrc").is_dir():
+        return None
+    commit = output_of(*git, "rev-parse", "--short=12", "HEAD")
+    if commit and output_of(*git, "status", "--porcelain", "--", "../csrc", "."):
+        commit += " and uncommitted changes"
+    return commit
+
+
 def machine(device: str) -> dict:
     """What the figures hold for: device, driver, torch, this library's commit."""
-    commit = output_of("git", "rev-parse", "--short=12", "HEAD")
-    if commit and output_of("git", "status", "--porcelain", "--", "../csrc", "."):
-        commit += " and uncommitted changes"
+    commit = commit_of_sources(Path(__file__).parent)
     facts = {"library": cutlass_ext.__version__, "commit": commit, "torch": torch.__version__}
     facts |= {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"), "gpu": None, "driver": None}
     if device == "cuda":
@@ -109,7 +120,7 @@ def print_table(console, rows: list[dict]) -> None:
 
     title = f"Attention {passes(rows)}, {rows[0]['dtype']}; speedup over attention written out in PyTorch"
     note = "Extra MB of a backward pass: the peak of forward and backward. Its max error: of dq, dk and dv."
-    caption = note if any(map(is_backward, rows)) else None
+    caption = note if any(row["backward"] for row in rows) else None
     table = Table("(B, N, H, d)", "provider", title=title, title_justify="left", caption=caption)
     for heading in ("ms", "TFLOP/s", "speedup", "extra MB", "max error"):
         table.add_column(heading, justify="right")
@@ -130,19 +141,15 @@ def print_table(console, rows: list[dict]) -> None:
     console.print(table)
 
 
-def is_backward(row: dict) -> bool:
-    return row.get("backward", False)  # files from before there was a backward pass do not say
-
-
 def passes(rows: list[dict]) -> str:
-    return "forward and backward" if any(map(is_backward, rows)) else "forward"
+    return "forward and backward" if any(row["backward"] for row in rows) else "forward"
 
 
 def grouped(rows: list[dict]) -> Iterator[tuple[Case, list[dict]]]:
     """The rows of each case, in the order of the suite."""
     groups: dict[Case, list[dict]] = {}
     for row in rows:
-        groups.setdefault(Case(**{f: row[f] for f in Case.__dataclass_fields__ if f in row}), []).append(row)
+        groups.setdefault(Case(**{f: row[f] for f in Case.__dataclass_fields__}), []).append(row)
     yield from groups.items()
 
 
@@ -150,7 +157,7 @@ def plot(rows: list[dict], facts: dict, folder: Path) -> list[Path]:
     """time.png, tflops.png and memory.png against N, from the rows of the series that a run holds; where it has none,
     cases.png, a group of bars for each case. The same of backward passes, their names with backward_ in front."""
     folder.mkdir(parents=True, exist_ok=True)
-    forward, backward = ([row for row in rows if is_backward(row) == b] for b in (False, True))
+    forward, backward = ([row for row in rows if row["backward"] == b] for b in (False, True))
     draw = plot_pass if any(row["series"] != "table" for row in rows) else plot_cases
     return draw(forward, "", facts, folder) + draw(backward, "backward_", facts, folder)
 
@@ -237,15 +244,38 @@ def progress_bar(console, total: int):
         yield lambda text: bar.update(task, advance=1, description=text)
 
 
+# ---- what the programs of python/ are asked for, too ----
+
+
+def device_here(name: str) -> str:
+    """Of argparse: a device that there is."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("is cuda, and PyTorch sees no GPU; expected cpu, or leave it out")
+    return name
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Of argparse: an integer that is `least` or more."""
+
+    def integer(text: str) -> int:
+        if (n := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"is {n}; expected {least} or more")
+        return n
+
+    return integer
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cutlass_ext.bench", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if there is one")
+    parser.add_argument("--device", type=device_here, choices=("cuda", "cpu"), help="default: the GPU if there is one")
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="default: float32; of a preset on a GPU bfloat16"
     )
     parser.add_argument("--preset", choices=tuple(PRESETS), help="the attention of a model, not the suite")
     parser.add_argument("--backward", action="store_true", help="the gradients of each case too")
-    parser.add_argument("--rounds", type=int, help="samples of each provider (default: 30; 5 on a CPU)")
+    parser.add_argument(  # of fewer samples than two there are no quartiles
+        "--rounds", type=at_least(2), help="samples of each provider, at least 2 (default: 30; 5 on a CPU)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, and what they hold for")
     parser.add_argument(
         "--plot",
@@ -253,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="DIR",
         help="write time.png, tflops.png, memory.png of the suite, cases.png of a preset; backward_time.png and so on",
     )
-    parser.add_argument("--commit", help="what to record as commit where there is no git repository")
+    parser.add_argument("--commit", help="what to record as commit, not what git says of this library's source tree")
     options = parser.parse_args(arguments)
     try:
         from rich.console import Console
@@ -265,7 +295,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     console = Console(width=None if sys.stdout.isatty() else 110)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    rounds = max(options.rounds or (30 if device == "cuda" else 5), 2)
+    rounds = options.rounds or (30 if device == "cuda" else 5)
     warnings.filterwarnings("ignore")  # SDPA warns once for each reason why a backend does not take a case
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")

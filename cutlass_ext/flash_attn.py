@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ._ops import renaming
-from .interface import check_bool
+from .interface import check_bool, check_tensors
 from .support import attend
 from .torch_padded import dtype_of_scores
 
@@ -31,14 +31,16 @@ _REFUSED |= {"cp_world_size": 1, "cp_rank": 0, "attention_chunk": 0}
 _SINKS = torch.float32, torch.float16, torch.bfloat16
 
 
-def engine_arguments(s_aux: Tensor | None, others: dict, q: Tensor) -> Tensor | None:
-    """Checks what serving engines give beside flash-attn's arguments, and returns `s_aux` as `fmha` takes a sink."""
+def engine_arguments(function: str, s_aux: Tensor | None, others: dict, q: Tensor) -> Tensor | None:
+    """Checks what serving engines give `function` beside flash-attn's arguments, and returns `s_aux` as `fmha` takes a
+    sink."""
     for name, value in others.items():
         if name not in _TAKEN and name not in _REFUSED:
-            raise TypeError(f"{name}: is no argument of this function")
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         if name in _REFUSED and value is not None and not (type(value) is int and value == _REFUSED[name]):
             given = f"of type {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
-            raise NotImplementedError(f"{name}: is {given}; expected {_REFUSED[name]}, there is nothing like it yet")
+            expected = _REFUSED[name]
+            raise NotImplementedError(f"{name}: is {given}; expected {expected}, as {function} does not support it")
     if s_aux is None:
         return None
     in_float64 = getattr(q, "dtype", None) == getattr(s_aux, "dtype", None) == torch.float64
@@ -114,7 +116,7 @@ def flash_attn_func(
 
     Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
     """
-    sink = engine_arguments(s_aux, engine, q)
+    sink = engine_arguments("flash_attn_func", s_aux, engine, q)
     return_lse = _wants_lse(return_attn_probs, return_softmax_lse)
     results = attend(
         q, k, v, causal=causal, start_pos="end", window=(-1, -1) if window_size is None else window_size,
@@ -188,7 +190,7 @@ def flash_attn_varlen_func(
     Source: FlashAttention-2 (arXiv:2307.08691), PagedAttention (arXiv:2309.06180, section 4.1); the interface of
     flash-attn 2.8.
     """
-    sink = engine_arguments(s_aux, engine, q)
+    sink = engine_arguments("flash_attn_varlen_func", s_aux, engine, q)
     if block_table is not None and cu_seqlens_k is not None:
         seqused_k = lengths_between(cu_seqlens_k, cu_seqlens_q) if seqused_k is None else seqused_k
         cu_seqlens_k = None
@@ -221,7 +223,7 @@ def lengths_between(cu_seqlens_k: Tensor, cu_seqlens_q: Tensor) -> Tensor:
         raise TypeError(f"cu_seqlens_k: is of type {given}; expected an int32 tensor")
     if isinstance(cu_seqlens_q, Tensor) and (cu_seqlens_k.dim() != 1 or cu_seqlens_k.shape != cu_seqlens_q.shape):
         shapes = list(cu_seqlens_k.shape), list(cu_seqlens_q.shape)
-        raise ValueError(f"cu_seqlens_k: has shape {shapes[0]}; expected [batch + 1] of cu_seqlens_q, {shapes[1]}")
+        raise ValueError(f"cu_seqlens_k: has shape {shapes[0]} and cu_seqlens_q {shapes[1]}; they must be equal")
     return cu_seqlens_k.diff()
 
 
@@ -241,8 +243,7 @@ def _packs(unpacked: Callable, **names: str) -> Callable[[Callable], Callable]:
 
 def _unpacked(name: str, packed: Tensor, shape: str) -> tuple[Tensor, ...]:
     """The parts that lie along the third dimension from the end; `shape` is what is expected, in words."""
-    if not isinstance(packed, Tensor):
-        raise TypeError(f"{name}: is of type {type(packed).__name__}; expected a tensor")
+    check_tensors(**{name: packed})
     dims = shape[1:-1].split(", ")
     if packed.dim() != len(dims) or packed.shape[-3] != int(dims[-3]):
         raise ValueError(f"{name}: has shape {list(packed.shape)}; expected {shape}")
@@ -251,19 +252,70 @@ def _unpacked(name: str, packed: Tensor, shape: str) -> tuple[Tensor, ...]:
 
 @_packs(flash_attn_func, k="kv", v="kv")
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args, **kwargs) -> Result:
-    """`flash_attn_func` for `kv` `[B, N_kv, 2, H_kv, d]`: k and v in one buffer, read in place, without a copy."""
+    """`flash_attn_func` for k and v in one buffer, read in place, without a copy.
+
+    Args:
+        q: `[B, N_q, H_q, d]`, float32, float16 or bfloat16 (float64 on a CPU).
+        kv: `[B, N_kv, 2, H_kv, d]`, dtype and device of q: `kv[:, :, 0]` is k, `kv[:, :, 1]` v. `H_q` is a multiple of
+            `H_kv`.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+            num_splits, return_softmax_lse, out, s_aux, engine: as in `flash_attn_func`.
+
+    Returns:
+        As `flash_attn_func`, with its bottom-right alignment: the last row sees the last key. `kv` gets its gradient as
+        one tensor.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; of k and v the text names `kv`.
+
+    Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
+    """
     return flash_attn_func(q, *_unpacked("kv", kv, "[batch, seq, 2, heads, head_dim]"), *args, **kwargs)
 
 
 @_packs(flash_attn_func, q="qkv", k="qkv", v="qkv")
 def flash_attn_qkvpacked_func(qkv: Tensor, *args, **kwargs) -> Result:
-    """`flash_attn_func` for `qkv` `[B, N, 3, H, d]`: q, k and v in one buffer, read in place, without a copy."""
+    """`flash_attn_func` for q, k and v in one buffer, read in place, without a copy.
+
+    Args:
+        qkv: `[B, N, 3, H, d]`, float32, float16 or bfloat16 (float64 on a CPU): `qkv[:, :, 0]` is q, then come k and v.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+            num_splits, return_softmax_lse, out, s_aux, engine: as in `flash_attn_func`.
+
+    Returns:
+        As `flash_attn_func`: `out` is `[B, N, H, d]`. Rows and keys are as many, so row `i` stands at position `i`.
+        `qkv` gets its gradient as one tensor.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `flash_attn_func`; of q, k and v the text names `qkv`.
+
+    Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
+    """
     return flash_attn_func(*_unpacked("qkv", qkv, "[batch, seq, 3, heads, head_dim]"), *args, **kwargs)
 
 
 @_packs(flash_attn_varlen_func, k="kv", v="kv")
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args, **kwargs) -> Result:
-    """`flash_attn_varlen_func` for `kv` `[total_k, 2, H_kv, d]`: k and v in one buffer, read in place."""
+    """`flash_attn_varlen_func` for k and v in one buffer, read in place, without a copy.
+
+    Args:
+        q: `[total_q, H_q, d]`, float32, float16 or bfloat16 (float64 on a CPU).
+        kv: `[total_k, 2, H_kv, d]`, dtype and device of q: `kv[:, 0]` is k, `kv[:, 1]` v. `H_q` is a multiple of
+            `H_kv`.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k: as in `flash_attn_varlen_func`.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+            num_splits, return_softmax_lse, out, s_aux, engine: as in `flash_attn_varlen_func`.
+        block_table: must be None, as pages hold no such buffer.
+
+    Returns:
+        As `flash_attn_varlen_func`: each sequence is aligned bottom-right by its own lengths. `kv` gets its gradient as
+        one tensor.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `flash_attn_varlen_func`; of k and v the text names `kv`.
+
+    Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
+    """
     return flash_attn_varlen_func(q, *_unpacked("kv", kv, "[total, 2, heads, head_dim]"), *args, **kwargs)
 
 
@@ -274,6 +326,24 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args, **kwargs) -> R
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor, *args, **kwargs
 ) -> Result:
-    """`flash_attn_varlen_func` for `qkv` `[total, 3, H, d]`: q, k and v in one buffer, read in place."""
+    """`flash_attn_varlen_func` for q, k and v in one buffer, read in place, without a copy.
+
+    Args:
+        qkv: `[total, 3, H, d]`, float32, float16 or bfloat16 (float64 on a CPU): `qkv[:, 0]` is q, then come k and v.
+        cu_seqlens: int32 `[B + 1]` on qkv's device, where each sequence begins and ends, of rows and keys alike.
+        max_seqlen: rows of the longest sequence, an int or a tensor of one, as in `flash_attn_varlen_func`.
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+            seqused_k, num_splits, return_softmax_lse, out, s_aux, engine: as in `flash_attn_varlen_func`.
+        block_table: must be None, as pages hold no such buffer.
+
+    Returns:
+        As `flash_attn_varlen_func`: `out` is `[total, H, d]`. Row `i` of a sequence stands at position `i`, or with
+        `seqused_k` before it by as many keys as do not count. `qkv` gets its gradient as one tensor.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `flash_attn_varlen_func`; of q, k and v the text names `qkv`.
+
+    Source: FlashAttention-2 (arXiv:2307.08691); the interface of flash-attn 2.8.
+    """
     q, k, v = _unpacked("qkv", qkv, "[total, 3, heads, head_dim]")
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs)

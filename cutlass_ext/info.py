@@ -78,6 +78,9 @@ def explained(*args, **kwargs) -> str:
 def kernels() -> Iterator[str]:
     """Which backends take which dtypes on the first device, or why none."""
     for name in sorted(set(get_args(Backend)) - {"auto"}):
+        if name != "torch" and device() == "cpu":
+            yield f"{name}: needs a CUDA GPU"
+            continue
         says = {}
         for dtype in DTYPES:
             q = torch.empty(1, 256, 4, 64, device=device(), dtype=dtype)
@@ -86,7 +89,7 @@ def kernels() -> Iterator[str]:
         yield f"{name}: {', '.join(taken) or next(iter(says.values()))}"
 
 
-# name: sequences, query rows, keys, query heads, key heads, head dim, dtype, causal
+# name: sequences, query rows, keys, query heads, KV heads, head dim, dtype, causal
 SHAPES = {
     "llama3-8b prefill": (1, 8192, 8192, 32, 8, 128, torch.bfloat16, True),
     "gpt2 training": (8, 1024, 1024, 12, 12, 64, torch.bfloat16, True),

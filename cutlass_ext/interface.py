@@ -62,6 +62,11 @@ def fmha(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Exact multi-head attention, `softmax(softmax_scale * q k^T + ...) v`, without writing out the scores.
 
+        q = torch.randn(2, 1024, 16, 64)                    # [batch, seq, heads, head_dim], on any device
+        k, v = torch.randn(2, 2, 1024, 4, 64)               # four query heads share a KV head
+        out = fmha(q, k, v, causal=True)                    # [2, 1024, 16, 64]
+        out, lse = fmha(q, k, v, causal=True, window=(255, 0), return_lse=True)
+
     Query row `i` of a sequence stands at position `p = start_pos + i`. Key `j` is visible to it when all hold:
 
     - `leftpad_k <= j < seqused_k` (by default `0 <= j < N_kv`),
@@ -90,7 +95,7 @@ def fmha(
     `[pages, page size, heads, head_dim]`, and `seqused_k` says how many keys each sequence has. q is padded, or packed
     with `cu_seqlens_q` and `max_seqlen_q` alone: chunks of prompts, drafts and single rows then go through one call.
 
-    Sizes: `B` sequences, `N_q` query rows, `N_kv` key rows, `H_q` query heads, `H_kv` key heads, head dims `d` of q and
+    Sizes: `B` sequences, `N_q` query rows, `N_kv` key rows, `H_q` query heads, `H_kv` KV heads, head dims `d` of q and
     k and `d_v` of v. `B`, `N_q` and `N_kv` may be 0. Head dims are at most 256, and multiples of 4 (float32) or 8
     (16-bit).
 
@@ -100,17 +105,18 @@ def fmha(
             it may have any strides as long as its last dimension is contiguous, so slices of a packed or a permuted
             buffer need no copy.
         k: `[B, N_kv, H_kv, d]` or `[total_k, H_kv, d]`, or pages `[pages, page size, H_kv, d]`, dtype and device of q.
-            `H_q` is a multiple of `H_kv`: query head `h` reads key head `h // (H_q / H_kv)` (multi-query and
+            `H_q` is a multiple of `H_kv`: query head `h` reads KV head `h // (H_q / H_kv)` (multi-query and
             grouped-query attention).
         v: `[B, N_kv, H_kv, d_v]` or `[total_k, H_kv, d_v]`, or pages like those of k, dtype and device of q.
         causal: hide the keys after the row's position.
-        start_pos: the position of the first query row, in tokens: an int (negative ones too), an int32 tensor `[B]` on
-            q's device, or `"end"`, which aligns the last query row of a sequence with its last key: `seqused_k - N_q`,
-            or `N_kv - N_q`. The default 0 is PyTorch's convention; flash-attn's is `"end"`.
-        window: `(left, right)`, tokens visible before and after the row's position; -1, or 2^30 and more, is unbounded.
+        start_pos: the position of the first query row, in tokens: an int between -2^29 and 2^29, an int32 tensor `[B]`
+            on q's device, or `"end"`, which aligns the last query row of a sequence with its last key:
+            `seqused_k - N_q`, or `N_kv - N_q`. The default 0 is PyTorch's convention; flash-attn's is `"end"`.
+        window: `(left, right)`, tokens visible before and after the row's position: 0 or more, or -1 for unbounded, as
+            2^30 and more are.
         softmax_scale: factor of the scores, a number greater than 0; `1 / sqrt(d)` by default. It has no gradient: q is
             multiplied by a learned one instead.
-        softcap: bound of the scores (Gemma 2), 0 for none.
+        softcap: bound of the scores (Gemma 2), a number greater than 0, or 0 for none.
         alibi_slopes: float32 `[H_q]` or `[B, H_q]`, decrease of a score for each token of distance.
         sink: float32 `[H_q]`, one more logit in each row's softmax, which has no value.
         seqused_k: int32 `[B]`, keys of each sequence, padding in front included; by default `N_kv`, packed all that
@@ -130,9 +136,10 @@ def fmha(
             4096. Pages may lie in any order and be shared by sequences. Entries of pages past a sequence's keys may
             hold anything, -1 for one, and are not followed; of the others one outside the pages reads the nearest.
         return_lse: return `(out, lse)` instead of `out`.
-        num_splits: parts in which the keys of a query tile are computed, to be merged by `lse`; 0: the library chooses.
-            More splits fill a GPU when there are few query tiles. `"torch"` does not split. With a fixed number a
-            sequence has the same bits whatever else is in the batch; a packed one, those of a packed call of its own.
+        num_splits: parts in which the keys of a query tile are computed, to be merged by `lse`, 1 to 1024; 0: the
+            library chooses. More splits fill a GPU when there are few query tiles. `"torch"` does not split. With a
+            fixed number a sequence has the same bits whatever else is in the batch; a packed one, those of a packed
+            call of its own.
         backend: what computes, the gradients too: `"simt"` (CUDA cores), `"sm80"`, `"sm90"` (tensor cores), `"torch"`
             (PyTorch's own operators, on any device), or `"auto"`. `explain` says what `"auto"` chooses.
         deterministic: the same gradients, bit for bit, run after run; without it `dq` may differ in its last bits.
@@ -151,10 +158,11 @@ def fmha(
         dropout_seed: int64 `[2]` on q's device. The same seed drops the same weights, in every call, backend and batch,
             and `dropout_mask` shows which; calls that are to differ should differ in it. By default PyTorch's generator
             of q's device draws it, so `torch.manual_seed` fixes it, checkpoints repeat it and CUDA graphs redraw it.
+            Like the next two it has no effect where dropout_p is 0.
         head_start: what head 0 counts as for dropout, so that GPUs that have a part of the heads draw what one of all
             would.
         sequence_start: what sequence 0 counts as, the same of a batch in parts.
-        key_start: the position of key 0, where k and v are a part of longer ones: an int (negative ones too), or an
+        key_start: the position of key 0, where k and v are a part of longer ones: an int between -2^29 and 2^29, or an
             int32 tensor `[B]` on q's device. Causal calls, windows, ALiBi and dropout go by positions, so that parts,
             merged by `merge_attention`, are what one call of all keys would be, weights dropped included: key `j`
             stands for `j + key_start` in the rules above, and `start_pos` stays what it is in that call (`"end"` aligns
@@ -162,7 +170,7 @@ def fmha(
             0. Dropout is slower where key_start is no multiple of 16, or start_pos is odd.
         precision: of float32: `"highest"` computes on CUDA cores; `"high"` on tensor cores, each operand in two fp16
             parts with a power-of-two scale: on Hopper large plain calls two to seven times as fast, with errors of the
-            size of those of CUDA cores, measured from 512 keys on (docs/semantics.md). For a softmax_scale, over
+            size of those of CUDA cores, measured from 512 keys on (docs/float32.md). For a softmax_scale, over
             softcap, from 2^-32 to 2^20, without num_splits; in other calls it is an error. It takes workspace of the
             size of q, k and v, head dims rounded up to 64, 128, 192 or 256, of pages of all that the table has room
             for. Where numbers are too far apart for such parts, or not finite, the GPU sees it and computes the call on
@@ -226,21 +234,20 @@ def fmha(
             mask, names = mask_of(block_mask, packs=packs), NAMES | {"mask": "block_mask"}
         if dropout_p != 0.0 and dropout_seed is None and isinstance(q, Tensor):
             dropout_seed = draw_seed(q)
-    needs_grad = False
-    if is_grad_enabled():
-        try:
-            needs_grad = (
-                q.requires_grad
-                or k.requires_grad
-                or v.requires_grad
-                or (sink is not None and sink.requires_grad)
-                or (alibi_slopes is not None and alibi_slopes.requires_grad)
-                or (bias is not None and bias.requires_grad)
-            )
-        except AttributeError:  # no tensor, which the operator refuses
-            needs_grad = False
-        if needs_grad or func_is_active():
-            _check_gradients(needs_grad, alibi_slopes, block_table)
+    in_grad_mode = is_grad_enabled()
+    try:
+        needs_grad = in_grad_mode and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (sink is not None and sink.requires_grad)
+            or (alibi_slopes is not None and alibi_slopes.requires_grad)
+            or (bias is not None and bias.requires_grad)
+        )
+    except AttributeError:  # no tensor, which the operator refuses
+        needs_grad = False
+    if in_grad_mode and (needs_grad or func_is_active()):
+        _check_gradients(needs_grad, alibi_slopes, block_table)
     arguments = q, k, v, causal, start, return_lse or needs_grad
     # Those at the end that a plain call leaves out would cost it 1.6 us, of the 4.5 that 21 arguments take.
     absent = (
@@ -260,7 +267,7 @@ def fmha(
                 precision,
             )  # fmt: skip
     if out is not None:
-        if needs_grad or (is_grad_enabled() and getattr(out, "requires_grad", False)):
+        if needs_grad or (in_grad_mode and getattr(out, "requires_grad", False)):
             raise NotImplementedError(
                 f"out: does not go with gradients, and {'an input' if needs_grad else 'it'} requires grad; "
                 "leave it out, or call under torch.no_grad()"
@@ -278,16 +285,24 @@ def fmha(
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would run, and why. Prints as `backend: reason`."""
+    """What a call would run, and why. Prints as `backend: reason`.
+
+    Attributes:
+        backend: `"simt"`, `"sm80"`, `"sm90"` or `"torch"`.
+        kernel: its name.
+        tile: `(B_r, B_c)`, query rows and keys of a tile; of kernels that decode, rows of all heads that share a KV
+            head. `(0, 0)` of `"torch"`.
+        splits: parts of a sequence's keys; 0 where the keys of the batch are shared out by the lengths on the device.
+            In a backward pass: CTAs that share a tile of keys.
+        ctas: of the launch, 0 of `"torch"`.
+        reason: why these, in words, which may change from version to version.
+    """
 
     backend: str
     kernel: str
-    # B_r, B_c: query rows and keys of a tile; of kernels that decode, rows of all heads that share a key head.
     tile: tuple[int, int]
-    # Parts of a sequence's keys; 0 where the keys of the batch are shared out by the lengths on the device. In a
-    # backward pass: CTAs that share a tile of keys.
     splits: int
-    ctas: int  # of the launch
+    ctas: int
     reason: str
 
     def __str__(self) -> str:
@@ -297,8 +312,18 @@ class Explanation:
 def explain(*args, **kwargs) -> Explanation:
     """Which backend and kernel `fmha` would run for the same arguments, and why. Computes nothing.
 
-    `explain(function, ...)` says it of a call of any function of this package, `flash_attn_with_kvcache` for one, with
-    the arguments that follow. Raises what the call would raise.
+        print(explain(q, k, v, causal=True))
+        print(explain(flash_attn_with_kvcache, q, k_cache, v_cache, cache_seqlens=lengths))
+
+    Args:
+        args: those of `fmha`, or any function of this package that computes attention, and then its own.
+        kwargs: the same by name.
+
+    Returns:
+        An `Explanation`, of the first launch of attention that the call makes.
+
+    Raises:
+        TypeError: a function that computes no attention here; and whatever the call itself would raise.
     """
     function = fmha
     if args and callable(args[0]):
@@ -381,6 +406,13 @@ def check_positions(**positions: object) -> None:
     for name, x in positions.items():
         if isinstance(x, Integral) and abs(int(x)) > FURTHEST:
             raise ValueError(f"{name}: is {x}; expected a position between -2^29 and 2^29")
+
+
+def check_tensors(**tensors: object) -> None:
+    """Of arguments that this package reads itself, before an operator would look at them."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: is of type {type(x).__name__}; expected a tensor")
 
 
 def check_bool(name: str, value: bool) -> None:

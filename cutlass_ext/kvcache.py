@@ -119,7 +119,7 @@ def flash_attn_with_kvcache(
     start, start_positions = (None, None) if start_pos == "end" else split_start(start_pos)
     names = _NAMES
     if engine or s_aux is not None:
-        aux = engine_arguments(s_aux, engine, q)
+        aux = engine_arguments("flash_attn_with_kvcache", s_aux, engine, q)
         if aux is not None:
             if sink is not None:
                 raise ValueError("s_aux: is another name of sink, which is given too; give one of them")

@@ -47,7 +47,7 @@ class Case:
     dtype: str
     series: str = "table"  # or "memory", "scaling": the rows that --plot draws against N
     backward: bool = False
-    heads_kv: int = 0  # key heads; 0: as many as query heads
+    heads_kv: int = 0  # KV heads; 0: as many as query heads
     n_q: int = 0  # query rows, over a cache; 0: as many as keys
     window: int = 0  # keys that a row of causal attention sees at most; 0: all
     page: int = 0  # keys of a page; 0: no pages
@@ -188,7 +188,7 @@ def largest_and_norm(parts: Iterable[Tensor]) -> Errors:
 
 
 class Oracle:
-    """A pass in float64 for up to three (sequence, key head) pairs of a case, with the query heads that share them, and
+    """A pass in float64 for up to three (sequence, KV head) pairs of a case, with the query heads that share them, and
     written-out attention's errors."""
 
     def __init__(self, case: Case, inputs: Inputs):
@@ -214,7 +214,7 @@ class Oracle:
             self.of_ds = [largest_and_norm(parts) for parts in zip(*fields, strict=True)]
 
     def _inputs(self, case: Case, x: Inputs, b: int, h: int, double: bool) -> Inputs:
-        """Those of a sequence and a key head."""
+        """Those of a sequence and a KV head."""
         q, k, v, dout, bias = (
             None if t is None else self._part(t, i == 4, b, h).to(torch.float64 if double else t.dtype)
             for i, t in enumerate((x.q, x.k, x.v, x.dout, x.bias))
@@ -227,14 +227,14 @@ class Oracle:
         return Inputs(q, k, v, dout, mask=x.mask, bias=bias, kept=kept)
 
     def _part(self, t: Tensor, of_scores: bool, b: int, h: int) -> Tensor:
-        """Of a sequence and a key head what a tensor of query heads or of key heads has."""
+        """Of a sequence and a KV head what a tensor of query heads or of KV heads has."""
         heads = 1 if of_scores else 2
         n = t.shape[heads] // self.key_heads
         return t[b : b + 1].narrow(heads, h * n, n)
 
     @torch.no_grad()
     def _rounding_of_ds(self, case: Case, x: Inputs) -> list[Tensor]:
-        """The standard deviation that dS = P (dP - delta) brings to dq, dk, dv and dbias of a sequence and a key head.
+        """The standard deviation that dS = P (dP - delta) brings to dq, dk, dv and dbias of a sequence and a KV head.
 
         Where a row sees few keys, or one takes nearly all, dP and delta are nearly one number, from two sums of d
         products; written-out attention subtracts the one sum from itself, and its rounding is gone. In 400 draws of

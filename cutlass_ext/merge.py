@@ -16,7 +16,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     no key of a part have `lse_p = -inf` there, and what `out_p` holds in them does not count, NaN included.
 
     Args:
-        outs: one or more of `[B, N_q, H_q, d_v]`, or packed `[total_q, H_q, d_v]`, of one shape and dtype.
+        outs: a list or tuple of one or more `[B, N_q, H_q, d_v]`, or packed `[total_q, H_q, d_v]`, of one shape and
+            dtype; float32, with `fmha`'s `out_dtype`, if parts of 16 bits are not to be rounded before they are merged.
         lses: as many of `[B, H_q, N_q]`, or packed `[H_q, total_q]`, float32 (float64 for outs of float64).
 
     Returns:
@@ -60,7 +61,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
 
 def _parts(name: str, parts: Sequence[Tensor]) -> list[Tensor]:
-    if not isinstance(parts, (Sequence, Tensor)) or not all(isinstance(part, Tensor) for part in parts):
+    # A tensor is no sequence of parts: its first dimension may as well be the batch of one.
+    if not isinstance(parts, Sequence) or not all(isinstance(part, Tensor) for part in parts):
         kinds = sorted({type(part).__name__ for part in parts}) if isinstance(parts, Sequence) else []
         given = f"{type(parts).__name__} of {', '.join(kinds)}" if kinds else type(parts).__name__
         raise TypeError(f"{name}: is of type {given}; expected a sequence of tensors")

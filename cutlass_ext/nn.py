@@ -9,26 +9,27 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import Parameter
 
-from .interface import check_bool
+from .interface import check_bool, check_tensors
 from .support import attend, given, refusal, warn_once
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention`, computed by `fmha`, with query heads that may share key heads.
+    """`torch.nn.MultiheadAttention`, computed by `fmha`, with query heads that may share KV heads.
 
     Weights, their names and their first values for a seed are PyTorch's, so a `state_dict` of either loads into the
     other. With `need_weights=False` attention takes memory that grows with N; otherwise the weights are written out, as
     they are to be returned. PyTorch's layers around it (`nn.TransformerEncoderLayer`) call it, and not their own fused
     inference, which would go past it. What `fmha` does not take PyTorch's SDPA computes, with a warning, once.
 
-    What differs from PyTorch's: rows that see no key are 0 where PyTorch has NaN; `is_causal` needs no `attn_mask`
-    beside it, stands for one that is given, which is to say the same, and does not hide the keys that `add_bias_kv` and
-    `add_zero_attn` add, which PyTorch's hides where no weights are needed.
+    What differs from PyTorch's: with `need_weights=True` rows that see no key are 0, where PyTorch has NaN (without, it
+    has NaN in its fused inference alone); `is_causal` needs no `attn_mask` beside it, stands for one that is given,
+    which is to say the same, and does not hide the keys that `add_bias_kv` and `add_zero_attn` add, which PyTorch's
+    hides where no weights are needed.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype: as in
             `torch.nn.MultiheadAttention`.
-        num_kv_heads: key heads, of which `num_heads` is a multiple; `num_heads` by default. With fewer the projections
+        num_kv_heads: KV heads, of which `num_heads` is a multiple; `num_heads` by default. With fewer the projections
             of keys and values have `num_kv_heads * embed_dim / num_heads` rows, and so does `bias_k`.
 
     Raises:
@@ -102,6 +103,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> "MultiheadAttention":
         """One that has the parameters of `module`, the same objects, so that an optimizer's go on being used.
+
+            attention = torch.nn.MultiheadAttention(512, 8, batch_first=True)
+            attention = cutlass_ext.nn.MultiheadAttention.from_torch(attention)
 
         Hooks, parametrizations, and what has been added to `module` since (buffers, modules, parameters) would stay
         with it: one that has any is refused.
@@ -196,12 +200,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         return (out, weights) if batched else (out.squeeze(0), None if weights is None else weights.squeeze(0))
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        names = "query", "key", "value"
-        for name, x in zip(names, (query, key, value), strict=True):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name}: is of type {type(x).__name__}; expected a tensor")
+        check_tensors(query=query, key=key, value=value)
         dims = query.dim()
-        for name, x, width in zip(names, (query, key, value), (self.embed_dim, self.kdim, self.vdim), strict=True):
+        for name, x, width in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
             expected = f"expected [rows, {width}], with or without a batch, alike"
             if x.is_nested:
                 raise ValueError(f"{name}: is a nested tensor; {expected}")
@@ -244,7 +249,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             mask = torch.logical_and(*shown) if len(shown) == 2 else (shown or [None])[0]
             bias = sum(added[1:], added[0]) if added else None
             options = {"causal": causal, "mask": mask, "bias": bias, "dropout_p": dropout_p}
-            reason = refusal(q, k, v, **options)
+            reason = refusal(q, k, v, dropout_p)
             if reason is None:
                 return attend(q, k, v, **given(**options)), None
             warn_once("MultiheadAttention", reason)
@@ -309,6 +314,9 @@ def _of_scores(name: str, mask: Tensor, dtype: torch.dtype, to: tuple[int, ...],
 
 def replace_attention(model: nn.Module) -> nn.Module:
     """Puts a `MultiheadAttention` with the same parameters in place of every `torch.nn.MultiheadAttention` of a model.
+
+        model = torch.nn.Transformer(512, 8, batch_first=True)
+        cutlass_ext.nn.replace_attention(model)
 
     Subclasses of it, which parametrized ones are, are left alone, and so, with a warning, are modules with hooks or
     additions, which would be lost. `nn.TransformerEncoder` no longer packs padded batches into nested tensors.

@@ -60,7 +60,7 @@ def hidden_keys(case: Case, device: torch.device) -> Tensor | None:
 
 
 def written_out(case: Case, x: Inputs) -> Call:
-    """PyTorch multi-head attention, scores and all, key heads repeated where query heads share them; what hides keys is
+    """PyTorch multi-head attention, scores and all, KV heads repeated where query heads share them; what hides keys is
     made beforehand and not counted."""
     groups = x.q.shape[2] // x.k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))

@@ -34,7 +34,7 @@ def scaled_dot_product_attention(
         dropout_p: the probability with which a weight is dropped; PyTorch's generator draws the seed, as in `fmha`.
         is_causal: hide key `j` from row `i` where `j > i` (top-left alignment, as PyTorch has it).
         scale: factor of the scores, greater than 0; `1 / sqrt(d)` by default.
-        enable_gqa: allow fewer key heads than query heads; `H_q` is then a multiple of `H_kv`.
+        enable_gqa: allow fewer KV heads than query heads; `H_q` is then a multiple of `H_kv`.
 
     Returns:
         `[..., H_q, N_q, d_v]`, dtype of query: a transposed view of a `[..., N_q, H_q, d_v]` buffer. Nothing is copied
@@ -61,12 +61,18 @@ def scaled_dot_product_attention(
     if not enable_gqa and not (q.shape[1] == k.shape[1] == v.shape[1]):
         raise ValueError(
             f"enable_gqa: is False, and query has {q.shape[1]} heads, key {k.shape[1]} and value {v.shape[1]}; "
-            "expected equal numbers, or enable_gqa=True to let query heads share key heads"
+            "expected equal numbers, or enable_gqa=True to let query heads share KV heads"
         )
     if k.shape[2] != v.shape[2]:
         raise ValueError(f"value: has {v.shape[2]} rows and key {k.shape[2]}; they must be equal")
     bias = mask = None
     if attn_mask is not None:
+        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+            given = str(attn_mask.dtype)[6:]
+            raise TypeError(
+                f"attn_mask: has dtype {given}; expected bool, true where a key is visible, or float32, float16 or "
+                "bfloat16, added to the scores"
+            )
         of_scores = _of_scores(attn_mask, (*query.shape[:-1], key.shape[-2]))
         bias, mask = (None, of_scores) if attn_mask.dtype == torch.bool else (of_scores, None)
     # 1.9 us of the host's time less than `attend` where nothing is to be mended

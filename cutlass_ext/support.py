@@ -1,7 +1,6 @@
 """What `fmha` takes of a call that was not made for it. Used by flash-attn's names, the SDPA switch, `cutlass_ext.nn`
 and the adapters; all but the first hand on to PyTorch what it does not take, and say so once."""
 
-import inspect
 import warnings
 
 import torch
@@ -12,7 +11,6 @@ from . import autograd
 from .backward import fmha_backward
 from .interface import fmha
 
-_PARAMETERS = frozenset(inspect.signature(fmha).parameters)
 _DTYPES = torch.float32, torch.float16, torch.bfloat16
 _LARGEST_HEAD_DIM = 256
 _warned: set[str] = set()
@@ -29,16 +27,13 @@ def given(**options) -> dict:
     return {name: value for name, value in options.items() if asks(name, value)}
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor, **options) -> str | None:
-    """Why `fmha` would refuse a call with these `options`, or None where it would not.
+def refusal(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> str | None:
+    """Why `fmha` would refuse such a call, or None where it would not.
 
-    The one place that knows. It reads nothing but names, shapes and dtypes, so a forward and a backward pass come to
-    the same answer, and torch.compile traces it. Head dims and strides that `readable` mends are no reason.
+    The one place that knows. It reads nothing but shapes and dtypes, so a forward and a backward pass come to the same
+    answer, and torch.compile traces it. Head dims and strides that `readable` mends are no reason.
     """
-    for name in given(**options):
-        if name not in _PARAMETERS:
-            return f"fmha has no {name} yet"
-    if options.get("dropout_p") == 1:
+    if dropout_p == 1:
         return "dropout_p is 1"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in _DTYPES and not (x.dtype == torch.float64 and x.device.type == "cpu"):
@@ -93,9 +88,13 @@ def attend(
     return first if isinstance(results, Tensor) else (first, results[1])
 
 
-def attend_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options):
+def attend_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, softmax_scale: float | None = None,
+    **options,
+):  # fmt: skip
     """`fmha_backward` of what `attend` gave."""
-    scale = options.pop("softmax_scale", None) or q.shape[-1] ** -0.5
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5  # not that of a padded head dim
     tensors = [readable(x) for x in (dout, q, k, v, out)]
-    dq, dk, dv, *more = fmha_backward(*tensors, lse, softmax_scale=scale, **options)
+    dq, dk, dv, *more = fmha_backward(*tensors, lse, softmax_scale=softmax_scale, **options)
     return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], *more

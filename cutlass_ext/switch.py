@@ -74,6 +74,11 @@ def activate(device: str | torch.device = "cuda") -> Switch:
 def deactivate(device: str | torch.device = "cuda") -> None:
     """Gives PyTorch back its own operators, and cuDNN's precedence. Does nothing where `activate` was not called.
 
+        cutlass_ext.activate()
+        ...
+        cutlass_ext.deactivate()
+        cutlass_ext.deactivate("cpu")     # what activate("cpu") turned on: a switch for each device
+
     Args:
         device: as in `activate`.
 
@@ -145,11 +150,7 @@ def _refused(o: SimpleNamespace) -> str | None:
         return "return_debug_mask is True"
     if (scale := o.scale) is not None and scale <= 0:
         return f"scale is {scale}"
-    return refusal(o.query, o.key, o.value, bias=_bias(o), dropout_p=o.dropout_p)
-
-
-def _bias(o: SimpleNamespace) -> Tensor | None:
-    return getattr(o, "attn_bias", getattr(o, "attn_mask", None))
+    return refusal(o.query, o.key, o.value, o.dropout_p)
 
 
 # ------------------------------------------------------------------------------------------------ on [B, N, H, d]

@@ -198,7 +198,7 @@ def _added(bias: Tensor | None, mask: Tensor | None, j: slice) -> Tensor:
 
 
 def _finite_heads(heads: int, *tensors: Tensor) -> Tensor | None:
-    """`[B, heads]`: whether all is finite that tensors `[B, N, H, d]` have of a key head's; None where everything is,
+    """`[B, heads]`: whether all is finite that tensors `[B, N, H, d]` have of a KV head's; None where everything is,
     which sums tell in a tenth of the time."""
     if all(math.isfinite(x.sum(dtype=torch.float32).item()) for x in tensors):
         return None
@@ -207,12 +207,12 @@ def _finite_heads(heads: int, *tensors: Tensor) -> Tensor | None:
 
 
 def _chosen(use: Tensor, fused: Tensor, blocks: Tensor) -> Tensor:
-    """Of tensors `[B, N, H, d]` the one where `use` `[B, heads]` is true of the key head, else the other."""
+    """Of tensors `[B, N, H, d]` the one where `use` `[B, heads]` is true of the KV head, else the other."""
     return fused.where(use.repeat_interleave(fused.shape[2] // use.shape[1], 1)[:, None, :, None], blocks)
 
 
 class _Block(NamedTuple):
-    """Query rows `i` of the sequences `b` and of the query heads of the key heads `h`, and the keys `j` that they may
+    """Query rows `i` of the sequences `b` and of the query heads of the KV heads `h`, and the keys `j` that they may
     see. `masked` says whether some of the rows may not see some of the keys."""
 
     b: slice
@@ -330,7 +330,7 @@ class _Blocks:
         return x[(*rows, block.j)]
 
     def product(self, rows: Tensor, of_keys: Tensor) -> Tensor:
-        """Of rows `[b, h, G, i, x]` with a matrix of their key head, `[b, h, x, y]`: `[b, h, G, i, y]`."""
+        """Of rows `[b, h, G, i, x]` with a matrix of their KV head, `[b, h, x, y]`: `[b, h, G, i, y]`."""
         return torch.matmul(rows.flatten(2, 3), of_keys).unflatten(2, (self.G, -1))
 
     def sum_over_keys(self, weights: Tensor, of_keys: Tensor) -> Tensor:
@@ -347,7 +347,7 @@ class _Blocks:
         return total.view(*weights.shape[:-1], -1)
 
     def by_heads(self, x: Tensor) -> Tensor:
-        """`[B, N_q, H_q, d]` as a view `[B, H_kv, G, N_q, d]`: query heads meet their key head by broadcasting, and K
+        """`[B, N_q, H_q, d]` as a view `[B, H_kv, G, N_q, d]`: query heads meet their KV head by broadcasting, and K
         and V are never repeated."""
         return x.unflatten(2, (-1, self.G)).permute(0, 2, 3, 1, 4)
 
@@ -515,7 +515,7 @@ def _outside(keys: Tensor, lengths: Lengths) -> Tensor | None:
 
 
 def _block_shape(on_gpu: bool, N_q: int, N_kv: int, G: int, dims: int) -> tuple[int, int]:
-    """Query rows of a block, and how many pairs (sequence, key head) it takes at once."""
+    """Query rows of a block, and how many pairs (sequence, KV head) it takes at once."""
     elements = GPU_BLOCK if on_gpu else _CPU_BLOCK
     keys = max(N_kv, 1)
     rows = max(min(elements // (G * keys), _MAX_ROWS), _MIN_ROWS // G, 1)
@@ -524,7 +524,7 @@ def _block_shape(on_gpu: bool, N_q: int, N_kv: int, G: int, dims: int) -> tuple[
 
 
 def _head_blocks(B: int, H_kv: int, heads: int) -> Iterator[tuple[slice, slice]]:
-    """Cuts sequences x key heads into blocks of about `heads`: whole sequences where they fit, else heads of one."""
+    """Cuts sequences x KV heads into blocks of about `heads`: whole sequences where they fit, else heads of one."""
     sequences, heads = max(heads // H_kv, 1), min(heads, H_kv)
     for b in range(0, B, sequences):
         for h in range(0, H_kv, heads):

@@ -220,7 +220,7 @@ def summary(data: dict) -> str:
     return table([f"time over ours, on one {gpu}", "fastest other (by row)", *others], lines)
 
 
-def section(name: str, suite: Suite, rows: list[dict]) -> list[str]:
+def section(suite: Suite, rows: list[dict]) -> list[str]:
     """Every row of a suite: ms, and TFLOP/s or GB/s, of each provider."""
     providers, lines = in_order(rows), []
     unit = "GB/s of keys and values" if suite.over_a_cache else "TFLOP/s"
@@ -268,7 +268,7 @@ def page(data: dict, plots: list[Path]) -> str:
     ]
     for name, suite in suites().items():
         if rows := data["suites"].get(name):
-            parts += section(name, suite, rows)
+            parts += section(suite, rows)
     if rows := data["suites"].get("float32"):
         parts += memory(rows)
     parts += [f"![{PLOTS[path.stem]}]({path.name})" for path in plots]
@@ -419,7 +419,7 @@ PLOTS = {  # and what each shows, in their order
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--render", action="store_true", help="measure nothing, write the pages from the JSON")
-    parser.add_argument("--commit", help="what to record as commit where there is no git repository")
+    parser.add_argument("--commit", help="what to record as commit, not what git says of this library's source tree")
     options = parser.parse_args()
     failed = False
     if not options.render:

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutlass_ext as ce
+from cutlass_ext.bench import at_least, device_here
 
 THETA, EPS = 10000.0, 1e-5
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of logits of size 1
@@ -207,18 +208,19 @@ def generate(args: argparse.Namespace) -> None:
     print("first sequence:", " ".join(map(str, texts[0][0, : lengths[0] + 16].tolist())), "...")
 
 
-def make_parser(description: str, *options: tuple[str, int, str]) -> argparse.ArgumentParser:
-    """A parser of `options` (name, default, meaning), all integers, and of what the model and where it runs are."""
+def make_parser(description: str, *options: tuple[str, int, int, str]) -> argparse.ArgumentParser:
+    """A parser of `options` (name, default, least, meaning), all integers, and of the model and where it runs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default, meaning in (
+    for name, default, least, meaning in (
         *options,
-        ("layers", 2, "of the model"), ("dim", 256, "its width"), ("heads", 4, "query heads"),
-        ("kv-heads", 2, "key/value heads"), ("vocab", 512, "tokens there are"), ("page-size", 16, "rows of a page"),
-        ("seed", 0, "of weights and prompts"),
+        ("layers", 2, 1, "of the model"), ("dim", 256, 1, "its width"), ("heads", 4, 1, "query heads"),
+        ("kv-heads", 2, 1, "key/value heads"), ("vocab", 512, 1, "tokens there are"),
+        ("page-size", 16, 1, "rows of a page"), ("seed", 0, 0, "of weights and prompts"),
     ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} ({default})")
+        parser.add_argument(f"--{name}", type=at_least(least), default=default, help=f"{meaning} ({default})")
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", type=device_here, choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
     parser.add_argument("--weights", type=Path, help="a safetensors file instead of the seed")
     parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=True, help="compare with the model alone"
@@ -226,9 +228,32 @@ def make_parser(description: str, *options: tuple[str, int, str]) -> argparse.Ar
     return parser
 
 
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments, of a model whose heads attention takes, and of pages that it does."""
+    args = parser.parse_args()
+    step = 4 if args.dtype == "float32" else 8
+    d, rest = divmod(args.dim, args.heads)
+    if rest or d % step or d > 256:
+        parser.error(
+            f"--heads: is {args.heads} and --dim {args.dim}; expected a head_dim, --dim / --heads, of {step}, "
+            f"{2 * step}, ... or 256 (in {args.dtype})"
+        )
+    if args.heads % args.kv_heads:
+        parser.error(f"--kv-heads: is {args.kv_heads}; expected a divisor of --heads, {args.heads}")
+    size = args.page_size
+    if size > 4096 or (size % 16 and size & (size - 1)):
+        parser.error(f"--page-size: is {size}; expected a power of two or a multiple of 16, up to 4096")
+    if args.weights and not args.weights.is_file():
+        parser.error(f"--weights: is {args.weights}, where no file is; expected one of safetensors")
+    return args
+
+
 def main() -> None:
-    options = ("batch", 4, "sequences at once"), ("prompt", 24, "longest prompt"), ("steps", 32, "tokens to generate")
-    generate(make_parser(__doc__, *options).parse_args())
+    options = (
+        ("batch", 4, 1, "sequences at once"), ("prompt", 24, 3, "longest prompt"),
+        ("steps", 32, 1, "tokens to generate"),
+    )  # fmt: skip
+    generate(parse(make_parser(__doc__, *options)))
 
 
 if __name__ == "__main__":

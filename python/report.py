@@ -145,4 +145,7 @@ if __name__ == "__main__":
     parser.add_argument("json", type=Path)
     parser.add_argument("--sweep", action="store_true", help="the JSON is of fmha_bench with every tile shape")
     options = parser.parse_args()
+    if not options.json.is_file():
+        wrote = "fmha_bench --benchmark_out" if options.sweep else "python -m cutlass_ext.bench --json"
+        parser.error(f"json: is {options.json}, where no file is; expected one that {wrote} wrote")
     write_sweep(options.json) if options.sweep else write_measured(options.json)

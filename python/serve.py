@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from generate import TOLERANCE, Model, make_parser, rotate
+from generate import TOLERANCE, Model, make_parser, parse, rotate
 from torch import Tensor
 
 import cutlass_ext as ce
@@ -364,15 +364,15 @@ def live_table(engine: Engine, seconds: float):
 @torch.inference_mode()
 def main() -> None:
     parser = make_parser(
-        __doc__, ("requests", 40, "that arrive"), ("pages", 36, "in the pool"),
-        ("chunk", 64, "rows of prompts in a step"), ("max-batch", 8, "served at once"),
-        ("prompt", 64, "longest prompt after its prefix"), ("prefix", 40, "tokens that prompts have in common"),
-        ("new", 32, "most tokens to generate"), ("steps", 0, "of the engine at most, 0 for no limit"),
-        ("threads", 1, "on a CPU: for the small model one is faster, by far where others use the CPU too"),
+        __doc__, ("requests", 40, 0, "that arrive"), ("pages", 36, 1, "in the pool"),
+        ("chunk", 64, 1, "rows of prompts in a step"), ("max-batch", 8, 1, "served at once"),
+        ("prompt", 64, 1, "longest prompt after its prefix"), ("prefix", 40, 0, "tokens that prompts have in common"),
+        ("new", 32, 1, "most tokens to generate"), ("steps", 0, 0, "of the engine at most, 0 for no limit"),
+        ("threads", 1, 1, "on a CPU: for the small model one is faster, by far where others use the CPU too"),
     )  # fmt: skip
     parser.add_argument("--rate", type=float, default=0.5, help="requests that arrive in a step, on average (0.5)")
     parser.add_argument("--plain", action="store_true", help="a line every 50 steps instead of a live table")
-    args = parser.parse_args()
+    args = parse(parser)
     torch.set_num_threads(args.threads)
     if args.dtype == "float32":
         torch.backends.cuda.matmul.fp32_precision = "ieee"  # or PyTorch's products, not ours, decide what is equal

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import time
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cutlass_ext as ce
-from cutlass_ext.bench import progress_bar
+from cutlass_ext.bench import at_least, device_here, progress_bar
 
 DIMENSIONS = "dp", "cp", "tp"  # data, context and tensor parallelism
 CHARACTERS, TEXT_BYTES = 256, 4 << 20  # bytes there are; what is read of the library
@@ -237,22 +238,32 @@ def parse_arguments() -> argparse.Namespace:
         ("heads", 4, 12, "query heads"), ("kv-heads", 2, 4, "key/value heads"), ("width", 128, 768, "of the model"),
     ):  # fmt: skip
         meaning += f" (on a CPU {small}, with a GPU {large})"
-        parser.add_argument(f"--{name}", type=int, default=large if cuda else small, help=meaning)
+        least = 2 if name == "steps" else 1  # the first is not timed
+        parser.add_argument(f"--{name}", type=at_least(least), default=large if cuda else small, help=meaning)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate at its highest (0.001)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, and of what each step sees (0)")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--device", type=device_here, choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="(on a CPU float32, on a GPU bfloat16)")
     parser.add_argument("--compile", action="store_true", help="both models through torch.compile")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block in its backward pass")
     parser.add_argument("--parallel", type=dimensions, metavar="dp=1,cp=2,tp=1", help="under torchrun: as above")
     parser.add_argument("--plot", type=Path, default=Path("build/train.png"), help="the picture (build/train.png)")
-    parser.add_argument("--threads", type=int, default=1, help="on a CPU (1: more are slower on one that is busy)")
+    parser.add_argument(
+        "--threads", type=at_least(1), default=1, help="on a CPU (1: more are slower on one that is busy)"
+    )
     args = parser.parse_args()
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
     if args.width % (2 * args.heads) or args.heads % args.kv_heads:
         parser.error("--width has to be a multiple of twice --heads, and --heads of --kv-heads")
     if args.parallel and (args.compile or args.kv_heads % args.parallel["tp"] or args.batch % args.parallel["dp"]):
         parser.error("--parallel wants a --batch that dp divides, --kv-heads that tp divides, and no --compile")
+    if args.parallel and not dist.is_initialized():
+        wanted, there = math.prod(args.parallel.values()), int(os.environ.get("WORLD_SIZE", 0))
+        if wanted != there:
+            started = f"torchrun started {there}" if there else "torchrun started none"
+            parser.error(
+                f"--parallel: is of {wanted} processes, and {started}; expected torchrun --nproc-per-node {wanted}"
+            )
     return args
 
 

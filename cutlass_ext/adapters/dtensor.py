@@ -21,7 +21,7 @@ def register() -> None:
         cutlass_ext.adapters.dtensor.register()
         out = cutlass_ext.fmha(q, k, v, causal=True)        # DTensors, Shard(2): heads, or Shard(0): sequences
 
-    Heads (Megatron's tensor parallelism) are cut where every dimension of the mesh divides the key heads; slopes and
+    Heads (Megatron's tensor parallelism) are cut where every dimension of the mesh divides the KV heads; slopes and
     sinks with them. Sequences are cut with their lengths, start positions and pages' tables; packed ones are not.
     Whatever else comes is redistributed to one of these, or replicated: so are calls with dropout. All tensors of a
     call are DTensors then, slopes, sinks and lengths too. `flash_attn_*` follow; `flash_attn_with_kvcache` does not,

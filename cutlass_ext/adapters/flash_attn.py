@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import flash_attn as names
 from .._ops import renaming
+from ..interface import check_tensors
 from ..kvcache import flash_attn_with_kvcache
 from ..merge import merge_attention
 from ..support import attend, attend_backward
@@ -145,7 +146,10 @@ def _in_order(function: Callable, order: str) -> Callable:
 
     @renaming(**{own: name for name, own in _RENAMED.items() if name in known})
     def call(*args, **kwargs):
-        given = signature.bind(*args, **kwargs).arguments
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:  # "missing a required argument: 'v'", of no function
+            raise TypeError(f"{function.__name__}() {error}") from None
         return function(**{_RENAMED.get(name, name): x for name, x in given.items() if x is not None})
 
     kind = inspect.Parameter
@@ -159,31 +163,51 @@ def _in_order(function: Callable, order: str) -> Callable:
 
 def _of_third(public: dict[str, Callable]) -> dict[str, Callable]:
     functions = {name: _in_order(public[name], order) for name, order in _ORDERS.items()}
-
-    def flash_attn_qkvpacked_func(
-        qkv: Tensor,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        q_descale: Tensor | None = None,
-        k_descale: Tensor | None = None,
-        v_descale: Tensor | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-        attention_chunk: int = 0,
-        softcap: float = 0.0,
-        deterministic: bool = False,
-        num_heads_q: int | None = None,
-        sm_margin: int = 0,
-        return_attn_probs: bool = False,
-    ):
-        """`flash_attn_func` of qkv `[B, N, 3, H, d]`, or `[B, N, H_q + 2 H_kv, d]` with `num_heads_q`."""
-        return functions["flash_attn_func"](
-            *rotary.unpacked(qkv, num_heads_q), softmax_scale, causal, None, q_descale, k_descale, v_descale,
-            window_size, attention_chunk, softcap, deterministic=deterministic, sm_margin=sm_margin,
-            return_attn_probs=return_attn_probs,
-        )  # fmt: skip
-
     more = flash_attn_qkvpacked_func, flash_attn_combine, get_scheduler_metadata
     return functions | {function.__name__: function for function in more}
+
+
+@renaming(
+    q="qkv", k="qkv", v="qkv", return_softmax_lse="return_attn_probs", flash_attn_func="flash_attn_qkvpacked_func"
+)
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> names.Result:
+    """`flash_attn_func` of q, k and v in one buffer, in FlashAttention-3's order.
+
+    Args:
+        qkv: `[B, N, 3, H, d]`, or `[B, N, H_q + 2 H_kv, d]` with `num_heads_q`: the heads of q, then of k, then of v.
+        num_heads_q: `H_q`.
+        return_attn_probs: return `(out, softmax_lse)`.
+        softmax_scale, causal, window_size, softcap, deterministic: as in `flash_attn_func`.
+        q_descale, k_descale, v_descale, sm_margin: taken, and change nothing.
+        attention_chunk: must be 0.
+
+    Returns:
+        `out` `[B, N, H_q, d]`, dtype of qkv, and with `return_attn_probs` also `softmax_lse`, float32 `[B, H_q, N]`.
+
+    Raises:
+        NotImplementedError: `attention_chunk`.
+        TypeError, ValueError: as `flash_attn_func`; of q, k and v the text names `qkv`. A `num_heads_q` that is None
+            where qkv has four dimensions, or does not leave as many heads for k as for v.
+    """
+    return names.flash_attn_func(
+        *rotary.unpacked(qkv, num_heads_q), softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+        softcap=softcap, deterministic=deterministic, attention_chunk=attention_chunk, sm_margin=sm_margin,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, return_softmax_lse=return_attn_probs,
+    )  # fmt: skip
 
 
 def flash_attn_combine(
@@ -201,8 +225,10 @@ def flash_attn_combine(
         `out` `[B, N, H, d]` and `lse` `[B, N, H]`.
 
     Raises:
-        ValueError: shapes that do not fit.
+        TypeError: a tensor that is none, or dtypes that are not floating-point.
+        ValueError: no splits, or shapes or devices that do not fit.
     """
+    check_tensors(out_partial=out_partial, lse_partial=lse_partial, **({} if out is None else {"out": out}))
     if out_partial.dim() != 5 or lse_partial.shape != out_partial.shape[:-1]:
         raise ValueError(
             f"lse_partial: has shape {list(lse_partial.shape)} and out_partial {list(out_partial.shape)}; "
@@ -228,8 +254,16 @@ def get_scheduler_metadata(
     *more: object,
     **options: object,
 ) -> None:
-    """None: there is nothing to be worked out beforehand, since work is dealt on the device, by its own lengths. The
-    other functions take None, or whatever else, as `scheduler_metadata`."""
+    """Nothing: there is nothing to be worked out beforehand, since work is dealt on the device, by its own lengths.
+
+    Args:
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens: FlashAttention-3's;
+            not looked at.
+        more, options: its further ones, by position or by name; not looked at either.
+
+    Returns:
+        None, which the other functions take as `scheduler_metadata`, as they do whatever else.
+    """
 
 
 # ------------------------------------------------------------------------------------------------ single passes

@@ -45,7 +45,8 @@ def register() -> None:
 
     Models that compute attention by themselves and ask no `AttentionInterface` (Bloom, CodeGen, GPT-J, Falcon, ...)
     refuse `attn_implementation="cutlass_ext"` with a ValueError from then on: what they got for a mask they would not
-    understand.
+    understand. `set_attn_implementation` of such a model raises nothing: transformers logs a warning, and the model
+    stays with what it had, `eager` mostly.
 
     Raises:
         RuntimeError: transformers is older than 5.0.
@@ -340,7 +341,7 @@ def attention(
     if position_bias is not None:
         options["bias"] = position_bias + visible["bias"] if "bias" in visible else position_bias
 
-    reason = "output_attentions is True" if others.get("output_attentions") else refusal(query, key, value, **options)
+    reason = "output_attentions is True" if others.get("output_attentions") else refusal(query, key, value, dropout)
     if reason is not None:
         warn_once(f'transformers with attn_implementation="{NAME}"', reason)
         hidden = _written_out(visible, query, key)

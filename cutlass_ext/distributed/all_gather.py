@@ -81,7 +81,7 @@ class Gathering:
         self.routes, self.own = self.places.routes, self.places.own
 
     def pieces(self, k: Tensor, v: Tensor) -> list[slice]:
-        """Of the key heads: the first is small, and what comes after it comes while it is computed."""
+        """Of the KV heads: the first is small, and what comes after it comes while it is computed."""
         heads = k.shape[-2]
         first = max(heads // 8, 1)
         if self.ranks == 1 or heads == 1 or self.bytes_of_whole(k, v) < PIECES_BYTES:
@@ -186,7 +186,7 @@ def _stream_of(device: torch.device, index: int) -> "torch.cuda.Stream":
 
 
 def _gathered(place: Gathering, k: Tensor, v: Tensor, pieces: list[slice]) -> Iterator[tuple[slice, Tensor]]:
-    """Pieces of the key heads, and K and V of all ranks there, `[..., rows, heads, d + d_v]`.
+    """Pieces of the KV heads, and K and V of all ranks there, `[..., rows, heads, d + d_v]`.
 
     Rows lie chunk after chunk, so that each chunk is one message straight to its place, and chunks are in the order of
     the sequence if there is one. Chunks that no row here sees do not come, and are zeros.
@@ -344,7 +344,7 @@ class _Shares:
 
 
 def _query_heads(heads: slice, q: Tensor, H_kv: int) -> slice:
-    """Those that read some key heads."""
+    """Those that read some KV heads."""
     of_one = q.shape[-2] // H_kv
     return slice(heads.start * of_one, heads.stop * of_one)
 

@@ -12,7 +12,7 @@ _Order = tuple[Tensor, Tensor] | None  # a permutation of rows, and its inverse
 
 
 def takes_heads(H_q: int, H_kv: int, ranks: int) -> bool:
-    """Whether heads can be cut among ranks: key heads too, or each to be had by several ranks."""
+    """Whether heads can be cut among ranks: KV heads too, or each to be had by several ranks."""
     return H_q % ranks == 0 and (H_kv % ranks == 0 or (H_kv > 0 and ranks % H_kv == 0))
 
 
@@ -74,7 +74,7 @@ def attention(
     ranks, rank = spread.ranks, group.rank()
     H_q, H_kv, d, d_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     heads, kv_heads = H_q // ranks, max(H_kv // ranks, 1)
-    if H_kv < ranks:  # a key head for all ranks that have query heads of it
+    if H_kv < ranks:  # a KV head for all ranks that have query heads of it
         of_rank = torch.arange(ranks, device=k.device) * H_kv // ranks
         k, v = (x.index_select(-2, of_rank) for x in (k, v))
     cut = [x.unflatten(-2, (ranks, -1)).flatten(-2) for x in (q, k, v)]

@@ -33,6 +33,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn import functional  # of which PyTorch's context parallelism replaces the function, while it lasts
 
+from ..bench import device_here
 from ..interface import fmha as fmha_of_one
 from ..measurement import peak_extra_bytes, sample_ms
 from . import fmha, gather, shard
@@ -249,7 +250,7 @@ def work(rank: int, args: argparse.Namespace) -> None:
         name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
         print(f"{dist.get_world_size()} x {name}, torch {torch.__version__}, {args.dtype}, {args.heads} query heads,")
         how = ("" if args.causal else "not ") + "causal" + (f", {args.packed} packed sequences" if args.packed else "")
-        print(f"{args.kv_heads} key heads, d {args.head_dim}, {how}; {gbs:.1f} GB/s\n")
+        print(f"{args.kv_heads} KV heads, d {args.head_dim}, {how}; {gbs:.1f} GB/s\n")
         print_header()
     for tokens in args.tokens:
         for backward in (False, True):
@@ -269,7 +270,7 @@ def print_header() -> None:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cuda = torch.cuda.is_available()
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--device", type=device_here, choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
     parser.add_argument("--processes", type=int, help="without torchrun (as many as there are GPUs, on a CPU 2)")
     parser.add_argument("--tokens", type=int, nargs="+", help="(on a GPU 16384 65536 131072, on a CPU 512)")
     parser.add_argument("--heads", type=int, default=32)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..autograd import cast_before
-from ..interface import Backend, draw_seed, explain, window_sides
+from ..interface import Backend, check_tensors, draw_seed, explain, window_sides
 from . import all_gather, all_to_all, ring
 from .agreement import Agreement, group_of, untraced
 from .model import MODELS, Attention, Machine
@@ -110,18 +110,15 @@ def fmha(
     rank, ranks = group.rank(), group.size()
 
     def prepare() -> tuple[tuple[Spread, str, tuple[int, int]], dict[str, object]]:
+        tensors = {"alibi_slopes": alibi_slopes, "sink": sink}
+        check_tensors(q=q, k=k, v=v, **{name: x for name, x in tensors.items() if x is not None})
         for name, x in (("q", q), ("k", k), ("v", v)):
             dims = 4 if cu_seqlens is None else 3
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name}: is of type {type(x).__name__}; expected a tensor")
             if x.dim() != dims:
                 expected = "[rows, heads, head_dim] with cu_seqlens" if dims == 3 else "[batch, rows, heads, head_dim]"
                 raise ValueError(f"{name}: has shape {list(x.shape)}; expected {expected}")
             if x.shape[dims - 3] != q.shape[dims - 3]:
                 raise ValueError(f"{name}: has {x.shape[dims - 3]} rows and q {q.shape[dims - 3]}; they must be equal")
-        for name, x in (("alibi_slopes", alibi_slopes), ("sink", sink)):
-            if x is not None and not isinstance(x, Tensor):
-                raise TypeError(f"{name}: is of type {type(x).__name__}; expected a tensor")
         if alibi_slopes is not None and alibi_slopes.dim() != 1:
             raise ValueError(f"alibi_slopes: has shape {list(alibi_slopes.shape)}; expected [{q.shape[-2]}], for heads")
         rows = q.shape[-3]
@@ -134,7 +131,6 @@ def fmha(
             "causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
             "dropout_p": dropout_p, "head_start": head_start, "sequence_start": sequence_start, "backend": backend,
         }  # fmt: skip
-        tensors = {"alibi_slopes": alibi_slopes, "sink": sink}
         seed = {"dropout_seed": dropout_seed} if dropout_p else {}
         whole = {}
         if spread.packed:
@@ -182,7 +178,7 @@ def _method(method: str, q: Tensor, k: Tensor, v: Tensor, spread: Spread, causal
     divides = all_to_all.takes_heads(H_q, H_kv, spread.ranks)
     if method == "all_to_all" and not divides:
         raise ValueError(
-            f"method: all_to_all does not cut {H_q} query heads and {H_kv} key heads into {spread.ranks} ranks; "
+            f"method: all_to_all does not cut {H_q} query heads and {H_kv} KV heads into {spread.ranks} ranks; "
             'expected ranks that divide H_q, and are a multiple or a divisor of H_kv, or method="ring"'
         )
     if method == "auto":

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..interface import check_tensors
 from .agreement import agreed, all_gather, group_of, untraced
 from .spread import Layout, Spread, spread_of
 
@@ -38,8 +39,11 @@ def shard(
         a contiguous copy.
 
     Raises:
-        ValueError: rows that the layout does not cut evenly (padded ones: a multiple of the chunks of all ranks), or a
-            `cu_seqlens` that does not fit.
+        TypeError: x is no tensor, or group none of these.
+        ValueError: rows that the layout does not cut evenly (padded ones: a multiple of the chunks of all ranks), or
+            that are not those of `cu_seqlens`; a `cu_seqlens` that is on a GPU, has no integers `[B + 1]`, does not
+            begin with 0 or decreases; a `dim` that x does not have; another layout.
+        RuntimeError: `torch.distributed` is not initialised.
 
     Source: Striped Attention (arXiv:2311.09431), for work that is the same on all ranks; Ring Attention
     (arXiv:2310.01889), for contiguous shards.
@@ -69,7 +73,9 @@ def gather(
         the whole. It is differentiable: the gradients that the ranks have of it are summed.
 
     Raises:
-        ValueError: shards of sizes that do not fit, or that differ among ranks, on all of them.
+        TypeError, ValueError: as `shard`, on every rank, with the number of the one whose arguments do not fit; also
+            where the layout, the lengths of sequences, x's dtype or its other dimensions differ among ranks.
+        RuntimeError: `torch.distributed` is not initialised; or a rank that is gone, when the group notices.
     """
     group, dim = group_of(group), _dim(dim, cu_seqlens)
 
@@ -88,8 +94,7 @@ def _dim(dim: int | None, cu_seqlens: object) -> int:
 
 
 def _check_dim(x: Tensor, dim: int) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x: is of type {type(x).__name__}; expected a tensor")
+    check_tensors(x=x)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim: is {dim}, and x has shape {list(x.shape)}; expected the dimension that has its rows")
 

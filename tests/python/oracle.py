@@ -92,7 +92,7 @@ def attention(
         if last <= first or heads_q == 0 or len(rows) == 0:
             continue
         keys = torch.arange(first, last, device=device) + key_starts[b]  # their positions
-        # [H_q, n, d]: each query head next to the key head that it reads
+        # [H_q, n, d]: each query head next to the KV head that it reads
         k_b = k[b, first:last].to(compute).transpose(0, 1).repeat_interleave(heads_q // heads_kv, 0)
         v_b = v[b, first:last].to(compute).transpose(0, 1).repeat_interleave(heads_q // heads_kv, 0)
         chunk = max(1, CHUNK_ELEMENTS // (heads_q * len(keys)))

@@ -2,6 +2,8 @@
 is installed; and the cases that python/figures.py has besides."""
 
 import json
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -145,6 +147,50 @@ def test_the_command_names_who_is_not_there(fake_flash_attn, monkeypatch, capsys
     assert said.count("Not compared: ") == 1 and said.count("pip install flashinfer-python") == 1
     assert "flash-attn 2 did not take (1, 1 x 32, 32/8, 128): as many heads, please" in said
     assert "flash-attn 2 2.99" in said
+
+
+@pytest.mark.parametrize(
+    "options,says",
+    [
+        ("--rounds 0", "argument --rounds: is 0; expected 2 or more"),
+        ("--rounds 1", "argument --rounds: is 1; expected 2 or more"),
+        ("--rounds few", "argument --rounds: invalid integer value: 'few'"),
+        ("--device cuda", "argument --device: is cuda, and PyTorch sees no GPU; expected cpu"),
+        ("--device tpu", "argument --device: invalid choice: 'tpu'"),
+    ],
+)
+def test_the_command_does_as_it_is_told_or_says_why_not(options, says, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        bench.main(options.split())
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_commit_is_that_of_the_source_tree(tmp_path):
+    """Not that of a repository that the package happens to be installed in."""
+    package, csrc = tmp_path / "cutlass_ext", tmp_path / "csrc"
+    package.mkdir()
+    (package / "bench.py").touch()
+
+    def git(*arguments):
+        identity = "-c", "user.name=someone", "-c", "user.email=someone@example.com"
+        command = "git", "-C", str(tmp_path), *identity, *arguments
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert bench.commit_of_sources(package) is None
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "all")
+    assert bench.commit_of_sources(package) is None
+    csrc.mkdir()
+    commit = bench.commit_of_sources(package)
+    assert commit == git("rev-parse", "--short=12", "HEAD")
+    (csrc / "new.cu").touch()
+    assert bench.commit_of_sources(package) == f"{commit} and uncommitted changes"
+    installed = tmp_path / "site-packages" / "cutlass_ext"
+    installed.mkdir(parents=True)
+    assert bench.commit_of_sources(installed) is None
 
 
 @pytest.mark.gpu

@@ -108,7 +108,7 @@ KEYS = 576  # pages of 1, 16, 48 and 64
 
 def check_packed(target, rows, lengths, group, d, page_size, *, longest=None, heads_kv=2, **options):
     """Sequences of so many query rows on so many keys in pages, NaN in the pages and rows that are nobody's; as far as
-    the rows of the heads that share a key head fit a tile."""
+    the rows of the heads that share a KV head fit a tile."""
     longest = longest or max(rows)
     if longest * group > (16 if target.dtype == torch.float32 else 64):
         return

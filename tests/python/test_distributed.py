@@ -213,7 +213,7 @@ def test_parts_of_a_ring_are_not_rounded(pool, features):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("ranks", [2, 4])  # of two key heads: one a rank, and one for two ranks
+@pytest.mark.parametrize("ranks", [2, 4])  # of two KV heads: one a rank, and one for two ranks
 @pytest.mark.parametrize("features", ["causal", "all", "dropout"])
 def test_all_to_all(pool, ranks, layout, packed, features):
     pool.run(compare, ranks, layout, "all_to_all", FEATURES.get(features, DROPOUT), packed)

@@ -24,7 +24,8 @@ def blocks(page, language):
 
 def test_all_pages_are_there():
     assert {page.stem for page in PAGES} == {
-        "README", "guide", "how_it_works", "install", "migration", "performance", "semantics", "several_gpus",
+        "README", "float32", "guide", "how_it_works", "install", "migration", "performance", "semantics",
+        "several_gpus",
     }  # fmt: skip
 
 
@@ -108,6 +109,13 @@ def test_commands_name_what_there_is(page):
         if words[:1] == ["python"] and words[1] != "your_program.py":
             there = importlib.util.find_spec(words[2]) if words[1] == "-m" else (ROOT / words[1]).exists()
             assert there, line
+
+
+def test_targets_of_make_have_a_text():
+    """Which `make help` prints; but for the first line of the log, which nobody asks for."""
+    text = (ROOT / "Makefile").read_text()
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert set(re.findall(r"^([a-z0-9-]+):.* ## \S", text, re.MULTILINE)) == {*phony.split()} - {"record"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

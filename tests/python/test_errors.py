@@ -8,6 +8,7 @@ import torch
 from oracle import expect
 
 import cutlass_ext
+from cutlass_ext import _ops
 
 F16, BF16, F64, INT32, INT64 = torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64
 B, N, HEADS, HEADS_KV, D = 2, 6, 4, 2, 16
@@ -401,6 +402,33 @@ def test_wrong_argument_of_flash_attn_varlen(device, function, name, error, valu
     assert_refused(getattr(cutlass_ext, function), name, error, arguments)
 
 
+def test_arguments_that_are_one_buffer_are_named_once(device):
+    q = torch.ones(B, N, 3, D, device=device)
+    with pytest.raises(ValueError, match=r"the heads of q must be a multiple of those of kv$"):
+        cutlass_ext.flash_attn_kvpacked_func(q, torch.ones(B, N, 2, 2, D, device=device))
+    renamed = _ops._renamed(ValueError("q is not there; move q, k and v there, q and k"), dict.fromkeys("qkv", "qkv"))
+    assert str(renamed) == "qkv is not there; move qkv there, qkv"
+
+
+@pytest.mark.parametrize(
+    "function,arguments",
+    [
+        *((name, flash_arguments("cpu", name)) for name in FLASH),
+        *((name, flash_varlen_arguments("cpu", name)) for name in (VARLEN, VARLEN_KV, VARLEN_QKV)),
+        ("flash_attn_with_kvcache", dict(zip(("q", "k_cache", "v_cache"), valid().values(), strict=True))),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_keywords_that_there_are_not(function, arguments):
+    """Are said of the function that was called, as Python says it of others."""
+    call = getattr(cutlass_ext, function)
+    with pytest.raises(TypeError, match=rf"^{function}\(\) got an unexpected keyword argument 'casual'$"):
+        call(**arguments, casual=True)
+    expected = f"attention_chunk: is 5; expected 0, as {function} does not support it"
+    with pytest.raises(NotImplementedError, match=f"^{expected}$"):
+        call(**arguments, attention_chunk=5)
+
+
 # ------------------------------------------------------------------------------------------------ PyTorch's name
 @pytest.mark.parametrize(
     "name,error,spoilt",
@@ -435,6 +463,15 @@ def test_wrong_argument_of_sdpa(device, name, error, spoilt):
     arguments = {n: torch.ones(B, HEADS, N, D) for n in ("query", "key", "value")} | spoilt
     arguments = {n: on(device, x) for n, x in arguments.items()}
     assert_refused(cutlass_ext.scaled_dot_product_attention, name, error, arguments)
+
+
+@pytest.mark.parametrize("dtype", [INT32, INT64, torch.uint8])
+def test_masks_of_integers_are_told_of_bool(device, dtype):
+    """Which is what they mostly are."""
+    x = torch.ones(B, HEADS, N, D, device=device)
+    text = f"attn_mask: has dtype {str(dtype)[6:]}; expected bool, true where a key is visible, or float32, "
+    with pytest.raises(TypeError, match=f"^{text}"):
+        cutlass_ext.scaled_dot_product_attention(x, x, x, torch.ones(N, N, dtype=dtype, device=device))
 
 
 @pytest.mark.parametrize("function", ["fmha", "flash_attn_func"])

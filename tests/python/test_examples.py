@@ -67,6 +67,14 @@ def test_report_of_a_bench(report, tmp_path, monkeypatch):
     assert list(tmp_path.glob("*memory.png"))
 
 
+@pytest.mark.parametrize("options,wrote", [([], "cutlass_ext.bench --json"), (["--sweep"], "--benchmark_out")])
+def test_report_of_nothing(report, tmp_path, capsys, options, wrote):
+    with pytest.raises(SystemExit):
+        report(*options, tmp_path / "small.json")
+    said = capsys.readouterr().err
+    assert f"json: is {tmp_path / 'small.json'}, where no file is; expected one that" in said and wrote in said
+
+
 def test_report_of_a_sweep(report, tmp_path):
     """Of the JSON that Google Benchmark wrote."""
     kept = PROGRAMS.parent / "bench" / "results" / "sweep.json"

@@ -69,6 +69,9 @@ def test_splits_are_combined(installed):
         flash_attn_combine(outs, lses)
     with pytest.raises(ValueError, match=r"out: is torch\.float32"):
         flash_attn_combine(outs, lses.transpose(-1, -2), torch.empty(3))
+    for name, arguments in (("out_partial", ([1], 2)), ("lse_partial", (outs, 2)), ("out", (outs, lses, 3))):
+        with pytest.raises(TypeError, match=f"^{name}: is of type (list|int); expected a tensor$"):
+            flash_attn_combine(*arguments)
     assert get_scheduler_metadata(2, 1, 99, 4, 4, 16, torch.tensor([3, 9]), causal=True) is None
 
 
@@ -147,6 +150,35 @@ def test_flash_attention_3_packed_in_one_tensor(target, installed):
         flash_attn_qkvpacked_func(qkv)
 
 
+@pytest.mark.parametrize(
+    "name,error,qkv,num_heads_q",
+    [
+        *[("num_heads_q", ValueError, torch.zeros(2, 5, 7, 8), n) for n in (None, -1, 0, 4, 7, 9)],
+        ("num_heads_q", ValueError, torch.zeros(2, 5, 8, 8), 8),
+        *[("qkv", ValueError, torch.zeros(shape), 2) for shape in ((2, 5, 2, 4, 8), (2, 5, 4, 3, 8), (5, 6, 8))],
+        ("qkv", TypeError, [1.0], 2),
+    ],
+)
+def test_heads_of_a_packed_tensor_that_do_not_add_up(installed, name, error, qkv, num_heads_q):
+    """None of them is lost without a word."""
+    from flash_attn.layers.rotary import apply_rotary_emb_qkv_
+    from flash_attn_interface import flash_attn_qkvpacked_func
+
+    with pytest.raises(error, match=f"^{name}: "):
+        flash_attn_qkvpacked_func(qkv, num_heads_q=num_heads_q)
+    with pytest.raises(error, match=f"^{name}: "):
+        apply_rotary_emb_qkv_(qkv, torch.zeros(5, 4), torch.zeros(5, 4), num_heads_q=num_heads_q)
+
+
+def test_errors_of_a_packed_tensor_name_it(installed):
+    from flash_attn_interface import flash_attn_qkvpacked_func
+
+    with pytest.raises(TypeError, match=r"^qkv: has dtype int32"):
+        flash_attn_qkvpacked_func(torch.zeros(2, 5, 4, 8, dtype=torch.int32), num_heads_q=2)
+    with pytest.raises(TypeError, match=r"^return_attn_probs: "):
+        flash_attn_qkvpacked_func(torch.zeros(2, 5, 4, 8), num_heads_q=2, return_attn_probs=1)
+
+
 def test_flash_attention_3_cache(target, installed):
     from flash_attn_interface import flash_attn_with_kvcache
 
@@ -170,8 +202,10 @@ def test_flash_attention_3_refuses_by_name(installed, name):
     names = ("q", "k_cache", "v_cache") if "cache" in name else ("q", "k", "v")
     with pytest.raises(NotImplementedError, match="qv"):
         function(**dict.fromkeys(names, q), **tensors, qv=q)
-    with pytest.raises(TypeError, match="nonsense"):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'nonsense'$"):
         function(**dict.fromkeys(names, q), **tensors, nonsense=1)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) missing a required argument: '{names[1]}'$"):
+        function(q)
 
 
 # ------------------------------------------------------------------------------------------------ single passes
@@ -197,6 +231,10 @@ def test_passes_one_by_one(target, installed, packed):
     assert delta.shape == lse.shape and delta.dtype == torch.float32
     with pytest.raises(NotImplementedError, match="dropout_p"):
         forward(*tensors, *place, 0.1, *arguments[1:])
+    with pytest.raises(ValueError, match=r"^softmax_scale: is 0"):  # which is not to say the default
+        forward(*tensors, *place, 0.0, 0.0, *arguments[2:])
+    with pytest.raises(ValueError, match=r"^softmax_scale: is 0"):
+        backward(dout, *tensors, out, lse, *results, *place, 0.0, 0.0, *arguments[2:], True, rng_state)
 
 
 # ------------------------------------------------------------------------------------------------ habits
@@ -416,20 +454,108 @@ def test_wrong_argument_of_rotary(installed, name, error, spoilt):
         apply_rotary_emb(**given | spoilt)
 
 
+ENDS = torch.tensor([0, 6, 10], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "name,error,spoilt",
+    [
+        ("cu_seqlens", TypeError, {"cu_seqlens": [0, 6, 10]}),
+        ("cu_seqlens", ValueError, {"cu_seqlens": ENDS[None]}),
+        ("cu_seqlens", ValueError, {"cu_seqlens": ENDS.float()}),
+        ("cos", ValueError, {"max_seqlen": 9}),
+        ("cos", ValueError, {"max_seqlen": 6, "seqlen_offsets": 3}),
+        ("cos", ValueError, {"max_seqlen": 6, "seqlen_offsets": -1}),
+        ("cos", ValueError, {"max_seqlen": 9, "seqlen_offsets": torch.zeros(2, dtype=torch.int32)}),
+    ],
+)
+def test_wrong_argument_of_rotary_of_packed_sequences(installed, name, error, spoilt):
+    from flash_attn.layers.rotary import apply_rotary_emb
+
+    given = {"x": torch.zeros(10, 4, 16), "cos": torch.zeros(8, 8), "sin": torch.zeros(8, 8), "cu_seqlens": ENDS}
+    assert apply_rotary_emb(**given, max_seqlen=6, seqlen_offsets=2).shape == (10, 4, 16)
+    with pytest.raises(error, match=f"^{name}: "):
+        apply_rotary_emb(**given | spoilt)
+
+
+@pytest.mark.parametrize(
+    "name,error,spoilt",
+    [
+        ("x", TypeError, {"x": None}),
+        ("x", ValueError, {"x": torch.zeros(5, 4, 16)}),
+        ("cos", ValueError, {"cos": torch.zeros(3, 8), "sin": torch.zeros(3, 8)}),
+        ("cos", ValueError, {"cos": torch.zeros(3, 5, 8), "sin": torch.zeros(3, 5, 8)}),
+        ("cos", ValueError, {"cos": torch.zeros(5, 9), "sin": torch.zeros(5, 9)}),
+        ("cos", ValueError, {"cos": torch.zeros(())}),
+        ("sin", ValueError, {"sin": torch.zeros(5, 4)}),
+    ],
+)
+def test_wrong_argument_of_rotary_by_angles_of_rows(installed, name, error, spoilt):
+    from flash_attn.layers.rotary import apply_rotary_emb_torch
+
+    given = {"x": torch.zeros(2, 5, 4, 16), "cos": torch.zeros(5, 8), "sin": torch.zeros(5, 8)}
+    with pytest.raises(error, match=f"^{name}: "):
+        apply_rotary_emb_torch(**given | spoilt)
+
+
+def test_wrong_keys_of_rotary(installed):
+    from flash_attn.layers.rotary import apply_rotary_emb_kv_
+
+    with pytest.raises(ValueError, match=r"^kv: has shape"):
+        apply_rotary_emb_kv_(torch.zeros(2, 5, 3, 4, 16), torch.zeros(5, 8), torch.zeros(5, 8))
+
+
 def test_masks_of_another_length_are_refused(installed):
     """Their rows would be those of other tokens."""
     from flash_attn.bert_padding import unpad_input, unpad_input_for_concatenated_sequences
 
     x = torch.zeros(2, 5, 8)
-    for mask in (torch.ones(2, 3), torch.ones(2, 1, 1, 5), torch.ones(10)):
+
+    def ones(*shape):
+        return torch.ones(shape, dtype=torch.int32)
+
+    for mask in (ones(2, 3), ones(2, 1, 1, 5), ones(10)):
         with pytest.raises(ValueError, match=r"^attention_mask: has shape"):
             unpad_input(x, mask)
     with pytest.raises(ValueError, match=r"^unused_mask: "):
-        unpad_input(x, torch.ones(2, 5), torch.ones(2, 4))
+        unpad_input(x, ones(2, 5), ones(2, 4))
     with pytest.raises(ValueError, match=r"^attention_mask_in_length: "):
         unpad_input_for_concatenated_sequences(x, torch.ones(2, 4, dtype=torch.int32))
     with pytest.raises(TypeError, match=r"^attention_mask: "):
         unpad_input(x, None)
+
+
+def test_masks_are_not_of_floats(installed):
+    """Of which 0 may mean a row to keep, and 0.5 nothing."""
+    from flash_attn.bert_padding import unpad_input, unpad_input_for_concatenated_sequences
+
+    x, mask = torch.zeros(2, 5, 8), torch.ones(2, 5, dtype=torch.bool)
+    with pytest.raises(TypeError, match=r"^attention_mask: has dtype float32; expected bool or int$"):
+        unpad_input(x, mask.float())
+    with pytest.raises(TypeError, match=r"^unused_mask: has dtype float16; expected bool or int$"):
+        unpad_input(x, mask, mask.half())
+    for dtype in (torch.bool, torch.float32):
+        with pytest.raises(TypeError, match=r"^attention_mask_in_length: has dtype .*; expected int$"):
+            unpad_input_for_concatenated_sequences(x, mask.to(dtype))
+
+
+def test_a_row_is_counted_once(installed):
+    """Whatever number a mask has for it, and where both have one."""
+    from flash_attn.bert_padding import unpad_input
+
+    x, mask = torch.randn(2, 3, 8), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    want = unpad_input(x, mask.bool())
+    for got in (unpad_input(x, 2 * mask), unpad_input(x, -mask), unpad_input(x, mask, mask)):
+        assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(got, want, strict=True))
+    assert want[2].tolist() == [0, 2, 3] and want[3] == 2
+
+
+@pytest.mark.parametrize("lengths", [[[2, 2, 0], [1, 0, 0]], [[-1, 3, 0], [1, 0, 0]], [[3, 0, 0], [3, 3, 3]]])
+def test_lengths_that_a_row_has_no_room_for(installed, lengths):
+    from flash_attn.bert_padding import unpad_input_for_concatenated_sequences
+
+    with pytest.raises(ValueError, match=r"^attention_mask_in_length: has a row"):
+        unpad_input_for_concatenated_sequences(torch.zeros(2, 3, 8), torch.tensor(lengths))
 
 
 def test_errors_go_by_the_names_of_flash_attention_3(installed):

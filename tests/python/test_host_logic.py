@@ -178,7 +178,7 @@ def test_schedule_covers_each_work_item_once(host, batch, heads_q, n_q, block_r,
 @given(**SIZES)
 def test_sections_begin_with_the_last_rows(host, batch, heads_q, n_q, block_r, num_splits, section):
     """Sections of (batch, head) pairs one after the other; in each, the rows that see the most keys under causal come
-    first, and the heads of one key head next to each other."""
+    first, and the heads of one KV head next to each other."""
     pairs = range(batch * heads_q)
     assert host.schedule(batch, heads_q, n_q, block_r, num_splits, section) == [
         (pair // heads_q, pair % heads_q, row0, split)

@@ -80,7 +80,7 @@ def test_other_heads_and_sequences(target, which, plant, num_splits):
     want = target.fmha(q, k, v, num_splits=num_splits)
     planted = {"q": q.clone(), "k": k.clone(), "v": v.clone()}
     planted[which][1, :, 1] = plant
-    # query head 1 alone, or the two query heads (2, 3) that read key head 1
+    # query head 1 alone, or the two query heads (2, 3) that read KV head 1
     spoilt = [1] if which == "q" else [2, 3]
     out, lse = target.fmha(*planted.values(), num_splits=num_splits)
     clean = torch.ones(3, 4, dtype=torch.bool, device=target.device)

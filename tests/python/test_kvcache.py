@@ -130,7 +130,7 @@ def test_at_most_eight_packed_rows(target, n_q, heads_q, d, masked, page_size):
     check_case(target, [700], n_q, 2 * heads_q, 2, d, capacity=704, page_size=page_size, **mask)
 
 
-CLUSTERS = {8: (1, 2), 4: (8, 2), 2: (8, 5)}  # CTAs of a cluster: sequences and key heads that an H200 has so many for
+CLUSTERS = {8: (1, 2), 4: (8, 2), 2: (8, 5)}  # CTAs of a cluster: sequences and KV heads that an H200 has so many for
 
 
 def explain(target, q, k, v, **options):
@@ -285,7 +285,7 @@ def test_rows_off_16_bytes(target, more, page_size, n_new):
 
 
 def test_strides_of_dimensions_of_one_mean_nothing(target):
-    """One sequence, one key head, one new token, whose strides are odd."""
+    """One sequence, one KV head, one new token, whose strides are odd."""
     q, k, v = target.qkv(1, 1, 4, 64, n_kv=64, heads_kv=1)
     _, k_new, v_new = target.qkv(1, 1, 1, 64)
 

@@ -120,7 +120,7 @@ def test_rows_that_see_no_key_are_0(target):
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_grouped_heads(target, need_weights, num_kv_heads):
-    """Like PyTorch's module whose key heads are copies."""
+    """Like PyTorch's module whose KV heads are copies."""
     options = {"device": target.device, "dtype": target.dtype, "batch_first": True, "add_bias_kv": True}
     ours, theirs = (
         ce_nn.MultiheadAttention(E, H, num_kv_heads=num_kv_heads, **options),

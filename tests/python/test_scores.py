@@ -773,7 +773,7 @@ def test_the_same_bits_everywhere(target, options, dropout_p):
     delta, dout = torch.zeros_like(lse), eye[None, :rows, None].expand(2, rows, 4, 64).contiguous()
     ones_of = lambda t: torch.ones_like(t)  # noqa: E731
     gradients = lambda *tensors: cutlass_ext.fmha_backward(*tensors, None, lse, delta=delta, **options)  # noqa: E731
-    # dV = P^T dO, of one query head of each key head at a time
+    # dV = P^T dO, of one query head of each KV head at a time
     for h in range(4):
         of_head = torch.zeros_like(dout)
         of_head[:, :, h] = dout[:, :, h]

@@ -302,6 +302,31 @@ def test_examples(target, main, options, says, monkeypatch, capsys):
     assert says in out and (main is not serve.main or "refused: prompt and new_tokens: " in out)
 
 
+@pytest.mark.parametrize(
+    "main, options, says",
+    [
+        (generate.main, "--device cuda", "--device: is cuda, and PyTorch sees no GPU"),
+        (serve.main, "--device cuda", "--device: is cuda, and PyTorch sees no GPU"),
+        (generate.main, "--heads 3", "--heads: is 3 and --dim 256; expected a head_dim, --dim / --heads, of 4, 8, ..."),
+        (generate.main, "--heads 32 --kv-heads 32 --dtype float16 --dim 384", "of 8, 16, ... or 256 (in float16)"),
+        (generate.main, "--dim 2048", "--heads: is 4 and --dim 2048; expected a head_dim"),
+        (generate.main, "--kv-heads 3", "--kv-heads: is 3; expected a divisor of --heads, 4"),
+        (generate.main, "--page-size 10", "--page-size: is 10; expected a power of two or a multiple of 16"),
+        (generate.main, "--page-size 8192", "--page-size: is 8192; expected a power of two or a multiple of 16"),
+        (generate.main, "--prompt 2", "--prompt: is 2; expected 3 or more"),
+        (generate.main, "--weights nowhere", "--weights: is nowhere, where no file is"),
+        (serve.main, "--pages 0", "--pages: is 0; expected 1 or more"),
+        (serve.main, "--kv-heads 3", "--kv-heads: is 3; expected a divisor of --heads, 4"),
+    ],
+)  # fmt: skip
+def test_options_that_the_model_cannot_have(main, options, says, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["example", *options.split()])
+    with pytest.raises(SystemExit):
+        main()
+    assert says in capsys.readouterr().err
+
+
 def test_live_table():
     console = pytest.importorskip("rich.console").Console(file=io.StringIO(), width=200)
     engine = Shadow(pages=6, page_size=4, chunk=16, max_batch=1)

@@ -31,7 +31,7 @@ def test_d_and_d_v_differ(target, d, d_v):
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 8, 32])
 @pytest.mark.parametrize("d", [64, 128])
 def test_query_heads_of_a_key_head(target, d, group):
-    """Which key head is read. In fp32 the largest error hangs on one large score: there the check is not the strict
+    """Which KV head is read. In fp32 the largest error hangs on one large score: there the check is not the strict
     one, which the tests of sizes and features make."""
     small = target.dtype == torch.float32
     for causal, (n_q, n_kv) in itertools.product((False, True), ((70, 131), (3, 150), (1, 200))):
@@ -136,7 +136,7 @@ def every_second_token(target, batch, n, heads, d):
 
 
 def one_cache_for_all(target, batch, n, heads, d):
-    """K and V of stride 0 along batch: a prefix that all sequences share; and one key head by expand."""
+    """K and V of stride 0 along batch: a prefix that all sequences share; and one KV head by expand."""
     kv = [target.randn(1, n, 1, d).expand(batch, n, heads, d) for _ in "kv"]
     return [target.randn(batch, n, heads, d), *kv]
 

@@ -585,7 +585,7 @@ def check_dense(mesh):
 
 
 def check_packed_and_uneven(mesh):
-    """Packed sequences by heads; three key heads on two devices, and rows cut up, are redistributed first."""
+    """Packed sequences by heads; three KV heads on two devices, and rows cut up, are redistributed first."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     q, k, v = torch.randn(16, 4, 16), torch.randn(16, 2, 16), torch.randn(16, 2, 16)

@@ -62,12 +62,36 @@ def test_the_text_is_bounded(monkeypatch):
     assert 1000 < len(text) <= 4 << 20
 
 
-@pytest.mark.parametrize("options", ["--heads 3", "--heads 4 --kv-heads 3"])
-def test_heads_that_do_not_fit(options, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "options,says",
+    [
+        ("--heads 3", "--heads"),
+        ("--heads 4 --kv-heads 3", "--heads"),
+        ("--steps 0", "--steps: is 0; expected 2 or more"),
+        ("--layers 0", "--layers: is 0; expected 1 or more"),
+        ("--device cuda", "--device: is cuda, and PyTorch sees no GPU"),
+        ("--parallel dp=2", "2 processes, and torchrun started none; expected torchrun --nproc-per-node 2"),
+        ("--parallel cp=2,tp=2", "expected torchrun --nproc-per-node 4"),
+    ],
+)
+def test_options_that_do_not_fit(options, says, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(sys, "argv", ["train.py", *options.split()])
     with pytest.raises(SystemExit):
         train.parse_arguments()
-    assert "--heads" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
+
+
+def test_processes_that_torchrun_started(monkeypatch, capsys):
+    """As many as --parallel is of, or it says how many."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--parallel", "dp=2"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.parse_arguments().parallel == {"dp": 2, "cp": 1, "tp": 1}
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit):
+        train.parse_arguments()
+    assert "torchrun started 4; expected torchrun --nproc-per-node 2" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ bench --backward

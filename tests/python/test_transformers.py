@@ -377,6 +377,16 @@ def test_models_that_ask_no_interface_refuse(name):
         getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="cutlass_ext")
 
 
+def test_models_that_refuse_stay_with_what_they_had_when_asked_later():
+    """transformers says so in its log, and raises nothing."""
+    adapter.register()
+    config = transformers.BloomConfig(hidden_size=8, n_layer=1, n_head=2, vocab_size=16)
+    model = transformers.BloomForCausalLM._from_config(config)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("cutlass_ext")
+    assert model.config._attn_implementation == before != "cutlass_ext"
+
+
 @pytest.mark.parametrize("name", ["Bart", "T5", "Whisper", "Llava", "EncoderDecoder", "Qwen2VL", "ViT", "GPT2"])
 def test_models_that_ask_the_interface_do_not(name):
     model = getattr(transformers, f"{name}Model")
