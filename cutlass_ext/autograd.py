@@ -174,7 +174,18 @@ for _operator, _plain, _backward, _setup in (
     _functions[_operator] = _function_of(_operator, _plain, _backward, _setup)
 
 
+def _below_autograd(*arguments) -> Tensors:
+    """The gradients, where nothing can want gradients of them: autograd's layer of an operator is Python and dear."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return backward(*arguments)
+
+
+_below_autograd._schema = backward._schema  # for the errors of `run`
+
+
 def differentiable(operator) -> Callable:
     """The operator as the gradients that are being taken know it."""
+    if operator is backward and not (torch.is_grad_enabled() or torch.compiler.is_compiling() or func_is_active()):
+        return _below_autograd
     traced = torch.compiler.is_compiling() or operator in (backward, backward_torch)
     return operator if traced and not func_is_active() else _functions[operator]

@@ -136,8 +136,16 @@ Kernel const* kernel_of(Call const& call, Kind kind) {
   return cheapest({kind}, call.request.dtype, runs, cost);
 }
 
-GradientLaunch launch_of(Call const& call, Kind kind, bool finishes = false) {
-  return launch_with(kernel_of(call, kind), call.params, call.device, call.request.deterministic, finishes);
+GradientLaunch launch_of(Call const& call, Kind kind) {
+  return launch_with(kernel_of(call, kind), call.params, call.device);
+}
+
+/// Whether one launch of `of_all`, which adds to dQ, is faster than two that do not. Hopper's are faster in any number.
+bool adds_to_queries(Call const& call, Kernel const& of_all) {
+  if (wants_hopper(of_all)) return cutlass_ext::adds_to_queries(call.params);
+  Kernel const* const of_keys = kernel_of(call, Kind::KeyGradients);
+  return !(of_keys && wants_hopper(*of_keys)) &&
+         adds_to_queries_by_mma_sync(call.params, of_all, resident_ctas(of_all, call.device));
 }
 
 /// What Hopper's kernels want of a mask: which tiles it hides, shows or cuts, and its bits from the side of keys.
@@ -217,9 +225,13 @@ BackwardPlan plan_backward(BackwardParams const& params, Request const& request)
   if (of_heads && whole_heads_pay(params, *of_heads, resident_tiles(*of_heads, params, any.device),
                                   resident_ctas(*of_heads, any.device), request.deterministic))
     plan.of_keys = launch_with(of_heads, params, any.device);
-  if (!plan.of_keys.kernel && adds_to_queries(params)) {
-    GradientLaunch const of_all = launch_of(call, Kind::AllGradients, takes_rows_of_dq(params));
-    if (!request.deterministic || of_all.is_ordered) plan.of_keys = of_all;
+  if (!plan.of_keys.kernel) {
+    Kernel const* const of_all = kernel_of(call, Kind::AllGradients);
+    if (of_all && adds_to_queries(call, *of_all)) {
+      GradientLaunch const launch =
+          launch_with(of_all, params, any.device, request.deterministic, takes_rows_of_dq(params));
+      if (!request.deterministic || launch.is_ordered) plan.of_keys = launch;
+    }
   }
   if (!plan.of_keys.kernel) {
     plan.of_keys = launch_of(call, Kind::KeyGradients);

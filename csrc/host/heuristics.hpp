@@ -312,18 +312,38 @@ inline int64_t section_for(Params const& p, int block_r, int64_t l2_bytes) {
 }
 
 // ------------------------------------------------------------------------------------------ the backward pass
-/// Whether one kernel that makes dK and dV, and adds to dQ, is faster than two: five products for seven, against sums
-/// in memory, which a call of few rows is too short for. An H200's ms in one and in two: (64, 256, 16, 64) 0.254 and
-/// 0.264, (256, 128, 16, 64) 0.411 and 0.403; (256, 64, 16, 80) 0.304 and 0.461, (128, 197, 16, 96) 0.590 and 0.641;
-/// (32, 512, 16, 128) 0.489 and 0.519, causal 0.382 and 0.423, (64, 256, 16, 128) 0.391 and 0.369, causal 0.354 and
-/// 0.355, with a bias 0.495 and 0.554, (128, 197, 16, 80) with one 0.890 and 1.000; (48, 384, 8, 192) 0.411 and 0.441,
-/// (64, 256, 8, 192) 0.325 and 0.323, of v's 128 columns (16, 512, 16, 192) 0.375 and 0.418, (64, 256, 16, 192) 0.551
-/// and 0.543; (32, 512, 8, 256) 0.621 and 0.595, (8, 2048, 8, 256) 1.58 and 1.80.
+/// Whether one kernel of Hopper's that makes dK and dV, and adds to dQ, is faster than two: five products for seven,
+/// against sums in memory, which a call of few rows is too short for. An H200's ms in one and in two: (64, 256, 16, 64)
+/// 0.254 and 0.264, (256, 128, 16, 64) 0.411 and 0.403; (256, 64, 16, 80) 0.304 and 0.461, (128, 197, 16, 96) 0.590 and
+/// 0.641; (32, 512, 16, 128) 0.489 and 0.519, causal 0.382 and 0.423, (64, 256, 16, 128) 0.391 and 0.369, causal 0.354
+/// and 0.355, with a bias 0.495 and 0.554, (128, 197, 16, 80) with one 0.890 and 1.000; (48, 384, 8, 192) 0.411 and
+/// 0.441, (64, 256, 8, 192) 0.325 and 0.323, of v's 128 columns (16, 512, 16, 192) 0.375 and 0.418, (64, 256, 16, 192)
+/// 0.551 and 0.543; (32, 512, 8, 256) 0.621 and 0.595, (8, 2048, 8, 256) 1.58 and 1.80.
 inline bool adds_to_queries(Params const& p) {
   int const columns = std::max(p.head_dim, p.head_dim_v);
   bool const is_plain = !(features_of(p) & feature::kMods);
   int const too_few = columns <= 64 ? 128 : columns <= 96 || !is_plain ? 32 : columns <= 192 ? 256 : 512;
   return p.n_q > too_few;
+}
+
+/// The same of a kernel of mma.sync, of which `resident_ctas` are there at once. One makes five parts of what two make
+/// seven, four over tiles of keys; but a tile of keys goes through all heads that share it, so that where these are few
+/// the three over tiles of rows end sooner. An H200's ms in one and in two: (16, 512, 16, 64) 0.200 and 0.225, (16,
+/// 512, 16, 128) 0.406 and 0.453, (1, 512, 8, 128), causal, 0.048 and 0.067, but (1, 2048, 4 heads on 1, 64), causal,
+/// 0.396 and 0.305, (2, 256, 32 on 4, 128) 0.172 and 0.156. Of wide heads both products over keys are made twice: (64,
+/// 128, 16, 192) 0.357 and 0.340, (32, 256, 16, 192) 0.483 and 0.503, (32, 256, 16, 256), causal, 0.521 and 0.473, (16,
+/// 512, 16, 256) 1.000 and 1.066, causal 0.686 and 0.674.
+inline bool adds_to_queries_by_mma_sync(Params const& p, Kernel const& kernel, int64_t resident_ctas) {
+  // Sums are of whole tiles of 128 rows: those of fewer would be many times as large as dQ.
+  int const few = kernel.head_dim <= 128   ? 64
+                  : kernel.head_dim <= 192 ? 128
+                                           : 256,
+            mean = p.packed() && p.batch > 0 ? p.total_q / p.batch : p.n_q;
+  if (resident_ctas == 0 || mean <= few) return false;
+  int64_t const rows = Scheduler::tiles_of(p.n_q, kernel.block_c), keys = Scheduler::tiles_of(p.n_kv, kernel.block_c),
+                of_keys = int64_t(p.batch) * p.heads_kv * keys, of_rows = int64_t(p.batch) * p.heads_q * rows;
+  return ceil_div(of_keys, resident_ctas) * (p.heads_q / p.heads_kv) * rows <
+         3 * ceil_div(of_rows, resident_ctas) * keys;
 }
 
 /// How long a launch over tiles of keys that adds to dQ takes, in units of a tile of 128 keys that sees all rows. Three

@@ -1,8 +1,9 @@
-// Gradients from the sums of Hopper's kernels, for each dtype that these have.
+// Gradients from the sums of kernels, for each dtype that these have.
 #include "../fmha/backward/postprocess.hpp"
 #include "../fmha/score.hpp"
 #include "../host/backward_steps.hpp"
 
+#include "../host/device.hpp"
 #include "../host/error.hpp"
 
 namespace cutlass_ext {
@@ -23,7 +24,8 @@ void finish(DType dtype, BackwardParams const& params, GradientSums gradients, i
 }  // namespace
 
 void finish_dq(Kernel const& kernel, BackwardParams const& params, int64_t head0, cudaStream_t stream) {
-  GradientSums gradients{Axis::Rows, head0, 1, 1, 0, factor_of_gradients(params), {}, {}};
+  auto const order = wants_hopper(kernel) ? SumsOfTile::Order::Vectors : SumsOfTile::Order::Lanes;
+  GradientSums gradients{Axis::Rows, head0, 1, 1, 0, factor_of_gradients(params), order, {}, {}};
   gradients.first = {params.dq_sums, kernel.head_dim, params.dq, params.dq_stride, params.head_dim};
   finish(kernel.dtype, params, gradients, int64_t(params.batch) * params.heads_q - head0, stream);
 }
@@ -32,7 +34,7 @@ void finish_splits(Kernel const& kernel, BackwardParams const& params, cudaStrea
   bool const of_keys = kernel.kind != Kind::QueryGradients;
   Axis const side = of_keys ? Axis::Keys : Axis::Rows;
   SplitSums const splits(params, side);
-  GradientSums gradients{side, 0, 1, params.splits(), splits.of_a_split, 1.f, {}, {}};
+  GradientSums gradients{side, 0, 1, params.splits(), splits.of_a_split, 1.f, SumsOfTile::Order::Vectors, {}, {}};
   gradients.first = {params.split_sums, kernel.head_dim, of_keys ? params.dk : params.dq,
                      of_keys ? params.dk_stride : params.dq_stride, params.head_dim};
   if (of_keys) {

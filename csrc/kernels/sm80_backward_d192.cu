@@ -6,14 +6,17 @@ namespace cutlass_ext {
 // Accumulators of a thread, and shared memory of a CTA, two of which a multiprocessor holds on Hopper:
 //   keys   dV, then dK, of 16 keys a warp 96, S and dP of 32 rows 2 x 16; K, V 48 KB, two stages of Q, dO 48 KB
 //   rows   dQ of 16 rows a warp 96, S and dP of 32 keys 2 x 16; 96 KB likewise
+//   all    as keys, and beside dK dQ of 32 rows and 48 columns a warp 48; dS of two tiles 8 KB
 static RegisteredKernels const kernels_here{
-    kernel_of<sm80::Backward<Axis::Keys, false, 32, 64, 192, cute::half_t, 128>>(),
-    kernel_of<sm80::Backward<Axis::Keys, true, 32, 64, 192, cute::half_t, 128>>(),
-    kernel_of<sm80::Backward<Axis::Rows, false, 64, 32, 192, cute::half_t, 128>>(),
-    kernel_of<sm80::Backward<Axis::Rows, true, 64, 32, 192, cute::half_t, 128>>(),
-    kernel_of<sm80::Backward<Axis::Keys, false, 32, 64, 192, cute::bfloat16_t, 128>>(),
-    kernel_of<sm80::Backward<Axis::Keys, true, 32, 64, 192, cute::bfloat16_t, 128>>(),
-    kernel_of<sm80::Backward<Axis::Rows, false, 64, 32, 192, cute::bfloat16_t, 128>>(),
-    kernel_of<sm80::Backward<Axis::Rows, true, 64, 32, 192, cute::bfloat16_t, 128>>(),
+    kernel_of<sm80::Backward<Kind::AllGradients, false, 32, 64, 192, cute::half_t, 128>>(),
+    kernel_of<sm80::Backward<Kind::KeyGradients, false, 32, 64, 192, cute::half_t, 128>>(),
+    kernel_of<sm80::Backward<Kind::KeyGradients, true, 32, 64, 192, cute::half_t, 128>>(),
+    kernel_of<sm80::Backward<Kind::QueryGradients, false, 64, 32, 192, cute::half_t, 128>>(),
+    kernel_of<sm80::Backward<Kind::QueryGradients, true, 64, 32, 192, cute::half_t, 128>>(),
+    kernel_of<sm80::Backward<Kind::AllGradients, false, 32, 64, 192, cute::bfloat16_t, 128>>(),
+    kernel_of<sm80::Backward<Kind::KeyGradients, false, 32, 64, 192, cute::bfloat16_t, 128>>(),
+    kernel_of<sm80::Backward<Kind::KeyGradients, true, 32, 64, 192, cute::bfloat16_t, 128>>(),
+    kernel_of<sm80::Backward<Kind::QueryGradients, false, 64, 32, 192, cute::bfloat16_t, 128>>(),
+    kernel_of<sm80::Backward<Kind::QueryGradients, true, 64, 32, 192, cute::bfloat16_t, 128>>(),
 };
 }  // namespace cutlass_ext

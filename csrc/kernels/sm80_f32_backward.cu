@@ -4,13 +4,13 @@
 
 namespace cutlass_ext {
 static RegisteredKernels const kernels_here{
-    kernel_of<sm80::Backward<Axis::Keys, false, 32, 64, 64, float, 128>>(),
-    kernel_of<sm80::Backward<Axis::Keys, true, 32, 64, 64, float, 128>>(),
-    kernel_of<sm80::Backward<Axis::Rows, false, 64, 32, 64, float, 128, 2, 2>>(),
-    kernel_of<sm80::Backward<Axis::Rows, true, 64, 32, 64, float, 128, 2, 2>>(),
-    kernel_of<sm80::Backward<Axis::Keys, false, 32, 64, 128, float, 128, 1>>(),
-    kernel_of<sm80::Backward<Axis::Keys, true, 32, 64, 128, float, 128, 1>>(),
-    kernel_of<sm80::Backward<Axis::Rows, false, 64, 32, 128, float, 128, 1>>(),
-    kernel_of<sm80::Backward<Axis::Rows, true, 64, 32, 128, float, 128, 1>>(),
+    kernel_of<sm80::Backward<Kind::KeyGradients, false, 32, 64, 64, float, 128>>(),
+    kernel_of<sm80::Backward<Kind::KeyGradients, true, 32, 64, 64, float, 128>>(),
+    kernel_of<sm80::Backward<Kind::QueryGradients, false, 64, 32, 64, float, 128, 2, 2>>(),
+    kernel_of<sm80::Backward<Kind::QueryGradients, true, 64, 32, 64, float, 128, 2, 2>>(),
+    kernel_of<sm80::Backward<Kind::KeyGradients, false, 32, 64, 128, float, 128, 1>>(),
+    kernel_of<sm80::Backward<Kind::KeyGradients, true, 32, 64, 128, float, 128, 1>>(),
+    kernel_of<sm80::Backward<Kind::QueryGradients, false, 64, 32, 128, float, 128, 1>>(),
+    kernel_of<sm80::Backward<Kind::QueryGradients, true, 64, 32, 128, float, 128, 1>>(),
 };
 }  // namespace cutlass_ext

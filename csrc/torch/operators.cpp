@@ -14,14 +14,16 @@
 namespace cutlass_ext {
 namespace {
 
-/// An empty tensor, which stands for lse where nobody asked for it: one of its own, over storage without bytes that all
-/// share, so that no call allocates any.
-AtenTensorHandle no_lse(int device) {
+/// An empty tensor, which stands for a result that nobody asked for: over storage without bytes that is kept for it, so
+/// that no call allocates any, and results of one call share none. `position`: of the result.
+AtenTensorHandle no_result(int device, int position) {
   static std::mutex mutex;
-  static auto& storages = *new std::map<int, Allocation>;  // torch may be gone before static objects are
+  static auto& storages =
+      *new std::map<std::pair<int, int>, Allocation>;  // torch may be gone before static objects are
   std::lock_guard<std::mutex> const lock(mutex);
-  auto found = storages.find(device);
-  if (found == storages.end()) found = storages.emplace(device, Allocation({0}, kFloat32, device)).first;
+  auto found = storages.find({device, position});
+  if (found == storages.end())
+    found = storages.emplace(std::pair(device, position), Allocation({0}, kFloat32, device)).first;
   int64_t const size = 0, stride = 1;
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(found->second.handle, 1, &size, &stride, 0, &handle));
@@ -116,7 +118,7 @@ void forward(Arguments const& a, StableIValue* results) {
     *results++ = torch::stable::detail::from(out.release());
   else if (out.handle)
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(a.out.handle(), out.handle, false));
-  *results = torch::stable::detail::from(a.return_lse ? lse.release() : no_lse(device));
+  *results = torch::stable::detail::from(a.return_lse ? lse.release() : no_result(device, 1));
 }
 
 /// What the backward pass takes, or why it does not take it.
@@ -152,16 +154,16 @@ void backward(Arguments const& a, StableIValue* results) {
   Allocation dq = allocate(batch, params.stored_rows(), params.heads_q, params.head_dim, &params.dq_stride);
   Allocation dk = allocate(batch, keys, params.heads_kv, params.head_dim, &params.dk_stride);
   Allocation dv = allocate(batch, keys, params.heads_kv, params.head_dim_v, &params.dv_stride);
-  Allocation dsink({a.sinks()}, kFloat32, device);
+  Allocation dsink, dbias;
+  if (a.sinks() > 0) dsink = Allocation({a.sinks()}, kFloat32, device);
   Tensor const* const of_scores = a.with_dbias();
-  Allocation dbias = of_scores
-                         ? Allocation({of_scores->size(0), of_scores->size(1), of_scores->size(2), of_scores->size(3)},
-                                      of_scores->dtype, device)
-                         : Allocation({0}, kFloat32, device);
+  if (of_scores)
+    dbias = Allocation({of_scores->size(0), of_scores->size(1), of_scores->size(2), of_scores->size(3)},
+                       of_scores->dtype, device);
   params.dq = dq.data;
   params.dk = dk.data;
   params.dv = dv.data;
-  if (a.sinks() > 0) params.dsink = static_cast<float*>(dsink.data);
+  params.dsink = static_cast<float*>(dsink.data);
   if (of_scores) set_dbias(*of_scores, dbias.data, &params);
   Allocation const bits = pack(a.mask, current_stream(device), &params);
   std::vector<Allocation> workspace;
@@ -172,8 +174,8 @@ void backward(Arguments const& a, StableIValue* results) {
   results[0] = torch::stable::detail::from(dq.release());
   results[1] = torch::stable::detail::from(dk.release());
   results[2] = torch::stable::detail::from(dv.release());
-  results[3] = torch::stable::detail::from(dsink.release());
-  results[4] = torch::stable::detail::from(dbias.release());
+  results[3] = torch::stable::detail::from(dsink.handle ? dsink.release() : no_result(device, 3));
+  results[4] = torch::stable::detail::from(dbias.handle ? dbias.release() : no_result(device, 4));
 }
 
 StableIValue string_value(std::string const& text) { return torch::stable::detail::from(text); }

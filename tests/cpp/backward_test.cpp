@@ -87,6 +87,7 @@ struct Call {
   Call& causal() { return p.window_right = 0, *this; }
   Call& scale(float x) { return p.softmax_scale = x, *this; }
   Call& softcap() { return p.softcap = 30.f, *this; }
+  Call& alibi() { return p.alibi_slopes = somewhere<float>(), *this; }
   Call& sink() { return p.sink = p.dsink = somewhere<float>(), *this; }
   Call& lengths() { return p.seqused_k = somewhere<int>(), *this; }
   Call& bias() {
@@ -397,10 +398,29 @@ TEST(BackwardPlan, AddsToQueriesWhereItIsFasterAndTheOrderIsFree) {
   EXPECT_EQ(line_of(Call(32, 33, 512, 16, 16, 128).in_any_order().dropout()), "all sm90 64x128 d128, 2048 tiles");
   EXPECT_EQ(line_of(Call(2, 33, 640, 16, 16, 72).in_any_order()), "all sm90 64x128 d96, 160 tiles");
   EXPECT_EQ(line_of(Call(64, 257, 256, 8, 8, 192).in_any_order()), "all sm90 64x128 d192, 1024 tiles");
-  for (Call const& call : {Call(2, 8192, 8192, 8, 4, 128).softcap(), Call(2, 8192, 8192, 8, 4, 128).backend("sm80")}) {
-    Call any_order = call;
-    EXPECT_EQ(line_of(any_order.in_any_order()), line_of(call)) << "there is no such kernel";
+}
+
+TEST(BackwardPlan, AddsToQueriesByMmaSyncWhereTilesOfKeysFillTheGpu) {
+  for (Call const& call : {Call(2, 8192, 8192, 8, 4, 128).softcap(), Call(2, 8192, 8192, 8, 4, 128).backend("sm80"),
+                           Call(2, 8192, 8192, 8, 4, 128).on(fake::kA100)}) {
+    EXPECT_EQ(line_of(Call(call).in_any_order()), "all sm80 64x128 d128, 512 tiles");
+    EXPECT_EQ(line_of(call).substr(0, 9), "keys sm80") << "bits are fixed";
+    EXPECT_EQ(line_of(Call(call).in_any_order().unaligned_dout()).substr(0, 9), "keys sm80")
+        << "of whole vectors alone";
+    EXPECT_EQ(line_of(Call(call).in_any_order().mask()).substr(0, 9), "keys sm80") << "without pairs";
   }
+  auto const of_few_heads = [](int batch, int heads, int heads_kv) {
+    return line_of(Call(batch, 1024, 1024, heads, heads_kv, 64).backend("sm80").in_any_order()).substr(0, 4);
+  };
+  EXPECT_EQ(of_few_heads(1, 2, 2), "all ") << "as few tiles of rows as of keys";
+  EXPECT_EQ(of_few_heads(1, 8, 2), "keys") << "a tile of keys goes through four heads";
+  EXPECT_EQ(of_few_heads(32, 8, 2), "all ");
+  EXPECT_EQ(line_of(Call(64, 64, 512, 8, 8, 64).backend("sm80").in_any_order()).substr(0, 4), "keys") << "few rows";
+  Call const of_short = Call(100, 512, 512, 8, 8, 64).packed(6000, 6000).backend("sm80").in_any_order();
+  EXPECT_EQ(line_of(of_short).substr(0, 4), "keys") << "60 rows in the mean, and sums of 128 for each";
+  Call const wide = Call(2, 2048, 2048, 8, 8, 192).alibi().in_any_order();
+  EXPECT_EQ(line_of(wide).substr(0, 9), "keys sm90") << "Hopper's are faster in two launches, too";
+  EXPECT_EQ(line_of(Call(wide).backend("sm80")).substr(0, 8), "all sm80");
 }
 
 TEST(BackwardPlan, HasTwoCtasForATileOfWideHeads) {

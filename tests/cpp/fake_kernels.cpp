@@ -139,6 +139,12 @@ Kernel splitting(Kind kind, DType dtype, int d, int b_r, int b_c) {
   kernel.loop.splits = true;
   return kernel;
 }
+/// The same of slopes.
+Kernel splitting_alibi(Kind kind, DType dtype, int d, int b_r, int b_c) {
+  Kernel kernel = splitting(kind, dtype, d, b_r, b_c);
+  kernel.takes |= Alibi;
+  return kernel;
+}
 /// Of heads of eight tiles of 64 rows at most.
 Kernel of_heads(DType dtype, int d, Features more = 0) {
   Kernel kernel = gradients(Kind::HeadGradients, "sm90", dtype, d, 64, 128, Sink | Packed | kUnlike | more);
@@ -170,10 +176,15 @@ RegisteredKernels of_gradients(DType t) {
       splitting(kRows, t, 64, 128, 64),
       splitting(kKeys, t, 128, 64, 128),
       splitting(kRows, t, 128, 128, 64),
+      splitting_alibi(kKeys, t, 192, 64, 64),
+      splitting_alibi(kRows, t, 192, 64, 64),
       gradients(kKeys, "sm80", t, 64, 64, 64, kAll),
       gradients(kRows, "sm80", t, 64, 64, 64, kAll),
       gradients(kKeys, "sm80", t, 128, 64, 32, kAll),
       gradients(kRows, "sm80", t, 128, 64, 64, kAll),
+      gradients(Kind::AllGradients, "sm80", t, 64, 32, 128, kPlain | kScoreMods, 65536),
+      gradients(Kind::AllGradients, "sm80", t, 128, 64, 128, kPlain | kScoreMods, 163840),
+      gradients(Kind::AllGradients, "sm80", t, 192, 32, 64, kPlain | kScoreMods, 106496),
       adding(t, 64, 128, 200000),
       adding(t, 64, 192, 225000),
       adding(t, 96, 128, 220000),

@@ -151,6 +151,12 @@ def kernels(request):
     return request.param
 
 
+@pytest.fixture(scope="session", params=targets(("cuda", "sm80", F16), ("cuda", "sm80", BF16)))
+def mma_sync(request):
+    """The kernels of `mma.sync`, in 16 bits."""
+    return request.param
+
+
 @pytest.fixture(scope="session", params=targets(*TORCH_16_BIT))
 def target_16_bit(request):
     """PyTorch's operators in float16 and bfloat16; `target` has the kernels."""

@@ -139,6 +139,16 @@ def test_scores_far_from_zero(target, n_q, d, offset):
     check(target, q, k, v, small=True, softmax_scale=1 / 8 if d == 64 else 1 / 16)  # which no score is rounded by
 
 
+@pytest.mark.parametrize("offset", [-300.0, 300.0])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_scores_far_from_zero_beside_sums_of_dq(mma_sync, d, offset):
+    """The same, where what a key past the last would give is multiplied by zeros: three tiles, the last not whole."""
+    q, k, v = mma_sync.qkv(1, 300, 2, d, n_kv=300)
+    q[..., 0], k[..., 0] = offset, 8.0
+    for options in ({}, {"causal": True}):
+        check(mma_sync, q, k, v, small=True, softmax_scale=1 / 8 if d == 64 else 1 / 16, **options)
+
+
 # n_kv, d, d_v: two CTAs share a tile of 128 keys, of which the last has one to 128.
 SHARED_TILES = [(1, 192, 192), (64, 192, 128), (65, 160, 160), (128, 136, 128), (200, 192, 64), (321, 184, 192)]
 
@@ -526,6 +536,93 @@ def test_tiles_of_three_warpgroups(kernels, shape, options):
 def test_packed_tiles_of_three_warpgroups(kernels, causal):
     rows, keys = [600, 0, 530, 1, 700, 64] * 6, [576, 100, 0, 193, 385, 1] * 6
     check_packed(kernels, packed(kernels, rows, keys, (8, 8), 64), causal=causal, start_pos="end")
+
+
+# ------------------------------------------------------------------------------------- sums of dQ, added by mma.sync
+# batch, n_q, n_kv, heads, heads_kv, d, d_v: tiles of 32 and 64 rows, heads in one pass up to 128 columns and in two.
+ADDED = {
+    "64": (2, 700, 700, 4, 4, 64, 64),
+    "64, two heads a KV head": (3, 333, 777, 4, 2, 64, 64),
+    "24": (2, 129, 130, 3, 3, 24, 24),
+    "128": (2, 700, 700, 4, 4, 128, 128),
+    "128, few rows": (4, 65, 300, 4, 4, 128, 128),
+    "72, two heads a KV head": (3, 260, 520, 4, 2, 72, 72),
+    "128 and 64": (2, 200, 500, 4, 4, 128, 64),
+    "192": (3, 300, 411, 4, 4, 192, 192),
+    "136 and 128": (2, 257, 200, 4, 4, 136, 128),
+    "256": (2, 520, 300, 4, 4, 256, 256),
+    "200, two heads a KV head": (8, 260, 300, 4, 2, 200, 200),
+}
+
+
+def added(target, shape):
+    batch, n_q, n_kv, heads, heads_kv, d, d_v = ADDED[shape]
+    return target.qkv(batch, n_q, heads, d, n_kv=n_kv, heads_kv=heads_kv, d_v=d_v)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True, "start_pos": "end"},
+        {"causal": True, "start_pos": -40, "window": (300, 0)},
+        {"start_pos": 100, "window": (30, 200)},
+        {"causal": True, "softcap": 20.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", ADDED)
+def test_sums_of_dq_by_mma_sync(mma_sync, shape, options):
+    check(mma_sync, *added(mma_sync, shape), small=True, **options)
+
+
+@pytest.mark.parametrize("shape", ADDED)
+def test_dk_and_dv_beside_sums_by_mma_sync_have_the_same_bits(mma_sync, shape):
+    q, k, v = added(mma_sync, shape)
+    dout, dlse = of_out(mma_sync, q, v)
+    want = mma_sync.gradients(q, k, v, dout, dlse, causal=True)
+    for _ in range(10):
+        got = mma_sync.gradients(q, k, v, dout, dlse, causal=True)
+        assert_same_bits(got[1:], want[1:])
+        torch.testing.assert_close(got[0], want[0], rtol=2**-7, atol=1e-3)
+
+
+def test_who_adds_to_sums_by_mma_sync(mma_sync):
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("of a GPU of 132 multiprocessors")
+    for shape in ADDED:
+        q, k, v = added(mma_sync, shape)
+        out, lse = mma_sync.fmha(q, k, v, return_lse=True)[:2]
+        for deterministic, kernel in ((False, "all_gradients"), (True, "key_gradients")):
+            explanation = cutlass_ext.explain(
+                cutlass_ext.fmha_backward, out, q, k, v, out, lse, backend="sm80", deterministic=deterministic
+            )
+            assert explanation.kernel == kernel, (shape, explanation)
+
+
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_packed_sums_by_mma_sync(mma_sync, d):
+    """Of the third sequence the first 111 rows see no key, of the fourth all do, of the fifth the last one alone."""
+    batch = packed(mma_sync, [700, 0, 311, 257, 130, 5], [520, 130, 200, 300, 1, 900], (8, 8), d)
+    check_packed(mma_sync, batch, causal=True, start_pos="end")
+    check_packed(mma_sync, batch)
+
+
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("hidden", [1, 63, 64, 511])
+def test_rows_before_the_first_that_sees_a_key(mma_sync, hidden, d):
+    """Tiles of sums begin at multiples of 64 rows: some of these are looked at, whatever they hold."""
+    q, k, v = mma_sync.qkv(2, 900, 4, d, n_kv=400, heads_kv=4)
+    dout, _ = of_out(mma_sync, q, v)
+    options = {"causal": True, "start_pos": -hidden}
+    want = mma_sync.gradients(q, k, v, dout, **options)
+    planted = [q.clone(), dout.clone()]
+    for t in planted:
+        t[:, :hidden] = NAN
+    got = mma_sync.gradients(planted[0], k, v, planted[1], **options)
+    assert_same_bits(got[1:], want[1:])
+    assert_same_bits([got[0][:, :hidden]], [torch.zeros_like(q[:, :hidden])])
+    torch.testing.assert_close(got[0], want[0], rtol=2**-7, atol=1e-3)
 
 
 # batch, n_q, n_kv, heads, heads_kv, d: calls whose tiles of keys add to dQ in their order where bits are to be fixed.

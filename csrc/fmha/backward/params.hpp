@@ -83,8 +83,8 @@ struct BackwardParams : Params, Gradients {
   }
 };
 
-/// What Hopper's kernels multiply dK and dQ by at last. Dropout's scale is not in dS: there it would be a product for
-/// each pair.
+/// What Hopper's kernels multiply dK and dQ by at last, others their sums of dQ. Dropout's scale is not in dS: there it
+/// would be a product for each pair.
 CUTE_HOST_DEVICE float factor_of_gradients(Params const& p) { return p.softmax_scale * p.dropout.scale; }
 
 /// Which of `heads` query heads split `split` of a tile in hand goes through, and of which of `tiles` for each.
@@ -129,9 +129,12 @@ struct StatisticsRows : TiledRows {
 };
 
 /// In which order the sums of dQ of a tile of rows and a head lie: that in which the threads that add them hold them,
-/// as accumulators of WGMMA: all columns of heads of up to kMostInOnePart, and else parts of 64. Of a part a warp's 16
-/// rows lie in one piece, in vectors of four: two columns of two rows, of eight columns by its lanes side by side.
+/// as accumulators: all columns of heads of up to kMostInOnePart, and else parts of 64. Of a part a warp's 16 rows lie
+/// in one piece, eight columns after the others: two columns of two rows of each lane, as vectors of the lanes side by
+/// side, which the copy engine adds, or the lanes' first numbers side by side, then their second ones, and so on, which
+/// instructions add.
 struct SumsOfTile {
+  enum class Order { Vectors, Lanes };
   static constexpr int kRows = 64, kPanel = 64, kMostInOnePart = 96;
   CUTE_HOST_DEVICE static constexpr int columns_of_part(int head_dim) {
     return head_dim <= kMostInOnePart ? head_dim : kPanel;

@@ -1,6 +1,5 @@
-// Gradients from sums that Hopper's kernels leave in the order of their accumulators (sm90/dq_gemm.hpp): dQ, which
-// kernels over tiles of keys add to; and what the splits of a tile have summed up apart. Launched by
-// kernels/backward_postprocess.cu.
+// Gradients from sums that kernels leave in the order of their accumulators (SumsOfTile): dQ, which kernels over tiles
+// of keys add to; and what the splits of a tile have summed up apart. Launched by kernels/backward_postprocess.cu.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -32,6 +31,7 @@ struct GradientSums {
   int splits = 1;
   int64_t of_a_split = 0;  // rows
   float scale = 1.f;
+  SumsOfTile::Order order = SumsOfTile::Order::Vectors;
   SummedGradient first, second;
 };
 
@@ -60,19 +60,24 @@ __global__ void __launch_bounds__(kSumsThreads) gradient_sums_kernel(__grid_cons
   TiledRows const tiled(params, gradients.side);
   int64_t const first = tiled.first(params, sequence, b, head) - gradients.head0 * tiled.of_a_head + row0;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp * 16 + lane / 4;
-  auto const* from = reinterpret_cast<float4 const*>(of.sums + first * of.columns) +
-                     SumsOfTile::first(of.columns, panel_of, warp) + lane;
+  auto const* from =
+      reinterpret_cast<float4 const*>(of.sums + first * of.columns) + SumsOfTile::first(of.columns, panel_of, warp);
+  auto const vector = [&](int i) {
+    if (gradients.order == SumsOfTile::Order::Vectors) return from[i * 32 + lane];
+    auto const* const x = reinterpret_cast<float const*>(from + i * 32) + lane;
+    return make_float4(x[0], x[32], x[64], x[96]);
+  };
   float4 sums[kVectors];
   int const vectors = (of.columns - panel_of * kSumsColumns) / 8;  // that there are
   CUTE_UNROLL
-  for (int i = 0; i < kVectors; ++i) sums[i] = i < vectors ? from[i * 32] : float4{};
+  for (int i = 0; i < kVectors; ++i) sums[i] = i < vectors ? vector(i) : float4{};
   int64_t const of_a_split = gradients.of_a_split * of.columns / 4;
 #pragma unroll 4
   for (int split = 1; split < gradients.splits; ++split) {
     from += of_a_split;
     CUTE_UNROLL
     for (int i = 0; i < kVectors; ++i) {
-      float4 const x = i < vectors ? from[i * 32] : float4{};
+      float4 const x = i < vectors ? vector(i) : float4{};
       sums[i] = make_float4(sums[i].x + x.x, sums[i].y + x.y, sums[i].z + x.z, sums[i].w + x.w);
     }
   }

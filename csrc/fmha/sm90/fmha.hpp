@@ -125,7 +125,7 @@ CUTE_DEVICE void store(Params const& params, EpilogueRows const& results, OutTen
     for (int j = 0; j < size<1>(O); j += 2) {
       int const col = j / 2 * 8 + lane % 4 * 2;
       if (row < rows && static_cast<unsigned>(col - results.lead) < static_cast<unsigned>(params.head_dim_v))
-        *reinterpret_cast<float2*>(to + col) = make_float2(O(i, j), O(i, j + 1));
+        __stcg(reinterpret_cast<float2*>(to + col), make_float2(O(i, j), O(i, j + 1)));  // else it is two stores
     }
   }
 }
