@@ -369,7 +369,7 @@ CUTE_DEVICE void store_floats(OutTensor const& out, int lane, int warp_row, int 
     for (int n = 0; n < size<1>(out) / 2; ++n) {
       int const col = first_column + n * kAtomN + lane % 4 * 2;
       if (row < rows && col < cols)
-        __stcg(reinterpret_cast<float2*>(to + col), make_float2(out(i, 2 * n), out(i, 2 * n + 1)));
+        *reinterpret_cast<float2*>(to + col) = make_float2(out(i, 2 * n), out(i, 2 * n + 1));
     }
   }
 }

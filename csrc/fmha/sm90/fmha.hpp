@@ -124,8 +124,14 @@ CUTE_DEVICE void store(Params const& params, EpilogueRows const& results, OutTen
     CUTE_UNROLL
     for (int j = 0; j < size<1>(O); j += 2) {
       int const col = j / 2 * 8 + lane % 4 * 2;
-      if (row < rows && static_cast<unsigned>(col - results.lead) < static_cast<unsigned>(params.head_dim_v))
-        __stcg(reinterpret_cast<float2*>(to + col), make_float2(O(i, j), O(i, j + 1)));  // else it is two stores
+      if (row >= rows || static_cast<unsigned>(col - results.lead) >= static_cast<unsigned>(params.head_dim_v))
+        continue;
+      float2 const two = make_float2(O(i, j), O(i, j + 1));
+      if constexpr (Traits::Pairs) {  // which 44 bytes would spill in
+        *reinterpret_cast<float2*>(to + col) = two;
+      } else {
+        __stcg(reinterpret_cast<float2*>(to + col), two);  // else it is two stores, of half a sector each
+      }
     }
   }
 }
