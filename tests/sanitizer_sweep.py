@@ -217,6 +217,8 @@ def gradient_cases(many):
     for d, features in itertools.product((64, 128), ({}, *FEATURES[3:7])):
         yield torch.float32, 130, 200, d, d, SM80 | features
     yield torch.float32, *LENGTHS[0], 40, 8, SM80
+    for d in (32, 64, 128):  # on CUDA cores, keys enough for tiles that add to dQ
+        yield torch.float32, 140, 300, d, d, CAUSAL | {"backend": "simt"}
     for dtype in HALVES:
         for d in (64, 128, 256):
             yield dtype, 65, 129, d, d, {"causal": True, "softcap": 20.0}

@@ -21,7 +21,7 @@ enum class Kind {
   Cluster,         ///< the same, a cluster of CTAs for each sequence and KV head
   KeyGradients,    ///< of the backward pass: dK and dV, a CTA for each tile of keys
   QueryGradients,  ///< and dQ, a CTA for each tile of query rows
-  AllGradients,    ///< dK and dV, and sums for dQ, which CTAs add to in any order or in their own
+  AllGradients,    ///< dK and dV, and dQ or sums for it, which CTAs add to in any order or in their own
   HeadGradients,   ///< dK, dV and dQ of a KV head, by one CTA or cluster
   BiasGradients,   ///< dBias, by CTAs that go through its tiles
 };
@@ -30,7 +30,7 @@ constexpr int kKinds = static_cast<int>(Kind::BiasGradients) + 1;
 /// CTAs that a cluster may have on any Hopper GPU.
 constexpr int kMostInCluster = 8;
 
-/// How the CTAs of a gradients kernel go through tiles: what Backward::kLoop says in backward/sm90/kernel.hpp.
+/// How the CTAs of a gradients kernel go through tiles: what its family's Backward::kLoop says.
 struct TileLoop {
   bool persistent = false;          ///< one tile, or head, after the other
   bool splits = false;              ///< several may share a tile: of each some of the heads and tiles that pass by

@@ -57,10 +57,13 @@ bool takes_rows_of_dq(BackwardParams const& params) {
   return reinterpret_cast<uintptr_t>(params.dq) % 16 == 0 && (stride.batch | stride.row | stride.head) % 8 == 0;
 }
 
-/// The launch of a kernel, or of none. `ordered`: whether its tiles of keys are to add to dQ in their order.
-/// `finishes`: whether its CTAs can make dQ of its sums.
-GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& device, bool ordered = false,
-                           bool finishes = false) {
+/// What a launch may do: have tiles of keys add to dQ in their order, make dQ of its sums, have CTAs share a tile.
+struct Allowed {
+  bool order = false, postprocess = false, splits = true;
+};
+
+/// The launch of a kernel, or of none.
+GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& device, Allowed const& allowed = {}) {
   GradientLaunch launch;
   launch.kernel = kernel;
   if (!kernel) return launch;
@@ -75,17 +78,20 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   int64_t const bytes_a_head = rows_a_head * ((p.head_dim + p.head_dim_v) * p.element_bytes + sums_a_row);
   launch.cluster = cluster_of(*kernel, p);
   int64_t const resident = resident_tiles(*kernel, p, device);
-  if (kernel->loop.splits) launch.splits = gradient_splits(p, *kernel, of_keys, static_cast<int>(resident));
+  if (kernel->loop.splits && allowed.splits)
+    launch.splits = gradient_splits(p, *kernel, of_keys, static_cast<int>(resident));
   int64_t const tiles = int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all();
-  launch.is_ordered = ordered && kernel->loop.in_order && adds_in_order(p, *kernel, launch.splits.all(), resident);
+  launch.is_ordered =
+      allowed.order && kernel->loop.in_order && adds_in_order(p, *kernel, launch.splits.all(), resident);
   launch.last_keys_first =
       launch.is_ordered && kernel->loop.any_order && takes_last_keys_first(p, *kernel, resident, device);
   launch.is_mirrored = kernel->loop.dq_through_cluster
                            ? has_unequal_tiles(p) || !have_one_length(p)
                            : kernel->loop.any_order && !launch.is_ordered &&
                                  takes_mirrored(p, block, launch.splits.all(), bytes_a_head, resident, device);
-  launch.fuses_postprocess = finishes && kernel->loop.fuses_postprocess && !launch.is_mirrored && !launch.is_ordered &&
-                             launch.splits.all() == 1 && fused_postprocess_pays(p, *kernel, device);
+  launch.fuses_postprocess = allowed.postprocess && kernel->loop.fuses_postprocess && !launch.is_mirrored &&
+                             !launch.is_ordered && launch.splits.all() == 1 &&
+                             fused_postprocess_pays(p, *kernel, device);
   // A CTA, or a cluster, that has all of a head finds its tiles one after the other.
   int64_t const all_heads = int64_t(p.batch) * heads;
   int64_t section = 1;
@@ -120,9 +126,17 @@ bool may_store_dbias(Kernel const& kernel, BackwardParams const& p) {
          of.type == (kernel.dtype == DType::Float16 ? BiasType::Float16 : BiasType::BFloat16);
 }
 
+/// Whether one tile of keys alone adds to an element of dQ, and no other kernel has fixed bits at less cost, as of 16
+/// bits those of whole heads have.
+bool adds_once(Kernel const& kernel, Params const& p) {
+  return kernel.dtype == DType::Float32 && has_all_keys(p, kernel);
+}
+
 Kernel const* kernel_of(Call const& call, Kind kind) {
   bool const in_order = kind == Kind::AllGradients && call.request.deterministic;
-  auto const runs = [&](Kernel const& k) { return call.runs(k) && (!in_order || k.loop.in_order); };
+  auto const runs = [&](Kernel const& k) {
+    return call.runs(k) && (!in_order || k.loop.in_order || adds_once(k, call.params));
+  };
   auto const cost = [&](Kernel const& k) {
     double const duration = kind == Kind::AllGradients && wants_hopper(k)
                                 ? duration_of_gradients(call.params, k, resident_tiles(k, call.params, call.device))
@@ -141,8 +155,10 @@ GradientLaunch launch_of(Call const& call, Kind kind) {
 }
 
 /// Whether one launch of `of_all`, which adds to dQ, is faster than two that do not. Hopper's are faster in any number.
-bool adds_to_queries(Call const& call, Kernel const& of_all) {
+bool adds_to_queries(Call const& call, Kernel const& of_all, Precision asked) {
   if (wants_hopper(of_all)) return cutlass_ext::adds_to_queries(call.params);
+  if (of_all.dtype == DType::Float32)
+    return adds_to_queries_on_cuda_cores(call.params, of_all, asked == Precision::Highest);
   Kernel const* const of_keys = kernel_of(call, Kind::KeyGradients);
   return !(of_keys && wants_hopper(*of_keys)) &&
          adds_to_queries_by_mma_sync(call.params, of_all, resident_ctas(of_all, call.device));
@@ -177,7 +193,7 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   params.rows_a_head = static_cast<int>(StatisticsRows(params).of_a_head);
   bool const of_keys = kernel.kind != Kind::QueryGradients;
   if (params.splits() > 1) {
-    int const columns = kernel.head_dim + (of_keys ? kernel.head_dim_v : 0);
+    int const columns = columns_of_splits(kernel, of_keys);
     int64_t const sums = SplitSums(params, of_keys ? Axis::Keys : Axis::Rows).size(params.splits(), columns);
     params.split_sums = static_cast<float*>(allocate(sums * sizeof(float)));
   }
@@ -200,9 +216,11 @@ BackwardPlan plan_in_parts(Call const& call) {
   request.precision = Precision::Highest;
   request.backend = "simt";
   Call const exact{call.params, request, call.device, call.features};
+  Allowed unsplit;  // splits want workspace, and a launch more, of every call that these stand by
+  unsplit.splits = false;
   BackwardPlan other;
-  other.of_keys = launch_of(exact, Kind::KeyGradients);
-  other.of_queries = launch_of(exact, Kind::QueryGradients);
+  other.of_keys = launch_with(kernel_of(exact, Kind::KeyGradients), exact.params, exact.device, unsplit);
+  other.of_queries = launch_with(kernel_of(exact, Kind::QueryGradients), exact.params, exact.device, unsplit);
   plan.out_of_range = std::make_shared<BackwardPlan const>(other);
   return plan;
 }
@@ -227,10 +245,10 @@ BackwardPlan plan_backward(BackwardParams const& params, Request const& request)
     plan.of_keys = launch_with(of_heads, params, any.device);
   if (!plan.of_keys.kernel) {
     Kernel const* const of_all = kernel_of(call, Kind::AllGradients);
-    if (of_all && adds_to_queries(call, *of_all)) {
+    if (of_all && adds_to_queries(call, *of_all, request.precision)) {
       GradientLaunch const launch =
-          launch_with(of_all, params, any.device, request.deterministic, takes_rows_of_dq(params));
-      if (!request.deterministic || launch.is_ordered) plan.of_keys = launch;
+          launch_with(of_all, params, any.device, {request.deterministic, takes_rows_of_dq(params)});
+      if (!request.deterministic || launch.is_ordered || adds_once(*of_all, params)) plan.of_keys = launch;
     }
   }
   if (!plan.of_keys.kernel) {
@@ -258,7 +276,11 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   params.heads_per_kv = cutlass::FastDivmod(params.heads_q / params.heads_kv);
   if (int64_t const rows = StatisticsRows(params).of_a_head; rows > INT32_MAX && wants_hopper(*plan.of_keys.kernel))
     fail("ValueError", "q: takes ", rows, " rows of workspace a head; there is room for fewer than 2^31");
-  if (plan.adds_to_queries()) {  // what the last launch needs is known before the first
+  DType const dtype = plan.of_keys.kernel->dtype;
+  // float32 is added up where it goes, other dtypes in workspace.
+  bool const adds_in_place = plan.adds_to_queries() && dtype == DType::Float32,
+             adds_in_workspace = plan.adds_to_queries() && !adds_in_place;
+  if (adds_in_workspace) {  // what the last launch needs is known before the first
     int const tiles = Scheduler::tiles_of(params.n_q, SumsOfTile::kRows),
               panels = ceil_div(params.head_dim, SumsOfTile::kPanel);
     grid_of(int64_t(params.batch) * params.heads_q * tiles * panels, "q");
@@ -275,7 +297,6 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
     clear(params.dv, keys, params.heads_kv, params.head_dim_v);
     if (params.packed()) clear(params.dq, batch * params.stored_rows(), params.heads_q, params.head_dim);
   }
-  DType const dtype = plan.of_keys.kernel->dtype;
   size_t const rows = StatisticsRows(params).size(params);  // with those that fill up tiles
   auto const place_statistics = [&] {
     if (rows == 0) return;
@@ -305,17 +326,22 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
                 rows_a_section = heads_a_section * StatisticsRows(params).of_a_head;
   float* to_clear = nullptr;
   size_t cleared = 0;
-  if (plan.is_one()) {
+  if (adds_in_place) {
+    if (!params.packed()) {  // else it has been: of rows in no sequence the next launch may have no CTA
+      to_clear = static_cast<float*>(params.dq);
+      cleared = size_t(params.batch) * params.n_q * params.heads_q * params.head_dim;
+    }
+  } else if (plan.is_one()) {
     // Cleared together: the sums, how many tiles and jobs have been taken, in four more, and the counts of sections.
     size_t const sums_rows =
         fuses_postprocess ? std::min(kSectionsOfSums, scheduler.sections()) * rows_a_section : rows;
-    size_t const sums = plan.adds_to_queries() ? sums_rows * plan.of_keys.kernel->head_dim : 0;
+    size_t const sums = adds_in_workspace ? sums_rows * plan.of_keys.kernel->head_dim : 0;
     size_t const counts = fuses_postprocess         ? (scheduler.sections() * sizeof(SectionCounts) + 15) / 16 * 4
                           : plan.of_keys.is_ordered ? (rows / SumsOfTile::kRows + 3) / 4 * 4
                                                     : 0;
     cleared = sums + 4 + counts;
     to_clear = static_cast<float*>(allocate(cleared * sizeof(float)));
-    if (plan.adds_to_queries()) params.dq_sums = to_clear;
+    if (adds_in_workspace) params.dq_sums = to_clear;
     params.counters = reinterpret_cast<unsigned*>(to_clear + sums);
     if (plan.of_keys.is_ordered) params.dq_semaphore = params.counters + 4;
     if (fuses_postprocess) {
@@ -332,7 +358,7 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   make_dbias();
   if (plan.is_one()) {
     launch(plan.of_keys, params, stream, allocate);
-    if (!plan.adds_to_queries()) return;
+    if (!adds_in_workspace) return;
     int64_t head0 = 0;
     if (fuses_postprocess) {  // the last section is left
       int const last = scheduler.sections() - 1;

@@ -26,7 +26,7 @@ struct GradientLaunch {
 };
 
 /// Two launches, one of dQ and one of dK and dV; or one that has them all, with sums for dQ that a small launch
-/// finishes, or, heads of few rows, without. And one for dBias, where that is asked for.
+/// finishes, or, in float32 or of heads of few rows, without. And one for dBias, where that is asked for.
 struct BackwardPlan {
   GradientLaunch of_keys, of_queries;
   Kernel const* of_bias = nullptr;  // for dBias, where a kernel of the table has it; else there is one for every GPU

@@ -10,8 +10,8 @@
 namespace cutlass_ext {
 
 /// `params.row_statistics` of every query row, `params.empty_rows` where there is room for them, and the sink's
-/// gradient where it is asked for. If there are query rows, `floats` of workspace from `to_clear` on, a multiple of
-/// four, are zero then. `ctas_of_heads`: 0, or CTAs of a launch of whole heads, that of `params.scheduler`: then only
+/// gradient where it is asked for. If there are query rows, `floats` from `to_clear` on, a multiple of four, are
+/// zero then. `ctas_of_heads`: 0, or CTAs of a launch of whole heads, that of `params.scheduler`: then only
 /// of the heads that these begin with.
 void compute_row_statistics(DType dtype, BackwardParams const& params, int64_t ctas_of_heads, float* to_clear,
                             size_t floats, cudaStream_t stream);

@@ -346,6 +346,24 @@ inline bool adds_to_queries_by_mma_sync(Params const& p, Kernel const& kernel, i
          3 * ceil_div(of_rows, resident_ctas) * keys;
 }
 
+/// Whether a tile of `kernel` has all keys of a sequence: then nobody else adds to its dQ.
+inline bool has_all_keys(Params const& p, Kernel const& kernel) { return p.n_kv <= kernel.block_c; }
+
+/// The same as adds_to_queries_by_mma_sync of CUDA cores, which are always faster so. Their two kernels take out of P
+/// what the rounded lse leaves in it, and so does a tile that has all keys. Others cannot, and are for calls that do
+/// not ask for the highest precision: where rows see hundreds of keys sums err as much as lse, and dQ of both
+/// together 1.9 times as much as by two kernels, dK and dV 1.1 to 1.3 times, half as much as by PyTorch's
+/// memory-efficient kernel. Of 50 keys, or scores in the tens, they may err by more than section 3 of the design
+/// allows.
+inline bool adds_to_queries_on_cuda_cores(Params const& p, Kernel const& kernel, bool asks_for_highest) {
+  constexpr int kManyKeys = 256;
+  if (has_all_keys(p, kernel)) return true;
+  if (asks_for_highest) return false;
+  int const keys = p.packed() && p.batch > 0 ? p.total_k / p.batch : p.n_kv,
+            of_window = p.window_left < 0 || p.window_right < 0 ? keys : p.window_left + p.window_right + 1;
+  return std::min(keys, of_window) >= kManyKeys;
+}
+
 /// How long a launch over tiles of keys that adds to dQ takes, in units of a tile of 128 keys that sees all rows. Three
 /// warpgroups take 1.37 of that for 192, an H100's ms: (1, 16384, 32, 64) 9.6 and 10.6, causal 4.85 and 5.4, (8, 2048,
 /// 32, 64) 1.45 and 1.58; but (1, 4096, 4, 64), whose 88 tiles leave a third of the GPU idle, 0.162 and 0.117. Under a
@@ -456,16 +474,29 @@ struct GradientSplits {
   int all() const { return heads * tiles; }
 };
 
+/// What a CTA of a launch of gradients takes for a tile that passes by, in us: so much, and so much for a million
+/// products of a row, a key and a column; for dQ alone a part of both.
+struct TurnCosts {
+  double fixed, a_million, of_rows;
+};
+inline TurnCosts turn_costs_of(Kernel const& kernel) {
+  if (wants_hopper(kernel)) return {0.35, 0.8, 2 / 3.};
+  return {0.5, 27, 3 / 4.};  // on CUDA cores
+}
+
+/// Columns of workspace that a split has: with those of dK come dV's, with dQ's of float32 what P of a row sums up to.
+inline int columns_of_splits(Kernel const& kernel, bool of_keys) {
+  return kernel.head_dim + (of_keys ? kernel.head_dim_v : kernel.dtype == DType::Float32);
+}
+
 /// How many, where CTAs are few, or one works longer than it takes all together: of the heads first, which all have the
 /// same work. Each split writes sums in float32, in workspace of at most kMostBytes, which a launch adds up. A model
-/// of tiles taken longest first: a turn of a CTA 0.35 us and 0.8 for a million products of a row, a key and a column,
-/// dQ alone two thirds of that; 3 us for each CTA, 1 where packed sequences leave it nothing; bytes at 2.5 TB/s.
-/// (2, 4096, 16 on 1 head, 256), causal, has 128 tiles of keys, the longest of 1024 turns, the mean of 520. Calls of
-/// few tiles are 1.15 to 3.0 times as fast for it, (1, 512, 32 on 4, 128) 54 us for 120.
+/// of tiles taken longest first: turns as above; 3 us for each CTA, 1 where packed sequences leave it nothing; bytes at
+/// 2.5 TB/s. (2, 4096, 16 on 1 head, 256), causal, has 128 tiles of keys, the longest of 1024 turns, the mean of 520.
+/// Calls of few tiles are 1.15 to 3.0 times as fast for it, (1, 512, 32 on 4, 128) 54 us for 120.
 inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, bool of_keys, int resident_tiles) {
   constexpr int64_t kMostBytes = 64 << 20, kTilesACta = 6;
-  constexpr double kCta = 3, kEmpty = 1, kFixed = 0.35, kAMillion = 0.8, kLevel = 1.03, kLaunch = 4, kBytes = 2.5e6,
-                   kGain = 0.9;
+  constexpr double kCta = 3, kEmpty = 1, kLevel = 1.03, kLaunch = 4, kBytes = 2.5e6, kGain = 0.9;
   int const block = of_keys ? kernel.block_c : kernel.block_r, step = of_keys ? kernel.block_r : kernel.block_c;
   int const stored = of_keys ? p.stored_keys() : p.stored_rows(),
             tiles = Scheduler::tiles_of(std::min(of_keys ? p.n_kv : p.n_q, stored), block);
@@ -474,14 +505,15 @@ inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, boo
                 in_all = heads_held * (p.packed() ? std::min<int64_t>(of_a_head, stored / block + p.batch) : of_a_head);
   if (in_all == 0 || 2 * in_all >= kTilesACta * resident_tiles) return {};
   auto const [of_tiles, sum, longest] = turns_of_tiles(p, of_keys, block, step);
+  TurnCosts const costs = turn_costs_of(kernel);
   double const columns = kernel.head_dim + kernel.head_dim_v,
-               turn = (of_keys ? 1 : 2 / 3.) *
-                      (kFixed + kAMillion * 1e-6 * kernel.block_r * kernel.block_c * columns / kernel.loop.cluster),
+               turn =
+                   (of_keys ? 1 : costs.of_rows) * (costs.fixed + costs.a_million * 1e-6 * kernel.block_r *
+                                                                      kernel.block_c * columns / kernel.loop.cluster),
                turns = double(sum) / tiles * in_all * heads;
   bool const alike = 4 * longest * tiles <= 5 * sum;
   int64_t const bytes_a_split =
-      SplitSums(p, of_keys ? Axis::Keys : Axis::Rows).size(1, kernel.head_dim + (of_keys ? kernel.head_dim_v : 0)) *
-      sizeof(float);
+      SplitSums(p, of_keys ? Axis::Keys : Axis::Rows).size(1, columns_of_splits(kernel, of_keys)) * sizeof(float);
   GradientSplits best;
   double least = 0;
   for (int wanted = 1; wanted == 1 || wanted < 2 * heads * longest; wanted *= 2) {

@@ -33,6 +33,14 @@ void finish_dq(Kernel const& kernel, BackwardParams const& params, int64_t head0
 void finish_splits(Kernel const& kernel, BackwardParams const& params, cudaStream_t stream) {
   bool const of_keys = kernel.kind != Kind::QueryGradients;
   Axis const side = of_keys ? Axis::Keys : Axis::Rows;
+  if (kernel.dtype == DType::Float32) {
+    unsigned const ctas_a_head = Scheduler::tiles_of(of_keys ? params.n_kv : params.n_q, kFloatRows);
+    int64_t const ctas = int64_t(params.batch) * (of_keys ? params.heads_kv : params.heads_q) * ctas_a_head;
+    auto const run = of_keys ? float_sums_kernel<Axis::Keys> : float_sums_kernel<Axis::Rows>;
+    run<<<grid_of(ctas, of_keys ? "k" : "q"), kFloatThreads, 0, stream>>>(params, kernel.head_dim, kernel.head_dim_v,
+                                                                          ctas_a_head);
+    return check_cuda(cudaGetLastError(), "launching the last step of gradients");
+  }
   SplitSums const splits(params, side);
   GradientSums gradients{side, 0, 1, params.splits(), splits.of_a_split, 1.f, SumsOfTile::Order::Vectors, {}, {}};
   gradients.first = {params.split_sums, kernel.head_dim, of_keys ? params.dk : params.dq,

@@ -5,9 +5,11 @@
 
 namespace cutlass_ext {
 static RegisteredKernels const kernels_here{
-    kernel_of<simt::Backward<Axis::Keys, 64, 64, 128, float, 128, simt::Walk<64>>>(),
-    kernel_of<simt::Backward<Axis::Keys, 32, 64, 128, float, 128, simt::Walk<64>>>(),
-    kernel_of<simt::Backward<Axis::Rows, 64, 64, 128, float, 128, simt::Walk<64>>>(),
-    kernel_of<simt::Backward<Axis::Rows, 64, 32, 128, float, 128, simt::Walk<64>>>(),
+    kernel_of<simt::Backward<Kind::KeyGradients, 64, 64, 128, float, 128, simt::Walk<64>>>(),
+    kernel_of<simt::Backward<Kind::KeyGradients, 32, 64, 128, float, 128, simt::Walk<64>>>(),
+    kernel_of<simt::Backward<Kind::AllGradients, 64, 64, 128, float, 128, simt::Walk<64>>>(),
+    kernel_of<simt::Backward<Kind::AllGradients, 32, 64, 128, float, 128, simt::Walk<64>>>(),
+    kernel_of<simt::Backward<Kind::QueryGradients, 64, 64, 128, float, 128, simt::Walk<64>>>(),
+    kernel_of<simt::Backward<Kind::QueryGradients, 64, 32, 128, float, 128, simt::Walk<64>>>(),
 };
 }  // namespace cutlass_ext

@@ -6,9 +6,9 @@
 
 namespace cutlass_ext {
 static RegisteredKernels const kernels_here{
-    kernel_of<simt::Backward<Axis::Keys, 64, 64, 256, float, 256, simt::Walk<128, 2, 2>>>(),
-    kernel_of<simt::Backward<Axis::Keys, 64, 32, 256, float, 128, simt::Walk<64, 1, 2>>>(),
-    kernel_of<simt::Backward<Axis::Rows, 64, 64, 256, float, 256, simt::Walk<128, 2, 2>>>(),
-    kernel_of<simt::Backward<Axis::Rows, 32, 64, 256, float, 128, simt::Walk<64, 1, 2>>>(),
+    kernel_of<simt::Backward<Kind::KeyGradients, 64, 64, 256, float, 256, simt::Walk<128, 2, 2>>>(),
+    kernel_of<simt::Backward<Kind::KeyGradients, 64, 32, 256, float, 128, simt::Walk<64, 1, 2>>>(),
+    kernel_of<simt::Backward<Kind::QueryGradients, 64, 64, 256, float, 256, simt::Walk<128, 2, 2>>>(),
+    kernel_of<simt::Backward<Kind::QueryGradients, 32, 64, 256, float, 128, simt::Walk<64, 1, 2>>>(),
 };
 }  // namespace cutlass_ext

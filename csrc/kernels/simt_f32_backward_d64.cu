@@ -5,7 +5,8 @@
 
 namespace cutlass_ext {
 static RegisteredKernels const kernels_here{
-    kernel_of<simt::Backward<Axis::Keys, 32, 128, 64, float, 128, simt::Walk<64>>>(),
-    kernel_of<simt::Backward<Axis::Rows, 128, 32, 64, float, 128, simt::Walk<64>>>(),
+    kernel_of<simt::Backward<Kind::KeyGradients, 32, 128, 64, float, 128, simt::Walk<64>>>(),
+    kernel_of<simt::Backward<Kind::AllGradients, 32, 128, 64, float, 128, simt::Walk<64>>>(),
+    kernel_of<simt::Backward<Kind::QueryGradients, 128, 32, 64, float, 128, simt::Walk<64>>>(),
 };
 }  // namespace cutlass_ext

@@ -120,6 +120,10 @@ Kernel gradients(Kind kind, char const* family, DType dtype, int d, int b_r, int
                  int shared = 98304) {
   return {family, kind, dtype, d, d, b_r, b_c, takes, 256, shared, new_entry(), nullptr, nullptr};
 }
+Kernel in_splits(Kernel kernel) {
+  kernel.loop.splits = true;
+  return kernel;
+}
 /// Hopper's that have sums for dQ, of calls without more, or with what they want.
 Kernel adding(DType dtype, int d, int b_c, int shared, Features wants = 0) {
   Features const takes = Sink | Packed | (kUnlike & ~(wants & feature::Bias ? LeftPadding : 0)) | wants;
@@ -289,8 +293,9 @@ RegisteredKernels of_float_gradients(int d, int keys, int step) {
       gradients(kRows, "sm90", DType::Float32, d, 128, step, kPlain),
       gradients(kKeys, "sm80", DType::Float32, d, step / 2, 64, kParts),
       gradients(kRows, "sm80", DType::Float32, d, 64, step / 2, kParts),
-      gradients(kKeys, "simt", DType::Float32, d, 32, d == 64 ? 128 : 64, kAll),
-      gradients(kRows, "simt", DType::Float32, d, 64, 32, kAll),
+      in_splits(gradients(kKeys, "simt", DType::Float32, d, 32, d == 64 ? 128 : 64, kAll)),
+      in_splits(gradients(kRows, "simt", DType::Float32, d, 64, 32, kAll)),
+      in_splits(gradients(Kind::AllGradients, "simt", DType::Float32, d, 32, d == 64 ? 128 : 64, kAll & ~kPairs)),
   };
 }
 RegisteredKernels const kFloatGradients[] = {of_float_gradients(64, 128, 64), of_float_gradients(128, 64, 32)};

@@ -20,7 +20,8 @@ TEST(SimtLayouts, OffsetsAreTheLayouts) {
 
 TEST(SimtLayouts, NoAccessConflicts) {
   for (auto const& [name, report] : bank_reports()) {
-    EXPECT_EQ(report.conflicts.size(), 8u) << name;  // store and load of Q, K, V and P
+    // Store and load of Q, K, V and P; where tiles of keys add to dQ also loads of dS and of keys.
+    EXPECT_EQ(report.conflicts.size(), name.find("simt_all") == 0 ? 10u : 8u) << name;
     for (auto const& [access, extra] : report.conflicts) EXPECT_EQ(extra, 0) << name << ", " << access;
   }
 }

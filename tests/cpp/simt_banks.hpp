@@ -40,18 +40,19 @@ struct Accesses;
 template <int B_r, int B_c, int HeadDim, class Element, int Threads, int ColWarps>
 struct Accesses<Traits<B_r, B_c, HeadDim, Element, Threads, ColWarps>>
     : Traits<B_r, B_c, HeadDim, Element, Threads, ColWarps> {
-  static constexpr int RowWarps = Threads / 32 / ColWarps, PieceCols = HeadDim, WarpCols = 0;  // apart: none
+  static constexpr int RowWarps = Threads / 32 / ColWarps, PieceCols = HeadDim, WarpCols = 0,  // apart: none
+      DqRows = 0, DqColWarps = 1;
 };
 
-template <Axis Of, int B_r, int B_c, int HeadDim, class Element, int Threads, class Way>
-struct Accesses<BackwardTraits<Of, B_r, B_c, HeadDim, Element, Threads, Way>>
-    : BackwardTraits<Of, B_r, B_c, HeadDim, Element, Threads, Way>::Products {
-  using Kernel = BackwardTraits<Of, B_r, B_c, HeadDim, Element, Threads, Way>;
+template <Kind Kind_, int B_r, int B_c, int HeadDim, class Element, int Threads, class Way>
+struct Accesses<BackwardTraits<Kind_, B_r, B_c, HeadDim, Element, Threads, Way>>
+    : BackwardTraits<Kind_, B_r, B_c, HeadDim, Element, Threads, Way>::Products {
+  using Kernel = BackwardTraits<Kind_, B_r, B_c, HeadDim, Element, Threads, Way>;
   using LayoutQ = typename Kernel::LayoutOwn;
   using LayoutKV = typename Kernel::LayoutWalked;
   using LayoutP = typename Kernel::LayoutP;
   static constexpr int RowWarps = Kernel::RowWarps, PieceCols = Kernel::PieceCols, WarpKeys = Kernel::WarpWalked,
-                       WarpCols = Kernel::WarpPieceCols;
+                       WarpCols = Kernel::WarpPieceCols, DqRows = Kernel::DqRows, DqColWarps = Kernel::DqColWarps;
 };
 
 template <class KernelTraits>
@@ -170,6 +171,22 @@ BankReport bank_report() {
           });
     }
   }
+  for (int chunk = 0; Traits::DqRows > 0 && chunk < Traits::B_r / kVector; ++chunk) {  // add_dq
+    for (int j = 0; j < Traits::DqRows; ++j) {
+      auto const row = [&](int t) {
+        return (t / 32 / Traits::DqColWarps * Traits::DqRows + j / kVector * kVector) * kLaneRows + dq_row(t);
+      };
+      access(
+          "dS load", 4, [&](int t) { return own_chunk_offset<Traits::B_c>(chunk, row(t)) + j % kVector * kPanel; },
+          [&](int t) { return layout_p(row(t) + j % kVector, chunk * kVector); });
+    }
+    for (int i = 0; i < kVector; ++i) {
+      auto const col = [&](int t) { return t / 32 % Traits::DqColWarps * kPanel + dq_col(t); };
+      access(
+          "own load", 4, [&](int t) { return own_chunk_offset<Traits::HeadDim>(chunk, col(t)) + i * kPanel; },
+          [&](int t) { return layout_q(col(t) + i, chunk * kVector); });
+    }
+  }
   return report;
 }
 
@@ -194,18 +211,22 @@ inline std::map<std::string, BankReport> bank_reports() {
       add(Traits<64, 32, 256, float, 128>{});
   add(Traits<128, 128, 64, float, 256>{}), add(Traits<32, 128, 64, float, 64>{});
   auto add_backward = [&](auto of_keys, auto of_rows) { add(of_keys, "simt_keys"), add(of_rows, "simt_rows"); };
-  add_backward(BackwardTraits<Axis::Keys, 64, 128, 32, float, 128, Walk<32>>{},
-               BackwardTraits<Axis::Rows, 128, 64, 32, float, 128, Walk<32>>{});
-  add_backward(BackwardTraits<Axis::Keys, 32, 128, 64, float, 128, Walk<64>>{},
-               BackwardTraits<Axis::Rows, 128, 32, 64, float, 128, Walk<64>>{});
-  add_backward(BackwardTraits<Axis::Keys, 64, 64, 128, float, 128, Walk<64>>{},
-               BackwardTraits<Axis::Rows, 64, 64, 128, float, 128, Walk<64>>{});
-  add_backward(BackwardTraits<Axis::Keys, 32, 64, 128, float, 128, Walk<64>>{},
-               BackwardTraits<Axis::Rows, 64, 32, 128, float, 128, Walk<64>>{});
-  add_backward(BackwardTraits<Axis::Keys, 64, 64, 256, float, 256, Walk<128, 2, 2>>{},
-               BackwardTraits<Axis::Rows, 64, 64, 256, float, 256, Walk<128, 2, 2>>{});
-  add_backward(BackwardTraits<Axis::Keys, 64, 32, 256, float, 128, Walk<64, 1, 2>>{},
-               BackwardTraits<Axis::Rows, 32, 64, 256, float, 128, Walk<64, 1, 2>>{});
+  add_backward(BackwardTraits<Kind::KeyGradients, 32, 128, 32, float, 128, Walk<32>>{},
+               BackwardTraits<Kind::QueryGradients, 128, 64, 32, float, 128, Walk<32>>{});
+  add_backward(BackwardTraits<Kind::KeyGradients, 32, 128, 64, float, 128, Walk<64>>{},
+               BackwardTraits<Kind::QueryGradients, 128, 32, 64, float, 128, Walk<64>>{});
+  add_backward(BackwardTraits<Kind::KeyGradients, 64, 64, 128, float, 128, Walk<64>>{},
+               BackwardTraits<Kind::QueryGradients, 64, 64, 128, float, 128, Walk<64>>{});
+  add_backward(BackwardTraits<Kind::KeyGradients, 32, 64, 128, float, 128, Walk<64>>{},
+               BackwardTraits<Kind::QueryGradients, 64, 32, 128, float, 128, Walk<64>>{});
+  add_backward(BackwardTraits<Kind::KeyGradients, 64, 64, 256, float, 256, Walk<128, 2, 2>>{},
+               BackwardTraits<Kind::QueryGradients, 64, 64, 256, float, 256, Walk<128, 2, 2>>{});
+  add_backward(BackwardTraits<Kind::KeyGradients, 64, 32, 256, float, 128, Walk<64, 1, 2>>{},
+               BackwardTraits<Kind::QueryGradients, 32, 64, 256, float, 128, Walk<64, 1, 2>>{});
+  add(BackwardTraits<Kind::AllGradients, 64, 128, 32, float, 128, Walk<32>>{}, "simt_all");
+  add(BackwardTraits<Kind::AllGradients, 32, 128, 64, float, 128, Walk<64>>{}, "simt_all");
+  add(BackwardTraits<Kind::AllGradients, 64, 64, 128, float, 128, Walk<64>>{}, "simt_all");
+  add(BackwardTraits<Kind::AllGradients, 32, 64, 128, float, 128, Walk<64>>{}, "simt_all");
   return reports;
 }
 

@@ -325,6 +325,14 @@ def test_rows_in_no_sequence(target, plant):
     assert_same_bits(got, [around(t, 0.0) for t in want])
 
 
+def test_rows_where_no_sequence_has_any(target):
+    q, k, v = target.randn(5, 4, 64), target.randn(70, 2, 64), target.randn(70, 2, 64)
+    dout, dlse = of_out(target, q, v)
+    for ends_q, ends_k in (([0, 0], [0, 70]), ([0], [0])):
+        packing = packing_of(target.int32(ends_q), target.int32(ends_k), 0, 70)
+        assert not any(t.any() for t in target.gradients(q, k, v, dout, dlse, **packing))
+
+
 def test_a_sequence_without_rows(target):
     """Its keys have gradients of 0 (flash-attention #2421)."""
     batch = packed(target, [0, 70, 0], [64, 70, 200], d=128)
@@ -824,9 +832,10 @@ def test_few_tiles(target, shape, options):
 @pytest.mark.parametrize(
     "options", [{"softcap": 20.0}, {"seqused_k": [700, 0, 129], "leftpad_k": [5, 0, 100]}], ids=str
 )
-def test_few_tiles_of(target, options):
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+def test_few_tiles_of(target, d, options):
     options = {k: target.int32(x) if isinstance(x, list) else x for k, x in options.items()}
-    check(target, *target.qkv(3, 520, 4, 256, n_kv=700, heads_kv=1), causal=True, start_pos="end", **options)
+    check(target, *target.qkv(3, 520, 4, d, n_kv=700, heads_kv=1), causal=True, start_pos="end", **options)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -1272,8 +1281,9 @@ def test_explain(target):
     out, lse = target.fmha(q, k, v)
     explanation = cutlass_ext.explain(cutlass_ext.fmha_backward, dout, q, k, v, out, lse, backend=target.backend)
     assert explanation.backend == target.family
-    whole_heads = target.family in ("sm80", "sm90") and target.dtype != torch.float32
-    by_kernels = "head_gradients" if whole_heads else "key_gradients"
+    by_kernels = "head_gradients" if target.family in ("sm80", "sm90") else "all_gradients"
+    if target.dtype == torch.float32 and target.family != "simt":
+        by_kernels = "key_gradients"
     assert explanation.kernel == ("torch" if target.family == "torch" else by_kernels)
     q.requires_grad_()
     with_grad = cutlass_ext.explain(q, k, v, causal=True, backend=target.backend)

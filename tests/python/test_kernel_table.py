@@ -64,7 +64,7 @@ def test_who_takes_what(bits):
         "Mask": tiles_and_heads | gradients | of_bias,
         "Dropout": tiles_and_heads | gradients | of_bias,
         "Float32Results": tiles | {"decode"},
-        "UnalignedRows": {"tiles", "decode"} | of_both,
+        "UnalignedRows": {"tiles", "decode"} | of_both | {"all_gradients"},
         "ScatteredBias": tiles_and_heads | gradients | of_bias,
     }
     assert expected.keys() == bits.keys()

@@ -147,8 +147,9 @@ struct SumsOfTile {
   }
 };
 
-/// Where what the splits of a launch have summed up of tiles in hand lies: of each split, and of 64 rows and a head, as
-/// in SumsOfTile; dK or dQ of all splits, then dV. `columns` are the kernel's.
+/// Where what the splits of a launch have summed up of tiles in hand lies: of each split, of 64 rows and a head as in
+/// SumsOfTile, or of CUDA cores row by row; dK or dQ of all splits, then dV, or of dQ on CUDA cores what P of each row
+/// sums up to. `columns` are the kernel's.
 struct SplitSums {
   TiledRows rows;
   int64_t of_a_split;  // rows
@@ -156,7 +157,7 @@ struct SplitSums {
   CUTE_HOST_DEVICE SplitSums(Params const& p, Axis side) : rows(p, side), of_a_split(rows.size(p)) {}
 
   CUTE_HOST_DEVICE int64_t size(int num_splits, int columns) const { return num_splits * of_a_split * columns; }
-  /// Of row `row`, a multiple of 64, of a sequence and head.
+  /// Of row `row`, where 64 lie together a multiple of that, of a sequence and head.
   CUTE_HOST_DEVICE int64_t first(Params const& p, Sequence const& sequence, int b, int head, int row, int split,
                                  int columns) const {
     return (split * of_a_split + rows.first(p, sequence, b, head) + row) * columns;

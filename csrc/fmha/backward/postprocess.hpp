@@ -1,11 +1,14 @@
-// Gradients from sums that kernels leave in the order of their accumulators (SumsOfTile): dQ, which kernels over tiles
-// of keys add to; and what the splits of a tile have summed up apart. Launched by kernels/backward_postprocess.cu.
+// Gradients from sums that kernels leave: dQ, which kernels over tiles of keys add to; and what the splits of a tile
+// have summed up apart. On tensor cores they lie in the order of accumulators (SumsOfTile), of CUDA cores row by row.
+// Launched by kernels/backward_postprocess.cu.
 #pragma once
 
 #include <cutlass/numeric_types.h>
 
 #include "../operand.hpp"
 #include "../pack_gqa.hpp"
+#include "../score.hpp"
+#include "../softmax.hpp"
 #include "params.hpp"
 
 namespace cutlass_ext {
@@ -97,6 +100,68 @@ __global__ void __launch_bounds__(kSumsThreads) gradient_sums_kernel(__grid_cons
     if (to_row < rows && col < of.cols)
       *reinterpret_cast<uint4*>(to + to_row * of.stride.row + col) =
           *reinterpret_cast<uint4 const*>(tile + to_row * kPitch + at);
+  }
+}
+
+constexpr int kFloatRows = 8, kFloatThreads = 128;
+
+/// The same in float32, of 8 rows and a head: rows of `columns`, of dV `columns_v`. What P of a query row lack to sum
+/// to 1, as simt.hpp finds it where a CTA has a tile alone, is taken out of dQ, and left in lse for the launch over
+/// keys.
+template <Axis Side>
+__global__ void __launch_bounds__(kFloatThreads)
+    float_sums_kernel(__grid_constant__ BackwardParams const params, int columns, int columns_v, unsigned ctas_a_head) {
+  constexpr bool OfKeys = Side == Axis::Keys;
+  __shared__ float factors[kFloatRows];
+  int const heads = OfKeys ? params.heads_kv : params.heads_q, head_of_all = blockIdx.x / ctas_a_head,
+            row0 = blockIdx.x % ctas_a_head * kFloatRows, b = head_of_all / heads, head = head_of_all - b * heads;
+  Sequence const sequence = sequence_of(params, b);
+  int const rows = min((OfKeys ? sequence.visibility.len_kv : sequence.visibility.n_q) - row0, kFloatRows);
+  if (rows <= 0) return;
+  SplitSums const splits(params, Side);
+  auto const place = [&](int of_a_row) { return splits.first(params, sequence, b, head, row0, 0, of_a_row); };
+  float const* const second = params.split_sums + splits.size(params.splits(), columns);
+  if (threadIdx.x < rows) {
+    factors[threadIdx.x] = 1.f;
+    if constexpr (!OfKeys) {
+      float const* const sums = second + place(1) + threadIdx.x;
+      float sum = sums[0];
+      for (int split = 1; split < params.splits(); ++split) sum += sums[split * splits.of_a_split];
+      float& lse_log2 =
+          params.row_statistics[StatisticsRows(params).first(params, sequence, b, head) + row0 + threadIdx.x].lse_log2;
+      sum = sum_for_one(sum, ScoreMod(params, b, head).sink_log2, lse_log2);
+      factors[threadIdx.x] = reciprocal(sum);
+      lse_log2 += log2f(sum);
+    }
+  }
+  __syncthreads();
+  auto const finish = [&](float const* from, int of_a_row, void* to, Strides const& stride, int cols, float scale) {
+    from += place(of_a_row);
+    int64_t const of_a_split = splits.of_a_split * of_a_row;
+    float* const out =
+        row_at<float>(to, stride, sequence.batch, (OfKeys ? sequence.k_row0 : sequence.q_row0) + row0, head);
+    int const vectors = cols / 4;
+    for (int i = threadIdx.x; i < rows * vectors; i += kFloatThreads) {
+      int const row = i / vectors, col = i % vectors * 4;
+      float const* at = from + row * of_a_row + col;
+      float4 sum = *reinterpret_cast<float4 const*>(at);
+#pragma unroll 4
+      for (int split = 1; split < params.splits(); ++split) {
+        at += of_a_split;
+        float4 const x = *reinterpret_cast<float4 const*>(at);
+        sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
+      }
+      float const factor = factors[row] * scale;
+      *reinterpret_cast<float4*>(out + row * stride.row + col) =
+          make_float4(sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor);
+    }
+  };
+  float const scale = ScoreMod::gradient_scale(params);
+  if constexpr (OfKeys) {
+    finish(params.split_sums, columns, params.dk, params.dk_stride, params.head_dim, scale);
+    finish(second, columns_v, params.dv, params.dv_stride, params.head_dim_v, params.dropout.scale);
+  } else {
+    finish(params.split_sums, columns, params.dq, params.dq_stride, params.head_dim, scale);
   }
 }
 

@@ -15,8 +15,8 @@ namespace cutlass_ext {
 
 constexpr int kStatisticsThreads = 256;
 
-/// Workspace that other kernels want to be zero, in pieces of 16 bytes, and how many a CTA clears: writes beside what
-/// the statistics read.
+/// What other kernels want to be zero, workspace or dQ, in pieces of 16 bytes, and how many a CTA clears: writes beside
+/// what the statistics read.
 struct ToClear {
   float4* data = nullptr;
   int64_t size = 0, of_a_cta = 0;

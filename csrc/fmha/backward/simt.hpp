@@ -1,16 +1,20 @@
 // The backward pass on CUDA cores, exact fp32: dK and dV of a tile of keys, or dQ of a tile of query rows. One loop for
-// both: a CTA owns the rows of two tensors and walks over the rows of the two others that they see.
-// Instantiated by csrc/kernels/simt_f32_backward_*.cu; launched through host/backward.cpp.
+// both: a CTA owns the rows of two tensors and walks over the rows of the two others that they see. Of long sequences,
+// where bits may differ, and where one tile has all keys, tiles of keys also add to dQ (FlashAttention-2,
+// arXiv:2307.08691, section 3.1.2): five products for seven. Several CTAs may share a tile, each with a split of what
+// is walked over. Instantiated by csrc/kernels/simt_f32_backward_*.cu; launched through host/backward.cpp.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include "../features.hpp"
+#include "../pack_gqa.hpp"
 #include "../pairs.hpp"
 #include "../score.hpp"
 #include "../sequence.hpp"
 #include "../simt/products.hpp"
 #include "../softmax.hpp"
+#include "add_in_memory.hpp"
 #include "params.hpp"
 #include "simt_traits.hpp"
 
@@ -23,6 +27,10 @@ CUTE_DEVICE T const& reread(T const& x) {
   asm volatile("" : "+r"(address));
   return *static_cast<T const*>(__cvta_shared_to_generic(address));
 }
+
+/// Sum over the lanes of a warp that have the same columns and other rows (LanePlace): bits 0 and 4.
+CUTE_DEVICE float sum_of_lane_rows(float x) { return warp_sum<2, 16>(warp_sum<2, 1>(x)); }
+CUTE_DEVICE bool is_first_lane_row(int thread) { return (thread & 17) == 0; }
 
 /// Columns of a piece of `piece_cols` that begins at `col0`; none where the tensor has ended.
 CUTE_DEVICE int cols_of_piece(int cols, int col0, int piece_cols) {
@@ -46,44 +54,82 @@ CUTE_DEVICE void change_p(float* sP, LanePlace place, Changed const& changed) {
   }
 }
 
+/// A CTA's tile. The arrays are the kernel's own variables: one of them is indexed by what is known when it runs, and
+/// with it all of an object would lie in local memory.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
-    backward_kernel(__grid_constant__ BackwardParams const params) {
+class BackwardTile {
   using Products = typename Traits::Products;
-  constexpr bool OfKeys = Traits::OfKeys;
-  constexpr int Own = Traits::Own, Walked = Traits::Walked, PieceCols = Traits::PieceCols, Pieces = Traits::Pieces,
-                Rows = Traits::Rows, Keys = Traits::Keys, OutCols = Traits::OutCols, Stages = Traits::Stages;
-  extern __shared__ __align__(128) unsigned char smem[];
-  auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
+  static constexpr bool OfKeys = Traits::OfKeys, Pairs = Traits::Pairs;
+  static constexpr int Own = Traits::Own, Walked = Traits::Walked, PieceCols = Traits::PieceCols,
+                       Pieces = Traits::Pieces, Rows = Traits::Rows, Keys = Traits::Keys, OutCols = Traits::OutCols,
+                       Stages = Traits::Stages;
 
-  if (params.is_skipped()) return;
-  {
-    WorkItem const work = params.scheduler(blockIdx.x);
-    Sequence sequence = sequence_of(params, work.batch);
+ public:
+  using Scores = decltype(make_tensor<float>(Shape<Int<Rows>, Int<Keys>>{}));
+  using Gradient = decltype(make_tensor<float>(Shape<Int<Rows>, Int<OutCols>, Int<Pieces>>{}));
+  using Weights = float[Rows * Keys];
+  using RowSums = float[Rows];
+
+  /// `dX`: dK or dQ, `dV` of keys alone. `S`: scores, then P, then dP. `weight`: what dS is dP - delta times, of each
+  /// score, where that is not P, under softcap and dropout, in local memory, registers are for sums; until P is known,
+  /// the score's derivative. `row_sum`: of P, where its rows are owned.
+  CUTE_DEVICE BackwardTile(BackwardParams const& params, typename Traits::SharedStorage& shared, Gradient& dX,
+                           Gradient& dV, Scores& S, Weights& weight, RowSums& row_sum)
+      : params_(params), shared_(shared), dX_(dX), dV_(dV), S_(S), weight_(weight), row_sum_(row_sum) {}
+
+  /// Finds the tile's work, and leaves it in shared memory; false where there is none.
+  CUTE_DEVICE bool begin() const {
+    WorkItem const work = params_.scheduler(blockIdx.x);
+    Sequence sequence = sequence_of(params_, work.batch);
     Visibility& visibility = sequence.visibility;
     int const own_length = OfKeys ? visibility.len_kv : visibility.n_q;
-    if (work.row0 >= own_length) return;  // packed: the launch counts the tiles of the longest sequence for each
+    // Packed: the launch counts the tiles of the longest sequence for each.
+    if (work.row0 >= own_length) return false;
     // Query rows that see no key count nowhere, whatever bits they hold: they are not walked over.
     Range const rows = OfKeys ? visibility.rows_with_keys() : Range{0, visibility.n_q};
     visibility = visibility.of_rows(rows);
     if (threadIdx.x == 0) {
-      shared.task = {
-          work,
-          sequence,
-          rows.begin,
-          own_length,
-          OfKeys ? visibility.row_tiles_of(work.row0, Own, Walked) : visibility.tiles_of(work.row0, Own, Walked),
-          OfKeys ? visibility.unmasked_row_tiles_of(work.row0, Own, Walked)
-                 : visibility.unmasked_tiles_of(work.row0, Own, Walked),
-          ScoreMod::query_scale(params),
-          ScoreMod::changes(params) || has_pairs(params),
-          ScoreMod::caps(params),
-          has_dropout(params)};
+      // Heads of the rows that are walked over: the query heads of the KV head, or the KV head of the query head.
+      int const heads = OfKeys ? params_.heads_per_kv.divisor : 1;
+      Range tiles =
+          OfKeys ? visibility.row_tiles_of(work.row0, Own, Walked) : visibility.tiles_of(work.row0, Own, Walked);
+      Range const heads_of_split = split_turns(params_, work.split, heads, &tiles);
+      shared_.task = {work,
+                      sequence,
+                      rows.begin,
+                      own_length,
+                      own_length <= Own,
+                      heads_of_split,
+                      tiles,
+                      OfKeys ? visibility.unmasked_row_tiles_of(work.row0, Own, Walked)
+                             : visibility.unmasked_tiles_of(work.row0, Own, Walked),
+                      ScoreMod::query_scale(params_),
+                      ScoreMod::changes(params_) || has_pairs(params_),
+                      ScoreMod::caps(params_),
+                      has_dropout(params_)};
     }
     __syncthreads();
+    return true;
   }
 
-  // Worked out where it is wanted, as what lies in `task` is read there.
+  CUTE_DEVICE void run() {
+    clear(dX_);
+    clear(dV_);
+    if (shared_.task.tiles.size() > 0) copy_own();
+    CUTE_NO_UNROLL
+    for (int head = shared_.task.heads.begin; head < task().heads.end; ++head) {
+      CUTE_NO_UNROLL
+      for (int tile = shared_.task.tiles.begin; tile < task().tiles.end; ++tile) walk_over(head, tile);
+    }
+    if constexpr (!OfKeys) {
+      if (shared_.task.tiles.size() > 0) finish_rows();
+    }
+    store_gradients();
+  }
+
+ private:
+  // ---- Where things lie. Worked out where it is wanted, as what lies in `task` is read there.
+
   struct Lane {
     int thread = opaque(threadIdx.x);
     LanePlace place{thread % (Traits::RowWarps * 32)};
@@ -92,109 +138,70 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
     int walked = part * Traits::WarpWalked + place.col * kVector;  // and in a tile that is walked over
   };
   // Own and walked rows of the lane, counted from its first.
-  auto own_of = [](int i) { return (i / kVector) * Traits::PanelsApart * kPanel + i % kVector; };
-  auto walked_of = [](int j) { return (j / kVector) * kPanel + j % kVector; };
+  CUTE_DEVICE static constexpr int own_of(int i) { return (i / kVector) * Traits::PanelsApart * kPanel + i % kVector; }
+  CUTE_DEVICE static constexpr int walked_of(int j) { return (j / kVector) * kPanel + j % kVector; }
   // Their p - j, counted from that of the first.
-  auto offset_of = [&](int i, int j) { return OfKeys ? walked_of(j) - own_of(i) : own_of(i) - walked_of(j); };
+  CUTE_DEVICE static constexpr int offset_of(int i, int j) {
+    return OfKeys ? walked_of(j) - own_of(i) : own_of(i) - walked_of(j);
+  }
+
+  CUTE_DEVICE Task const& task() const { return reread(shared_.task); }
+  CUTE_DEVICE float* own_p(Lane const& lane) const { return shared_.p + lane.part * Traits::WarpWalked * kPanel; }
 
   // S and dP are the products of Q and K (0) and of dO and V (1).
-  auto cols = [&](int x) { return x == 0 ? params.head_dim : params.head_dim_v; };
-  auto pieces = [&](int x) { return (cols(x) + PieceCols - 1) / PieceCols; };
-  // Rows `first` and on of the query's or the key's side of a product, columns `col0` and on.
-  auto tile_of = [&](bool of_keys, int x, Task const& task, int head, int first, int length, int col0) {
-    void const* const data = of_keys ? x == 0 ? params.k : params.v : x == 0 ? params.q : params.dout;
-    Strides const& stride = of_keys  ? x == 0 ? params.k_stride : params.v_stride
-                            : x == 0 ? params.q_stride
-                                     : params.dout_stride;
+  CUTE_DEVICE int cols(int x) const { return x == 0 ? params_.head_dim : params_.head_dim_v; }
+  CUTE_DEVICE int pieces(int x) const { return Pieces == 1 ? 1 : (cols(x) + PieceCols - 1) / PieceCols; }
+  // Items of a tile are the pieces for S (part 0), then those for dP and dV, then those for dX.
+  CUTE_DEVICE int first_item(int part) const {
+    return (part > 0 ? pieces(0) : 0) + (part > 1 ? pieces(1) : 0) + (part > 2 ? pieces(0) : 0);
+  }
+  CUTE_DEVICE int query_head(Task const& task, int head) const {
+    return OfKeys ? task.work.head * params_.heads_per_kv.divisor + head : task.work.head;
+  }
+
+  /// Rows `first` and on of the query's or the key's side of a product, columns `col0` and on.
+  CUTE_DEVICE GlobalTile<float> tile_of(bool of_keys, int x, Task const& task, int head, int first, int length,
+                                        int col0) const {
+    void const* const data = of_keys ? x == 0 ? params_.k : params_.v : x == 0 ? params_.q : params_.dout;
+    Strides const& stride = of_keys  ? x == 0 ? params_.k_stride : params_.v_stride
+                            : x == 0 ? params_.q_stride
+                                     : params_.dout_stride;
     int64_t const row0 = of_keys ? task.sequence.k_row0 : task.sequence.q_row0 + task.first_row;
     GlobalTile<float> tile =
         global_tile<float>(data, stride, task.sequence.batch, head, row0 + first, length - first, cols(x) - col0);
     tile.data += col0;
     return tile;
-  };
-  auto statistics_row = [&](Task const& task, int head, int row0) {
-    return StatisticsRows(params).first(params, task.sequence, task.work.batch, head) + task.first_row + row0;
-  };
-  // Of rows of q and dout, those that see no key by what pairs have are left out.
-  auto sifted = [&](GlobalTile<float> const& tile, Task const& task, int head, int row0) {
+  }
+  CUTE_DEVICE int64_t statistics_row(Task const& task, int head, int row0) const {
+    return StatisticsRows(params_).first(params_, task.sequence, task.work.batch, head) + task.first_row + row0;
+  }
+  /// Of rows of q and dout, those that see no key by what pairs have are left out.
+  CUTE_DEVICE SiftedTile<float> sifted(GlobalTile<float> const& tile, Task const& task, int head, int row0) const {
     int64_t const bit = statistics_row(task, head, row0);  // the word's place and what is left: fewer registers
-    auto const* const words = Traits::Pairs && params.empty_rows ? params.empty_rows + bit / 32 : nullptr;
-    return SiftedTile<float>{tile, words, bit & 31};
-  };
-  auto copy_statistics = [&](Task const& task, int head, int row0) {
-    RowStatistics const* const from = params.row_statistics + statistics_row(task, head, row0);
+    auto const* const words = Pairs && params_.empty_rows ? params_.empty_rows + bit / 32 : nullptr;
+    return {tile, words, bit & 31};
+  }
+
+  // ---- Copies.
+
+  CUTE_DEVICE void copy_statistics(Task const& task, int head, int row0) const {
+    RowStatistics* const from = params_.row_statistics + statistics_row(task, head, row0);
     for (int row = threadIdx.x; row < Traits::B_r; row += Traits::Threads) {
       bool const exists = row0 + row < task.sequence.visibility.n_q;
-      SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(from[row].lse_log2, shared.lse[row], exists);
-      SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(from[row].delta, shared.delta[row], exists);
+      SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(from[row].lse_log2, shared_.lse[row], exists);
+      SM80_CP_ASYNC_CACHEALWAYS_ZFILL<float>::copy(from[row].delta, shared_.delta[row], exists);
     }
-  };
+  }
 
-  // Heads of the rows that are walked over: the query heads of the KV head, or the KV head of the query head.
-  int const heads = OfKeys ? params.heads_per_kv.divisor : 1;
-  // Items of the ring, for each head and tile: the pieces of Q (or K) for S, those of dO (or V), those of Q once more.
-  // The statistics of walked rows come with a tile's first piece, when those of the tile before have been used.
-  auto load_item = [&](int head, int tile, int step, float* slot) {
-    Task const& task = reread(shared.task);
-    if (step == 2 * pieces(0) + pieces(1)) {
-      step = 0;
-      if (++tile == task.tiles.end) tile = task.tiles.begin, ++head;
-    }
-    if (head < heads) {
-      bool const second = step >= pieces(0) && step < pieces(0) + pieces(1);
-      int const piece = step < pieces(0) ? step : step - (second ? pieces(0) : pieces(0) + pieces(1));
-      int const first = tile * Walked, query_head = OfKeys ? task.work.head * heads + head : task.work.head;
-      auto const src =
-          tile_of(!OfKeys, second, task, OfKeys ? query_head : params.heads_per_kv.div(query_head), first,
-                  OfKeys ? task.sequence.visibility.n_q : task.sequence.visibility.len_kv, piece * PieceCols);
-      auto const moved = [](int row) { return row / 4; };
-      if constexpr (OfKeys) {
-        copy_tile<Walked, PieceCols, Traits::Threads>(sifted(src, task, query_head, first), slot, moved);
-      } else {
-        copy_tile<Walked, PieceCols, Traits::Threads>(src, slot, moved);
-      }
-      if (OfKeys && step == 0) copy_statistics(task, query_head, first);
-    }
-    cp_async_fence();
-  };
-  int slot = 0;
-  // Waits for an item; frees the slot of the item before it and starts the copy that goes there.
-  auto next_item = [&](int head, int tile, int step) -> float const* {
-    if constexpr (Stages == 1) {
-      __syncthreads();
-      load_item(head, tile, step, shared.ring[0]);
-      cp_async_wait<0>();
-      __syncthreads();
-      return shared.ring[0];
-    } else {
-      cp_async_wait<0>();
-      __syncthreads();
-      int const arrived = slot;
-      slot ^= 1;
-      load_item(head, tile, step + 1, shared.ring[slot]);
-      return shared.ring[arrived];
-    }
-  };
-
-  Tensor dX = make_tensor<float>(Shape<Int<Rows>, Int<OutCols>, Int<Pieces>>{});  // dK or dQ
-  Tensor dV = make_tensor_like(dX);                                               // of keys alone
-  Tensor S = make_tensor<float>(Shape<Int<Rows>, Int<Keys>>{});
-  // What dS is dP - delta times, of each score, where that is not P: under softcap and dropout. In local memory,
-  // registers are for sums; until P is known, the score's derivative.
-  float weight[Rows * Keys];
-  float row_sum[Rows] = {};  // of P, where its rows are owned
-  clear(dX);
-  clear(dV);
-
-  if (shared.task.tiles.size() > 0) {
-    Task const& task = reread(shared.task);
+  CUTE_DEVICE void copy_own() {
+    Task const& task = this->task();
     if (!OfKeys) copy_statistics(task, task.work.head, task.work.row0);
-    if (Stages > 1) load_item(0, task.tiles.begin, 0, shared.ring[0]);
+    if (Stages > 1) load_item(task.heads.begin, task.tiles.begin, 0, shared_.ring[0]);
     CUTE_UNROLL
     for (int x = 0; x < 2; ++x) {
       auto const copy = [&](auto const& tile) {
-        tile.aligned ? copy_q<Products, true>(tile, shared.own[x], 1.f)
-                     : copy_q<Products, false>(tile, shared.own[x], 1.f);
+        tile.aligned ? copy_q<Products, true>(tile, shared_.own[x], 1.f)
+                     : copy_q<Products, false>(tile, shared_.own[x], 1.f);
       };
       auto const own = tile_of(OfKeys, x, task, task.work.head, task.work.row0, task.own_length, 0);
       if constexpr (OfKeys) {
@@ -205,251 +212,476 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
     }
   }
 
-  // S (or dP) += the product of a piece of its columns; dX (or dV) += dS (or P) times a piece of its columns.
-  auto gemm_scores = [&](int x, int piece, float const* item) {
+  /// Items of the ring, for each head and tile: the pieces of Q (or K) for S, those of dO (or V), those of Q once more.
+  /// The statistics of walked rows come with a tile's first piece, when those of the tile before have been used.
+  CUTE_DEVICE void load_item(int head, int tile, int item, float* slot) const {
+    Task const& task = this->task();
+    if (item == first_item(3)) {
+      item = 0;
+      if (++tile == task.tiles.end) tile = task.tiles.begin, ++head;
+    }
+    if (head < task.heads.end) {
+      int const part = (item >= first_item(1)) + (item >= first_item(2)), piece = item - first_item(part);
+      bool const second = part == 1;
+      int const first = tile * Walked, of_head = query_head(task, head);
+      auto const src =
+          tile_of(!OfKeys, second, task, OfKeys ? of_head : params_.heads_per_kv.div(of_head), first,
+                  OfKeys ? task.sequence.visibility.n_q : task.sequence.visibility.len_kv, piece * PieceCols);
+      auto const moved = [](int row) { return row / 4; };
+      if constexpr (OfKeys) {
+        copy_tile<Walked, PieceCols, Traits::Threads>(sifted(src, task, of_head, first), slot, moved);
+      } else {
+        copy_tile<Walked, PieceCols, Traits::Threads>(src, slot, moved);
+      }
+      if (OfKeys && item == 0) copy_statistics(task, of_head, first);
+    }
+    cp_async_fence();
+  }
+
+  /// Waits for an item; frees the slot of the item before it and starts the copy that goes there.
+  CUTE_DEVICE float const* next_item(int head, int tile, int item) {
+    if constexpr (Stages == 1) {
+      __syncthreads();
+      load_item(head, tile, item, shared_.ring[0]);
+      cp_async_wait<0>();
+      __syncthreads();
+      return shared_.ring[0];
+    } else {
+      cp_async_wait<0>();
+      __syncthreads();
+      int const arrived = slot_;
+      slot_ ^= 1;
+      load_item(head, tile, item + 1, shared_.ring[slot_]);
+      return shared_.ring[arrived];
+    }
+  }
+
+  // ---- A tile that is walked over.
+
+  CUTE_DEVICE void walk_over(int head, int tile) {
+    // Pieces in loops, so that what is done with them stands once, but where sums in registers tell them apart: a
+    // turn's instructions are to stay in the cache of 128 KB. With 164 KB a kernel that adds to dQ took 25.0 ms
+    // for 19.9 with 130.
+    auto const for_pieces = [&](int part, auto const& work) {
+      CUTE_NO_UNROLL
+      for (int piece = 0; piece < pieces(part == 1); ++piece)
+        work(piece, next_item(head, tile, first_item(part) + piece));  // its barrier also orders P, and dS
+    };
+    clear(S_);
+    for_pieces(0, [&](int piece, float const* item) { gemm_scores(0, piece, item); });
+    probabilities(head, tile);
+    clear(S_);  // dP from here on
+    for_pieces(1, [&](int piece, float const* item) {
+      if constexpr (OfKeys) gemm_gradients(dV_, piece, item);
+      gemm_scores(1, piece, item);
+    });
+    score_gradients(head, tile);
+    for_pieces(2, [&](int piece, float const* item) { gemm_gradients(dX_, piece, item); });
+    if constexpr (Traits::AddsDq) add_dq(head, tile);
+  }
+
+  /// S (or dP) += the product of a piece of its columns.
+  CUTE_DEVICE void gemm_scores(int x, int piece, float const* item) {
     Lane const lane;
-    add_qk<Products>(S, shared.own[x] + piece * PieceCols * kPanel, item + lane.part * Traits::WarpWalked * kPanel,
+    add_qk<Products>(S_, shared_.own[x] + piece * PieceCols * kPanel, item + lane.part * Traits::WarpWalked * kPanel,
                      lane.place, cols_of_piece(cols(x), piece * PieceCols, PieceCols));
-  };
-  auto gemm_gradients = [&](auto& A, int piece, float const* item) {
+  }
+  /// dX (or dV) += dS (or P) times a piece of its columns.
+  CUTE_DEVICE void gemm_gradients(Gradient& gradient, int piece, float const* item) {
     Lane const lane;
-    Tensor of_piece = A(_, _, piece);
-    gemm_pv<Products>(
-        of_piece, [](int) { return 1.f; }, shared.p,
-        item + lane.part * (Traits::WarpPieceCols / kPanel) * Walked * kPanel, lane.place);
-  };
-  auto own_p = [&](Lane const& lane) { return shared.p + lane.part * Traits::WarpWalked * kPanel; };
-  // lse or delta of each of the lane's query rows.
-  constexpr int LaneRows = OfKeys ? Keys : Rows;
-  auto load_statistics = [&](float (&x)[LaneRows], float const* statistics, Lane const& lane) {
+    CUTE_UNROLL
+    for (int p = 0; p < Pieces; ++p) {  // registers have no index
+      if (p != piece) continue;
+      Tensor of_piece = gradient(_, _, p);
+      gemm_pv<Products>(
+          of_piece, [](int) { return 1.f; }, shared_.p,
+          item + lane.part * (Traits::WarpPieceCols / kPanel) * Walked * kPanel, lane.place);
+    }
+  }
+
+  /// lse or delta of each of the lane's query rows.
+  static constexpr int LaneRows = OfKeys ? Keys : Rows;
+  CUTE_DEVICE static void load_statistics(float (&x)[LaneRows], float const* statistics, Lane const& lane) {
     CUTE_UNROLL
     for (int r = 0; r < LaneRows; r += kVector) {
       float4 const four = load_vector(statistics + (OfKeys ? lane.walked + walked_of(r) : lane.own + own_of(r)));
       CUTE_UNROLL
       for (int e = 0; e < kVector; ++e) x[r + e] = component(four, e);
     }
-  };
+  }
 
   // Where pairs count too, registers are wanted for more than what a call asks for.
-  bool const with_mods = ScoreMod::changes(params), with_cap = ScoreMod::caps(params);
-  auto const changed = [&] { return Traits::Pairs ? reread(shared.task).changed : with_mods; };
-  auto const capped = [&] { return Traits::Pairs ? reread(shared.task).capped : with_cap; };
-  auto const drops = [&] { return reread(shared.task).drops; };
-  auto put = [&] {
+  CUTE_DEVICE bool changed() const { return Pairs ? task().changed : ScoreMod::changes(params_); }
+  CUTE_DEVICE bool capped() const { return Pairs ? task().capped : ScoreMod::caps(params_); }
+  CUTE_DEVICE bool drops() const { return Pairs && task().drops; }
+
+  CUTE_DEVICE void put() const {
     Lane const lane;
-    store_p<Products>(S, own_p(lane), lane.place);
-  };
-  // Bias and mask of what store_p has put of a tile; or what dropout makes of it, times `scale`.
-  auto change_pairs = [&](int head, int tile, bool drops, float scale) {
+    store_p<Products>(S_, own_p(lane), lane.place);
+  }
+  /// Bias and mask of what store_p has put of a tile; or what dropout makes of it, times `scale`.
+  CUTE_DEVICE void change_pairs(int head, int tile, bool drops, float scale) const {
     Lane const lane;
-    Task const& task = reread(shared.task);
+    Task const& task = this->task();
     int const batch = task.work.batch, first_own = task.work.row0 + lane.own,
               first_walked = tile * Walked + lane.walked + (OfKeys ? task.first_row : 0);
-    Sequence const sequence = sequence_of(params, batch);
-    PairMod const pairs(params, sequence, batch, OfKeys ? task.work.head * heads + head : task.work.head);
+    Sequence const sequence = sequence_of(params_, batch);
+    PairMod const pairs(params_, sequence, batch, query_head(task, head));
     change_fours<Products, OfKeys>(own_p(lane), lane.place, [&](float (&x)[kVector], int i, int j) {
       int const own = first_own + own_of(i), walked = first_walked + walked_of(j);
       int const row = OfKeys ? walked : own, key = OfKeys ? own : walked;
       if (drops) {
-        pairs.drop(x, threshold_of(params), row, key, scale);
+        pairs.drop(x, threshold_of(params_), row, key, scale);
       } else {
-        pairs.apply(x, params, sequence.visibility, row, key, [](int e) { return e; });
+        pairs.apply(x, params_, sequence.visibility, row, key, [](int e) { return e; });
       }
     });
-  };
-  // The products in S become P, and go where the warp reads them back. Hidden pairs get exactly 0.
-  auto probabilities = [&](int head, int tile) {
-    if (changed()) {
+  }
+
+  /// What softcap, ALiBi, a bias and a mask make of the products in S, which the scale is then part of.
+  CUTE_DEVICE void change_scores(int head, int tile) {
+    {
       Lane const lane;
-      Task const& task = reread(shared.task);
+      Task const& task = this->task();
       Visibility const& visibility = task.sequence.visibility;
       int const first_own = task.work.row0 + lane.own, first_walked = tile * Walked + lane.walked;
-      ScoreMod const score_mod(params, task.work.batch, OfKeys ? task.work.head * heads + head : task.work.head);
+      ScoreMod const score_mod(params_, task.work.batch, query_head(task, head));
       int const offset =
           OfKeys ? visibility.offset(first_walked, first_own) : visibility.offset(first_own, first_walked);
       CUTE_UNROLL
-      for (int e = 0; e < size(S); ++e) S(e) *= task.scale;
-      score_mod.apply(S, offset, offset_of);
+      for (int e = 0; e < size(S_); ++e) S_(e) *= task.scale;
+      score_mod.apply(S_, offset, offset_of);
       if (capped()) {
         CUTE_UNROLL
-        for (int e = 0; e < size(S); ++e) weight[opaque(e)] = S(e);
+        for (int e = 0; e < size(S_); ++e) weight_[opaque(e)] = S_(e);
         CUTE_NO_UNROLL
-        for (int e = 0; e < size(S); ++e)
-          weight[e] = score_mod.derivative(weight[e], offset + offset_of(e % Rows, e / Rows));
+        for (int e = 0; e < size(S_); ++e)
+          weight_[e] = score_mod.derivative(weight_[e], offset + offset_of(e % Rows, e / Rows));
       }
     }
-    if (Traits::Pairs && changed() && changes_scores(params)) {
+    if (Pairs && changes_scores(params_)) {
       put();
       change_pairs(head, tile, false, 1.f);
       Lane const lane;
-      load_p<Products>(S, own_p(lane), lane.place);
+      load_p<Products>(S_, own_p(lane), lane.place);
     }
+  }
+
+  /// The products in S become P, and go where the warp reads them back. Hidden pairs get exactly 0.
+  CUTE_DEVICE void probabilities(int head, int tile) {
+    if (changed()) change_scores(head, tile);
     Lane const lane;
-    Task const& task = reread(shared.task);
+    Task const& task = this->task();
     Visibility const& visibility = task.sequence.visibility;
     int const first_own = task.work.row0 + lane.own, first_walked = tile * Walked + lane.walked;
     if (!task.whole_tiles.contains(tile)) {
       if constexpr (OfKeys) {
-        mask_transposed(S, visibility.of_rows({first_walked, visibility.n_q}), first_own, own_of, walked_of);
+        mask_transposed(S_, visibility.of_rows({first_walked, visibility.n_q}), first_own, own_of, walked_of);
       } else {
-        mask(S, visibility.counted_from(first_walked), first_own, own_of, walked_of);
+        mask(S_, visibility.counted_from(first_walked), first_own, own_of, walked_of);
       }
     }
     float const scale = changed() ? 1.f : task.scale;
     float lse[LaneRows];
-    load_statistics(lse, shared.lse, lane);
+    load_statistics(lse, shared_.lse, lane);
     CUTE_UNROLL
     for (int i = 0; i < Rows; ++i) {
       CUTE_UNROLL
-      for (int j = 0; j < Keys; ++j) S(i, j) = exp2_approx(fmaf(S(i, j), scale, -lse[OfKeys ? j : i]));
+      for (int j = 0; j < Keys; ++j) S_(i, j) = exp2_approx(fmaf(S_(i, j), scale, -lse[OfKeys ? j : i]));
     }
     if constexpr (!OfKeys) {
       CUTE_UNROLL
       for (int i = 0; i < Rows; ++i) {
-        float sum = S(i, 0);
+        float sum = S_(i, 0);
         CUTE_UNROLL
-        for (int j = 1; j < Keys; ++j) sum += S(i, j);
-        row_sum[i] += sum;
+        for (int j = 1; j < Keys; ++j) sum += S_(i, j);
+        row_sum_[i] += sum;
       }
     }
-    store_p<Products>(S, own_p(lane), lane.place);
-    if (Traits::Pairs && drops()) {
+    if constexpr (Traits::AddsDq) {
+      if (task.is_only_tile) normalize(head);
+    }
+    store_p<Products>(S_, own_p(lane), lane.place);
+    if (drops()) {
       bool const with_derivative = capped();
       CUTE_UNROLL
-      for (int e = 0; e < size(S); ++e) {
+      for (int e = 0; e < size(S_); ++e) {
         int const at = opaque(e);
-        weight[at] = with_derivative && S(e) > 0.f ? S(e) * weight[at] : S(e);
+        weight_[at] = with_derivative && S_(e) > 0.f ? S_(e) * weight_[at] : S_(e);
       }
     }
-    if (Traits::Pairs && OfKeys && drops()) change_pairs(head, tile, true, 1.f);
-  };
-  // With dP in S, dS takes the place of P, which other lanes have read for dV.
-  auto score_gradients = [&](int head, int tile) {
+    if (OfKeys && drops()) change_pairs(head, tile, true, 1.f);
+  }
+
+  /// Takes out of P what it lacks to sum to 1, where the tile has all keys of its rows; its warps have a part of them
+  /// each.
+  CUTE_DEVICE void normalize(int head) {
+    Lane const lane;
+    float* const sums = shared_.p + lane.walked;  // dS of the tile before has been read
+    float sum[Keys];
+    CUTE_UNROLL
+    for (int j = 0; j < Keys; ++j) {
+      sum[j] = S_(0, j);
+      CUTE_UNROLL
+      for (int i = 1; i < Rows; ++i) sum[j] += S_(i, j);
+      sum[j] = sum_of_lane_rows(sum[j]);
+      if (is_first_lane_row(lane.thread)) sums[lane.thread / 32 * Walked + walked_of(j)] = sum[j];
+    }
+    __syncthreads();
+    float const sink_log2 = ScoreMod(params_, task().work.batch, query_head(task(), head)).sink_log2;
+    CUTE_UNROLL
+    for (int j = 0; j < Keys; ++j) {
+      sum[j] = 0.f;
+      CUTE_UNROLL
+      for (int warp = 0; warp < Traits::RowWarps; ++warp) sum[j] += sums[warp * Walked + walked_of(j)];
+      float const factor = reciprocal(sum_for_one(sum[j], sink_log2, shared_.lse[lane.walked + walked_of(j)]));
+      CUTE_UNROLL
+      for (int i = 0; i < Rows; ++i) S_(i, j) *= factor;
+    }
+    __syncthreads();
+  }
+
+  /// With dP in S, dS takes the place of P, which other lanes have read for dV.
+  CUTE_DEVICE void score_gradients(int head, int tile) {
     if constexpr (OfKeys) Traits::ColWarps > 1 ? __syncthreads() : __syncwarp();
-    if (Traits::Pairs && drops()) {
+    if (drops()) {
       put();
-      change_pairs(head, tile, true, params.dropout.scale);
+      change_pairs(head, tile, true, params_.dropout.scale);
     }
     Lane const lane;
     float delta[LaneRows];
-    load_statistics(delta, shared.delta, lane);
-    if (Traits::Pairs && drops()) {
+    load_statistics(delta, shared_.delta, lane);
+    if (drops()) {
       change_p<Products>(own_p(lane), lane.place, [&](int i, int j, float dp) {
-        float const of_score = weight[opaque(j * Rows + i)];
+        float const of_score = weight_[opaque(j * Rows + i)];
         return of_score == 0.f ? 0.f : of_score * (dp - delta[OfKeys ? j : i]);
       });
       return;
     }
     bool const with_derivative = capped();
     change_p<Products>(own_p(lane), lane.place, [&](int i, int j, float p) {
-      float const dp = S(i, j) - delta[OfKeys ? j : i];
-      float const of_score = with_derivative ? p * weight[opaque(j * Rows + i)] : p;
+      float const dp = S_(i, j) - delta[OfKeys ? j : i];
+      float const of_score = with_derivative ? p * weight_[opaque(j * Rows + i)] : p;
       return p == 0.f ? 0.f : of_score * dp;  // dP and the derivative of a hidden pair may be anything
     });
-  };
+  }
 
-  CUTE_NO_UNROLL
-  for (int head = 0; head < heads; ++head) {
-    CUTE_NO_UNROLL
-    for (int tile = shared.task.tiles.begin; tile < reread(shared.task).tiles.end; ++tile) {
-      clear(S);
-      CUTE_NO_UNROLL
-      for (int piece = 0; piece < pieces(0); ++piece) gemm_scores(0, piece, next_item(head, tile, piece));
-      probabilities(head, tile);
+  /// Adds the tile's part of dQ, dS^T K, to memory, of four rows of a lane at a time. dS of all warps is there since
+  /// the last item came, and stays until the next does.
+  CUTE_DEVICE void add_dq(int head, int tile) const {
+    CUTE_NO_UNROLL  // a turn's instructions are to stay in the cache of 128 KB
+        for (int first = 0; first < Traits::DqRows; first += kVector) add_rows_of_dq(head, tile, first);
+  }
 
-      clear(S);  // dP from here on
+  CUTE_DEVICE void add_rows_of_dq(int head, int tile, int first) const {
+    constexpr int kTurn = 4;  // chunks of own rows that are unrolled
+    Lane const lane;
+    int const warp = lane.thread / 32, col = warp % Traits::DqColWarps * kPanel + dq_col(lane.thread),
+              row = (warp / Traits::DqColWarps * Traits::DqRows + first) * kLaneRows + dq_row(lane.thread);
+    // The next chunk's are loaded ahead: with few sums a load is waited for longer than it is worked on.
+    float4 ds[2][kVector], own[2][kVector];
+    auto const load = [&](int chunk, int buffer) {
+      float const* const ds_at = shared_.p + own_chunk_offset<Walked>(chunk, row);
+      float const* const own_at = shared_.own[0] + own_chunk_offset<Traits::HeadDim>(chunk, col);
       CUTE_UNROLL
-      for (int piece = 0; piece < Pieces; ++piece) {
-        if (piece >= pieces(1)) continue;
-        float const* const item = next_item(head, tile, pieces(0) + piece);  // its barrier also orders P, as below dS
-        if constexpr (OfKeys) gemm_gradients(dV, piece, item);
-        gemm_scores(1, piece, item);
+      for (int x = 0; x < kVector; ++x) {
+        ds[buffer][x] = load_vector(ds_at + x * kPanel);
+        own[buffer][x] = load_vector(own_at + x * kPanel);
       }
-      score_gradients(head, tile);
-
+    };
+    float sums[kVector][kVector] = {};
+    load(0, 0);
+    CUTE_NO_UNROLL
+    for (int turn = 0; turn < Own / kVector; turn += kTurn) {
       CUTE_UNROLL
-      for (int piece = 0; piece < Pieces; ++piece) {
-        if (piece >= pieces(0)) continue;
-        gemm_gradients(dX, piece, next_item(head, tile, pieces(0) + pieces(1) + piece));
+      for (int c = 0; c < kTurn; ++c) {
+        if (c < kTurn - 1) {
+          load(turn + c + 1, (c + 1) % 2);
+        } else if (turn + kTurn < Own / kVector) {
+          load(turn + kTurn, 0);
+        }
+        CUTE_UNROLL
+        for (int e = 0; e < kVector; ++e) {
+          CUTE_UNROLL
+          for (int j = 0; j < kVector; ++j) {
+            CUTE_UNROLL
+            for (int step = 0; step < kVector; ++step) {
+              int const i = j % 2 == 0 ? step : kVector - 1 - step;
+              sums[j][i] = fmaf(component(ds[c % 2][j], e), component(own[c % 2][i], e), sums[j][i]);
+            }
+          }
+        }
+      }
+    }
+    Task const& task = this->task();
+    int64_t const row0 = int64_t(task.sequence.q_row0) + task.first_row + tile * Walked + row;
+    int const rows = task.sequence.visibility.n_q - (tile * Walked + row);
+    // Where the lane adds once it has transposed: every eighth column.
+    int const first_col = col / kPanel * kPanel + (lane.thread >> 3 & 1) * kVector + (lane.thread >> 1 & 3);
+    float* const to =
+        row_at<float>(params_.dq, params_.dq_stride, task.sequence.batch, row0, query_head(task, head)) + first_col;
+    CUTE_UNROLL
+    for (int j = 0; j < kVector; ++j) {
+      transpose(sums[j], lane.thread);
+      if (j >= rows) continue;
+      CUTE_UNROLL
+      for (int k = 0; k < kVector; ++k) {
+        if (first_col + 8 * k < params_.head_dim)
+          add_in_memory(to + j * params_.dq_stride.row + 8 * k, sums[j][k] * ScoreMod::gradient_scale(params_));
       }
     }
   }
 
-  // What P lacks to sum to 1: dQ gets it here, dK and dV from the lse that is left for their launch.
-  auto finish_rows = [&] {
+  /// Of four lanes that differ in bits 1 and 2, each with four numbers: number k of lane i becomes number i of lane k.
+  CUTE_DEVICE static void transpose(float (&x)[kVector], int thread) {
+    CUTE_UNROLL
+    for (int bit = 1; bit < kVector; bit *= 2) {
+      bool const is_set = thread & 2 * bit;
+      CUTE_UNROLL
+      for (int k = 0; k < kVector; ++k) {
+        if (k & bit) continue;
+        float const other = __shfl_xor_sync(0xffffffffu, is_set ? x[k] : x[k | bit], 2 * bit);
+        (is_set ? x[k] : x[k | bit]) = other;
+      }
+    }
+  }
+
+  // ---- The end.
+
+  /// What P lacks to sum to 1: dQ gets it here, dK and dV from the lse that is left for their launch. Of a split's part
+  /// of the keys the sums are left for the launch that adds up splits (postprocess.hpp).
+  CUTE_DEVICE void finish_rows() {
     Lane const lane;
     CUTE_UNROLL
-    for (int i = 0; i < Rows; ++i) row_sum[i] = warp_sum<kLaneCols, kLaneColStride>(row_sum[i]);
+    for (int i = 0; i < Rows; ++i) row_sum_[i] = warp_sum<kLaneCols, kLaneColStride>(row_sum_[i]);
     if constexpr (Traits::ColWarps > 1) {  // the other warps of the rows have seen other keys
       __syncthreads();
       CUTE_UNROLL
       for (int i = 0; i < Rows; ++i) {
-        if (lane.place.col == 0) shared.p[lane.part * Own + lane.own + own_of(i)] = row_sum[i];
+        if (lane.place.col == 0) shared_.p[lane.part * Own + lane.own + own_of(i)] = row_sum_[i];
       }
       __syncthreads();
       CUTE_UNROLL
       for (int i = 0; i < Rows; ++i) {
-        row_sum[i] = 0.f;
+        row_sum_[i] = 0.f;
         CUTE_UNROLL
-        for (int part = 0; part < Traits::ColWarps; ++part) row_sum[i] += shared.p[part * Own + lane.own + own_of(i)];
+        for (int part = 0; part < Traits::ColWarps; ++part) row_sum_[i] += shared_.p[part * Own + lane.own + own_of(i)];
       }
     }
-    Task const& task = reread(shared.task);
-    float const sink_log2 = ScoreMod(params, task.work.batch, task.work.head).sink_log2;
-    RowStatistics* const rows = params.row_statistics + statistics_row(task, task.work.head, task.work.row0) + lane.own;
+    if (params_.splits() > 1) return;
+    Task const& task = this->task();
+    float const sink_log2 = ScoreMod(params_, task.work.batch, task.work.head).sink_log2;
+    RowStatistics* const rows =
+        params_.row_statistics + statistics_row(task, task.work.head, task.work.row0) + lane.own;
     CUTE_UNROLL
     for (int i = 0; i < Rows; ++i) {
-      float const lse_log2 = shared.lse[lane.own + own_of(i)];
-      float const sum = sum_for_one(row_sum[i], sink_log2, lse_log2), factor = reciprocal(sum);
+      float const lse_log2 = shared_.lse[lane.own + own_of(i)];
+      float const sum = sum_for_one(row_sum_[i], sink_log2, lse_log2), factor = reciprocal(sum);
       // Rows that do not exist have a place, too.
       if (lane.place.col == 0 && lane.part == 0) rows[own_of(i)].lse_log2 = lse_log2 + log2f(sum);
       CUTE_UNROLL
-      for (int e = 0; e < OutCols * Pieces; ++e) dX(i, e % OutCols, e / OutCols) *= factor;
+      for (int e = 0; e < OutCols * Pieces; ++e) dX_(i, e % OutCols, e / OutCols) *= factor;
     }
-  };
+  }
 
-  auto store = [&](auto const& A, void* data, Strides const& stride, int cols, float factor) {
+  CUTE_DEVICE void store_gradients() const {
+    if (params_.splits() > 1) return leave_sums();
+    float const scale = ScoreMod::gradient_scale(params_);
+    auto const rows_of = [&](void* data, Strides const& stride) {
+      Task const& task = this->task();
+      int64_t const row0 = (OfKeys ? task.sequence.k_row0 : task.sequence.q_row0) + task.work.row0;
+      return row_at<float>(data, stride, task.sequence.batch, row0, task.work.head);
+    };
+    if constexpr (OfKeys) {
+      store(dX_, rows_of(params_.dk, params_.dk_stride), params_.dk_stride.row, params_.head_dim, scale);
+      store(dV_, rows_of(params_.dv, params_.dv_stride), params_.dv_stride.row, params_.head_dim_v,
+            params_.dropout.scale);
+    } else {
+      store(dX_, rows_of(params_.dq, params_.dq_stride), params_.dq_stride.row, params_.head_dim, scale);
+    }
+  }
+
+  /// Of a split, for the launch that adds them up: rows side by side, of the kernel's columns.
+  CUTE_DEVICE void leave_sums() const {
+    Task const& task = this->task();
+    SplitSums const splits(params_, OfKeys ? Axis::Keys : Axis::Rows);
+    int64_t const behind_first = splits.size(params_.splits(), Traits::HeadDim);
+    auto const place = [&](int columns) {
+      return splits.first(params_, task.sequence, task.work.batch, task.work.head, task.work.row0, task.work.split,
+                          columns);
+    };
+    store(dX_, params_.split_sums + place(Traits::HeadDim), Traits::HeadDim, params_.head_dim, 1.f);
+    if constexpr (OfKeys) {
+      store(dV_, params_.split_sums + behind_first + place(Traits::HeadDimV), Traits::HeadDimV, params_.head_dim_v,
+            1.f);
+    } else {
+      Lane const lane;
+      float* const sums = params_.split_sums + behind_first + place(1) + lane.own;
+      CUTE_UNROLL
+      for (int i = 0; i < Rows; ++i) {
+        if (lane.place.col == 0 && lane.part == 0) sums[own_of(i)] = row_sum_[i];
+      }
+    }
+  }
+
+  /// The tile's own rows of a gradient, times `factor`: its first row lies at `to`.
+  CUTE_DEVICE void store(Gradient const& gradient, float* to, int64_t row_stride, int cols, float factor) const {
     Lane const lane;
-    Task const& task = reread(shared.task);
+    Task const& task = this->task();
     CUTE_UNROLL
     for (int i = 0; i < Rows; ++i) {
-      int const row = task.work.row0 + lane.own + own_of(i);
-      if (row >= task.own_length) continue;
-      Range const seen = OfKeys ? task.sequence.visibility.rows_of_key(row) : task.sequence.visibility.keys_of_row(row);
-      int64_t const stored_row = int64_t(OfKeys ? task.sequence.k_row0 : task.sequence.q_row0) + row;
-      float* const out = static_cast<float*>(data) + task.sequence.batch * stride.batch + stored_row * stride.row +
-                         task.work.head * stride.head;
+      int const row = lane.own + own_of(i), of_sequence = task.work.row0 + row;
+      if (of_sequence >= task.own_length) continue;
+      Visibility const& visibility = task.sequence.visibility;
+      bool const sees = (OfKeys ? visibility.rows_of_key(of_sequence) : visibility.keys_of_row(of_sequence)).size() > 0;
+      float* const out = to + row * row_stride;
       CUTE_UNROLL
       for (int piece = 0; piece < Pieces; ++piece) {
         CUTE_UNROLL
         for (int j = 0; j < OutCols; j += kVector) {
           int const col =
               piece * PieceCols + lane.part * Traits::WarpPieceCols + j / kVector * kPanel + lane.place.col * kVector;
-          auto const value = [&](int e) { return seen.size() > 0 ? A(i, j + e, piece) * factor : 0.f; };
+          auto const value = [&](int e) { return sees ? gradient(i, j + e, piece) * factor : 0.f; };
           if (col < cols) *reinterpret_cast<float4*>(out + col) = make_float4(value(0), value(1), value(2), value(3));
         }
       }
     }
-  };
-  if constexpr (OfKeys) {
-    store(dX, params.dk, params.dk_stride, params.head_dim, ScoreMod::gradient_scale(params));
-    store(dV, params.dv, params.dv_stride, params.head_dim_v, params.dropout.scale);
-  } else {
-    if (shared.task.tiles.size() > 0) finish_rows();
-    store(dX, params.dq, params.dq_stride, params.head_dim, ScoreMod::gradient_scale(params));
   }
+
+  BackwardParams const& params_;
+  typename Traits::SharedStorage& shared_;
+  Gradient &dX_, &dV_;
+  Scores& S_;
+  Weights& weight_;
+  RowSums& row_sum_;
+  int slot_ = 0;
+};
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas)
+    backward_kernel(__grid_constant__ BackwardParams const params) {
+  using Tile = BackwardTile<Traits>;
+  extern __shared__ __align__(128) unsigned char smem[];
+  if (params.is_skipped()) return;
+  typename Tile::Gradient dX, dV;
+  typename Tile::Scores S;
+  typename Tile::Weights weight;
+  typename Tile::RowSums row_sum = {};
+  Tile tile(params, *reinterpret_cast<typename Traits::SharedStorage*>(smem), dX, dV, S, weight, row_sum);
+  if (tile.begin()) tile.run();
 }
 
 /// The kernel of one tile shape: a CTA for each tile of keys, or of query rows.
-template <Axis Of, int B_r, int B_c, int HeadDim, class Element, int Threads, class Way>
+template <Kind Kind_, int B_r, int B_c, int HeadDim, class Element, int Threads, class Way>
 struct Backward {
-  using Traits = BackwardTraits<Of, B_r, B_c, HeadDim, Element, Threads, Way>;
+  using Traits = BackwardTraits<Kind_, B_r, B_c, HeadDim, Element, Threads, Way>;
   static constexpr char const* kFamily = "simt";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &backward_kernel<Traits>;
-  static constexpr Kind kKind = Traits::OfKeys ? Kind::KeyGradients : Kind::QueryGradients;
+  static constexpr Kind kKind = Kind_;
   static constexpr Features kTakes = feature::kScoreMods | (Traits::Pairs ? feature::kPairs : 0) | feature::Sink |
                                      feature::Packed | feature::kUnlike | feature::UnalignedRows;
+  static constexpr TileLoop kLoop{false, true};  // splits
 };
 
 }  // namespace cutlass_ext::simt

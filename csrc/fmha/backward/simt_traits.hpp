@@ -7,6 +7,8 @@
 // everything else.
 #pragma once
 
+#include "../features.hpp"
+#include "../scheduler.hpp"
 #include "../sequence.hpp"
 #include "../simt/traits.hpp"
 
@@ -28,7 +30,9 @@ struct Task {
   Sequence sequence;  // of its visibility rows that see no key are cut off where rows are walked over
   int first_row;      // of the sequence's query rows the first that is left
   int own_length;     // own rows are those of the sequence below this
-  Range tiles;        // that are walked over
+  bool is_only_tile;  // whether the sequence has no other own rows
+  Range heads;        // of those that share the own rows, which the CTA's split goes through
+  Range tiles;        // that are walked over for each
   Range whole_tiles;  // those without masks
   float scale;        // ScoreMod::query_scale
   bool changed;       // whether anything changes scores, or P
@@ -36,10 +40,23 @@ struct Task {
   bool drops;         // whether dropout does
 };
 
-template <Axis Of_, int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_, class Walk_>
+// ---- Places in the product dS^T K, by hand as those of ../simt/traits.hpp. A warp has 16 rows at a time, by 32
+// columns. A lane has four of each: of the rows those of lanes that share own rows, of the columns what makes eight
+// lanes add to columns side by side once four of them have transposed what they have.
+
+CUTE_HOST_DEVICE constexpr int dq_row(int thread) { return ((thread & 1) << 1 | (thread >> 4 & 1)) * kVector; }
+CUTE_HOST_DEVICE constexpr int dq_col(int thread) { return ((thread >> 1 & 3) << 1 | (thread >> 3 & 1)) * kVector; }
+
+/// Chunk `chunk` of own rows, of row or column `row` of `Rows`.
+template <int Rows>
+CUTE_HOST_DEVICE int own_chunk_offset(int chunk, int row) {
+  return (chunk / kPanelChunks * Rows + row) * kPanel + chunk_offset(chunk % kPanelChunks, row / kVector);
+}
+
+/// `Kind`: which gradients are made; of all of them the own rows are keys, and dQ is added to in memory.
+template <Kind Kind_, int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_, class Walk_>
 struct BackwardTraits {
-  static constexpr Axis Of = Of_;
-  static constexpr bool OfKeys = Of == Axis::Keys;
+  static constexpr bool OfKeys = Kind_ != Kind::QueryGradients, AddsDq = Kind_ == Kind::AllGradients;
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDim_, Threads = Threads_;
   using Element = Element_;
   static constexpr int Own = OfKeys ? B_c : B_r, Walked = OfKeys ? B_r : B_c;
@@ -58,6 +75,9 @@ struct BackwardTraits {
   static constexpr int GroupCols = group_cols(Rows, OutCols);       // columns of a thread in one product with P or dS
   static constexpr int ChunksATurn = Keys > 8 ? 8 : 4;
   static constexpr bool SumTurnsApart = Rows * Keys <= 32 && Rows * 2 * Keys + Sums <= 160;
+  // Of the product dS^T K: warps side by side, and how many rows a thread has.
+  static constexpr int DqColWarps = HeadDim / kPanel, DqRowWarps = Threads / 32 / DqColWarps,
+                       DqRows = AddsDq ? Walked * DqColWarps * 8 / Threads : 0;
 
   static_assert(std::is_same_v<Element, float>, "the CUDA-core family computes in fp32");
   static_assert(RowWarps * ColWarps * 32 == Threads && RowWarps % 2 == 0 && Own % (RowWarps * kHalfPanel) == 0 &&
@@ -67,6 +87,8 @@ struct BackwardTraits {
   static_assert(HeadDim % PieceCols == 0 && WarpPieceCols % kPanel == 0, "pieces and warps have whole panels");
   static_assert(Own % (Threads / kPanelChunks) == 0 && Walked % (Threads / kPanelChunks) == 0,
                 "a pass of the block copies whole rows of a panel");
+  static_assert(!AddsDq || (ColWarps == 1 && DqColWarps * DqRowWarps * 32 == Threads && DqRows % kVector == 0),
+                "a warp has whole blocks of dQ");
   static_assert(Stages == 1 || Stages == 2,
                 "statistics of walked rows have one place, which three slots would overtake");
 
@@ -95,7 +117,8 @@ struct BackwardTraits {
 
   // Whether what pairs have is taken: for dK and dV of wider heads by the tiles that fit 99 KB alone, and not at all by
   // those past 128, nor by those of 64, whose calls the tiles of 128 take. The others spill with it (24 to 250 bytes).
-  static constexpr bool Pairs = !OfKeys || HeadDim <= 32 || (HeadDim == 128 && sizeof(SharedStorage) <= 99 * 1024);
+  static constexpr bool Pairs =
+      !AddsDq && (!OfKeys || HeadDim <= 32 || (HeadDim == 128 && sizeof(SharedStorage) <= 99 * 1024));
 
   // CTAs that a multiprocessor of 228 KB and 64 K registers is to hold: all registers that a thread can have.
   static constexpr int CtasByShared = 228 * 1024 / (sizeof(SharedStorage) + 1024),

@@ -27,15 +27,11 @@
 #include "../sequence.hpp"
 #include "../sm80/warp.hpp"
 #include "../softmax.hpp"
+#include "add_in_memory.hpp"
 #include "parts.hpp"
 #include "sm80_traits.hpp"
 
 namespace cutlass_ext::sm80 {
-
-/// Adds to a number in global memory, as atomicAdd does where the compiler knows whose address it is.
-CUTE_DEVICE void add_in_memory(float* to, float x) {
-  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "f"(x));
-}
 
 /// What passes by: a query head (of keys: each that shares their KV head) after the other, the tiles of each from the
 /// last to the first, which leaves whole tiles to all copies of a head but the first. With two stages the next tiles of
