@@ -475,7 +475,9 @@ def _backward_in_blocks(o: SimpleNamespace, lengths: Lengths) -> Gradients:
                 if block.masked:
                     empty = (S.amax(-1, keepdim=True) == -torch.inf) | (lse == torch.inf)
                     dO, Q = dO.masked_fill(empty, 0.0), Q.masked_fill(empty, 0.0)
-                P = S.sub_(lse).exp_()
+                P = _summing_to_one(
+                    S.sub_(lse).exp_(), lse, None if o.sink is None else blocks.of_heads(o.sink)[:, block.h]
+                )
             if delta_heads is not None:
                 delta = delta_heads[block.rows]
             else:
@@ -505,6 +507,16 @@ def _backward_in_blocks(o: SimpleNamespace, lengths: Lengths) -> Gradients:
             dq_heads[block.rows] = blocks.sum_over_keys(dS, block.K).mul_(blocks.softmax_scale)
             dK[block.b, block.h, block.j] += (dS.mT @ Q).sum(2)
     return dq, dk.copy_(dK.transpose(1, 2)), dv.copy_(dV.transpose(1, 2)), dsink, dbias.copy_(dS_sums)
+
+
+def _summing_to_one(P: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
+    """P of rows, with all of their keys, without what the rounding of lse leaves in their sums. A sum that is further
+    from 1 is that of a part of the keys that lse is of: it stays."""
+    total = P.sum(-1, keepdim=True)
+    if sink is not None:
+        total += torch.exp(sink - lse)
+    rounding = 2 * torch.finfo(P.dtype).eps * (4 + lse.abs() / math.log(2))
+    return P.div_(torch.where((total - 1).abs() <= rounding.clamp(max=2**-10), total, 1.0))
 
 
 def _outside(keys: Tensor, lengths: Lengths) -> Tensor | None:

@@ -829,13 +829,23 @@ def test_few_tiles(target, shape, options):
         assert explanation.splits > 1, explanation
 
 
-@pytest.mark.parametrize(
-    "options", [{"softcap": 20.0}, {"seqused_k": [700, 0, 129], "leftpad_k": [5, 0, 100]}], ids=str
-)
-@pytest.mark.parametrize("d", [32, 64, 128, 256])
-def test_few_tiles_of(target, d, options):
+OF_FEW_TILES = [{"softcap": 20.0}, {"seqused_k": [700, 0, 129], "leftpad_k": [5, 0, 100]}]
+
+
+def check_few_tiles(target, d, options):
     options = {k: target.int32(x) if isinstance(x, list) else x for k, x in options.items()}
     check(target, *target.qkv(3, 520, 4, d, n_kv=700, heads_kv=1), causal=True, start_pos="end", **options)
+
+
+@pytest.mark.parametrize("options", OF_FEW_TILES, ids=str)
+def test_few_tiles_of(target, options):
+    check_few_tiles(target, 256, options)
+
+
+@pytest.mark.parametrize("options", OF_FEW_TILES, ids=str)
+@pytest.mark.parametrize("d", [32, 64, 128])
+def test_few_tiles_of_kernels(kernels, d, options):
+    check_few_tiles(kernels, d, options)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
