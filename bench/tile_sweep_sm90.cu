@@ -1,7 +1,6 @@
 // Every tile shape of the Hopper FMHA that fits a multiprocessor, in bfloat16, for the head_dim that CMake sets as
 // SWEEP_HEAD_DIM and SWEEP_HEAD_DIM_V; linked into fmha_bench by -DFMHA_SWEEP=sm90. Compiled once for each B_r, which
 // is SWEEP_B_R. The shapes that csrc/kernels/sm90_*.cu has are labelled so: CMake reads them there.
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // tiles of 48, 80, 112, ... keys (make_product)
 #include <string>
 
 #include "fmha/sm90/fmha.hpp"

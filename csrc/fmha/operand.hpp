@@ -8,8 +8,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cute/tensor.hpp>
 #include <cutlass/numeric_types.h>
+
+#include "cute_tensor.hpp"
 
 namespace cutlass_ext {
 

@@ -6,8 +6,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cute/tensor.hpp>
-
+#include "cute_tensor.hpp"
 #include "optimization_barriers.hpp"
 #include "params.hpp"
 #include "score.hpp"

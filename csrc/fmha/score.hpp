@@ -2,8 +2,7 @@
 // what they do to gradients. Called by every main loop. The sink joins in `finish` (softmax.hpp).
 #pragma once
 
-#include <cute/tensor.hpp>
-
+#include "cute_tensor.hpp"
 #include "params.hpp"
 
 namespace cutlass_ext {

@@ -3,8 +3,7 @@
 // rows that a thread holds, and by whatever merges parts (merge.hpp).
 #pragma once
 
-#include <cute/tensor.hpp>
-
+#include "cute_tensor.hpp"
 #include "score.hpp"
 
 namespace cutlass_ext {

@@ -4,8 +4,9 @@
 
 #include <cmath>
 
-#include <cute/tensor.hpp>
 #include <cutlass/fast_math.h>
+
+#include "cute_tensor.hpp"
 
 namespace cutlass_ext {
 

@@ -1,5 +1,4 @@
 // fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 192; `kMods`: with softcap and ALiBi.
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // tiles of 80 keys (make_product)
 #include "../fmha/sm90/fmha.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"

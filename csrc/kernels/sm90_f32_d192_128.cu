@@ -1,6 +1,5 @@
 // fp32 on Hopper's tensor cores (WGMMA), each operand in two fp16 parts, head_dim up to 192 for Q and K, 128 for V;
 // `kMods`: with softcap and ALiBi.
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // tiles of 48 keys (make_product)
 #include "../fmha/sm90/fmha.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"

@@ -3,9 +3,8 @@
 // are few tiles several CTAs take parts, which a second launch adds up. Launched by kernels/dbias.cu.
 #pragma once
 
-#include <cute/tensor.hpp>
-
 #include "../copy/cp_async.hpp"
+#include "../cute_tensor.hpp"
 #include "../pack_gqa.hpp"
 #include "../pairs.hpp"
 #include "../sm80/warp.hpp"

@@ -5,8 +5,7 @@
 // is walked over. Instantiated by csrc/kernels/simt_f32_backward_*.cu; launched through host/backward.cpp.
 #pragma once
 
-#include <cute/tensor.hpp>
-
+#include "../cute_tensor.hpp"
 #include "../features.hpp"
 #include "../pack_gqa.hpp"
 #include "../pairs.hpp"

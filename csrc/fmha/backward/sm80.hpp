@@ -17,9 +17,8 @@
 // registers.
 #pragma once
 
-#include <cute/tensor.hpp>
-
 #include "../copy/cp_async.hpp"
+#include "../cute_tensor.hpp"
 #include "../features.hpp"
 #include "../pack_gqa.hpp"
 #include "../pairs.hpp"

@@ -3,9 +3,9 @@
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
-#include <cute/tensor.hpp>
 
 #include "../cache.hpp"
+#include "../cute_tensor.hpp"
 #include "../optimization_barriers.hpp"
 #include "../swizzle.hpp"
 

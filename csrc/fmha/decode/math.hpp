@@ -3,8 +3,7 @@
 // warpgroup_math.hpp has Hopper's.
 #pragma once
 
-#include <cute/tensor.hpp>
-
+#include "../cute_tensor.hpp"
 #include "../mma/mma_sync.hpp"
 #include "../operand.hpp"
 #include "traits.hpp"

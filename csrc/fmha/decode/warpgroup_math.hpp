@@ -15,24 +15,20 @@ struct WarpgroupTensorCores : TensorCores<Traits> {
   static constexpr int Rows = Traits::Rows, HeadDim = Traits::HeadDim, TileKeys = Traits::TileKeys;
 
   CUTE_DEVICE void scores(Fragment<TileKeys>& S, Element const* sQ, Element const* sK, int) const {
-    using Tile = Shape<Int<Rows>, Int<TileKeys>, Int<HeadDim>>;
-    auto const multiply = [&](auto mma, auto const& fQ) {
-      Tensor fK = mma.get_slice(0).partition_fragment_B(
-          make_tensor(make_smem_ptr(sK), sm90::LayoutAlongColumns<Element, TileKeys, HeadDim>{}));
-      Tensor cS = make_tensor(make_rmem_ptr(&S[0][0]), partition_shape_C(mma, Shape<Int<Rows>, Int<TileKeys>>{}));
-      sm90::gemm_async<HeadDim / 16>(mma, fQ, fK, cS, true);
+    constexpr auto kSource = Traits::QueryInRegisters ? sm90::SourceOfA::Registers : sm90::SourceOfA::Shared;
+    using Mma = sm90::Product<TileKeys, Element, kSource>;
+    auto const multiply = [&](auto const& fQ) {
+      Tensor fK =
+          Mma::operand_b(make_tensor(make_smem_ptr(sK), sm90::LayoutAlongColumns<Element, TileKeys, HeadDim>{}));
+      Tensor cS = make_tensor(make_rmem_ptr(&S[0][0]), typename Mma::template ShapeOfSums<TileKeys>{});
+      sm90::gemm_async<HeadDim / 16>(Mma{}, fQ, fK, cS, true);
       warpgroup_wait<0>();
       warpgroup_fence_operand(cS);
     };
     if constexpr (Traits::QueryInRegisters) {
-      auto const mma = sm90::make_product<TileKeys>(
-          GMMA::rs_op_selector<Element, Element, float, Tile, GMMA::Major::K, GMMA::Major::K>());
-      multiply(mma, make_tensor(make_rmem_ptr<Element>(&this->q[0][0]),
-                                partition_shape_A(mma, Shape<Int<Rows>, Int<HeadDim>>{})));
+      multiply(make_tensor(make_rmem_ptr<Element>(&this->q[0][0]), typename Mma::template ShapeOfA<HeadDim>{}));
     } else {
-      auto const mma = sm90::make_product<TileKeys>(GMMA::ss_op_selector<Element, Element, float, Tile>());
-      multiply(mma, mma.get_slice(0).partition_fragment_A(
-                        make_tensor(make_smem_ptr(sQ), sm90::LayoutAlongColumns<Element, Rows, HeadDim>{})));
+      multiply(Mma::operand_a(make_tensor(make_smem_ptr(sQ), sm90::LayoutAlongColumns<Element, Rows, HeadDim>{})));
     }
   }
 
@@ -43,15 +39,11 @@ struct WarpgroupTensorCores : TensorCores<Traits> {
     CUTE_UNROLL
     for (int k = 0; k < TileKeys / 16; ++k) pack_operand<Element>(p[k], P[2 * k], P[2 * k + 1]);
 
-    auto const mma = sm90::make_product<HeadDim>(
-        GMMA::rs_op_selector<Element, Element, float, Shape<Int<Rows>, Int<HeadDim>, Int<TileKeys>>, GMMA::Major::K,
-                             GMMA::Major::MN>());
-    Tensor fP =
-        make_tensor(make_rmem_ptr<Element>(&p[0][0]), partition_shape_A(mma, Shape<Int<Rows>, Int<TileKeys>>{}));
-    Tensor fV = mma.get_slice(0).partition_fragment_B(
-        make_tensor(make_smem_ptr(sV), sm90::LayoutAlongRows<Element, TileKeys, HeadDim>{}));
-    Tensor cO = make_tensor(make_rmem_ptr(&O[0][0]), partition_shape_C(mma, Shape<Int<Rows>, Int<HeadDim>>{}));
-    sm90::gemm_async<TileKeys / 16>(mma, fP, fV, cO, false);
+    using Mma = sm90::Product<HeadDim, Element, sm90::SourceOfA::Registers, GMMA::Major::K, GMMA::Major::MN>;
+    Tensor fP = make_tensor(make_rmem_ptr<Element>(&p[0][0]), typename Mma::template ShapeOfA<TileKeys>{});
+    Tensor fV = Mma::operand_b(make_tensor(make_smem_ptr(sV), sm90::LayoutAlongRows<Element, TileKeys, HeadDim>{}));
+    Tensor cO = make_tensor(make_rmem_ptr(&O[0][0]), typename Mma::template ShapeOfSums<HeadDim>{});
+    sm90::gemm_async<TileKeys / 16>(Mma{}, fP, fV, cO, false);
     warpgroup_wait<0>();
     warpgroup_fence_operand(cO);
   }

@@ -2,8 +2,7 @@
 // Instantiated by csrc/kernels/simt_*.cu and by the tile sweep of bench/; launched through host/plan.cpp.
 #pragma once
 
-#include <cute/tensor.hpp>
-
+#include "../cute_tensor.hpp"
 #include "../features.hpp"
 #include "../merge.hpp"
 #include "../pack_gqa.hpp"

@@ -3,9 +3,8 @@
 // over keys. `Traits` says how many rows and columns a lane has.
 #pragma once
 
-#include <cute/tensor.hpp>
-
 #include "../copy/cp_async.hpp"
+#include "../cute_tensor.hpp"
 #include "traits.hpp"
 
 namespace cutlass_ext::simt {

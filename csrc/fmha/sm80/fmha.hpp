@@ -5,9 +5,8 @@
 // exponentials behind the products. Instantiated by csrc/kernels/sm80_*.cu.
 #pragma once
 
-#include <cute/tensor.hpp>
-
 #include "../copy/cp_async.hpp"
+#include "../cute_tensor.hpp"
 #include "../features.hpp"
 #include "../pairs.hpp"
 #include "../score.hpp"

@@ -2,8 +2,7 @@
 // fmha.hpp and backward/sm80.hpp.
 #pragma once
 
-#include <cute/tensor.hpp>
-
+#include "../cute_tensor.hpp"
 #include "../mma/mma_sync.hpp"
 #include "../operand.hpp"
 #include "../softmax.hpp"

@@ -4,9 +4,8 @@
 // half is the same. Instantiated by csrc/kernels/sm80_whole_heads.cu.
 #pragma once
 
-#include <cute/tensor.hpp>
-
 #include "../copy/cp_async.hpp"
+#include "../cute_tensor.hpp"
 #include "../features.hpp"
 #include "../pack_gqa.hpp"
 #include "../pairs.hpp"

@@ -5,10 +5,10 @@
 // Instantiated by csrc/kernels/sm90_*.cu.
 #pragma once
 
-#include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "../cute_tensor.hpp"
 #include "../features.hpp"
 #include "../pairs.hpp"
 #include "../score.hpp"

@@ -4,8 +4,7 @@
 
 #include <cfloat>
 
-#include <cute/tensor.hpp>
-
+#include "../cute_tensor.hpp"
 #include "../softmax.hpp"
 #include "../operand.hpp"
 

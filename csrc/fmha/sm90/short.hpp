@@ -4,10 +4,10 @@
 // code that plain calls do not need. Instantiated by csrc/kernels/sm90_short.cu.
 #pragma once
 
-#include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
 
 #include "../copy/tma.hpp"
+#include "../cute_tensor.hpp"
 #include "../features.hpp"
 #include "../merge.hpp"
 #include "../score.hpp"

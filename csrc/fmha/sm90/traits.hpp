@@ -4,12 +4,11 @@
 
 #include <type_traits>
 
-#include <cute/atom/mma_atom.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
-#include <cute/tensor.hpp>
 #include <cutlass/numeric_types.h>
 
 #include "../copy/tma.hpp"
+#include "../cute_tensor.hpp"
 #include "../features.hpp"
 #include "../mma/wgmma.hpp"
 #include "../operand.hpp"
@@ -127,12 +126,9 @@ struct Traits {
   using LayoutV = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Part>{},
                                          Shape<Int<ColumnsV>, Int<B_c>, Int<Stages>>{}, Step<_2, _1, _3>{}));
 
-  using MmaQK = decltype(make_product<B_c>(
-      GMMA::ss_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<B_c>, Int<HeadDim>>>()));
+  using MmaQK = Product<B_c, Part, SourceOfA::Shared>;
   template <int Columns>
-  using MmaWithP = decltype(make_product<Columns>(
-      GMMA::rs_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<Columns>, Int<B_c>>, GMMA::Major::K,
-                           GMMA::Major::MN>()));
+  using MmaWithP = Product<Columns, Part, SourceOfA::Registers, GMMA::Major::K, GMMA::Major::MN>;
   using MmaPV = MmaWithP<HeadDimV>;
   using MmaOfV = MmaWithP<ColumnsV>;  // describes V as it lies in shared memory, to whole panels
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
-#include <cute/tensor.hpp>
 
+#include "../cute_tensor.hpp"
 #include "../mma/wgmma.hpp"
 #include "../operand.hpp"
 #include "../optimization_barriers.hpp"
@@ -38,35 +38,29 @@ template <class Traits>
 CUTE_DEVICE auto operand_q(typename Traits::Part* q, int row_block) {
   Tensor rows = local_tile(make_tensor(make_smem_ptr(q), typename Traits::LayoutQ{}),
                            Shape<Int<kAtomRows>, Int<Traits::ColumnsQK>>{}, make_coord(row_block, _0{}));
-  return typename Traits::MmaQK{}.get_slice(0).partition_fragment_A(rows);  // no thread index in a descriptor
+  return Traits::MmaQK::operand_a(rows);  // no thread index in a descriptor
 }
 template <class Traits>
 CUTE_DEVICE auto operand_k(typename Traits::Part* k) {
-  return typename Traits::MmaQK{}.get_slice(0).partition_fragment_B(
-      make_tensor(make_smem_ptr(k), typename Traits::LayoutK{}));
+  return Traits::MmaQK::operand_b(make_tensor(make_smem_ptr(k), typename Traits::LayoutK{}));
 }
 template <class Traits>
 CUTE_DEVICE auto operand_v(typename Traits::Part* v) {
-  return typename Traits::MmaOfV{}.get_slice(0).partition_fragment_B(
-      make_tensor(make_smem_ptr(v), typename Traits::LayoutV{}));
+  return Traits::MmaOfV::operand_b(make_tensor(make_smem_ptr(v), typename Traits::LayoutV{}));
 }
 template <class Traits>
 CUTE_DEVICE auto operand_p() {
-  typename Traits::MmaPV mma;
-  return make_tensor<typename Traits::Part>(
-      partition_shape_A(mma, Shape<Int<kAtomRows>, Int<Traits::Parts * Traits::B_c>>{}));
+  return Traits::MmaPV::template registers_a<Traits::Parts * Traits::B_c>();
 }
 
 /// Their accumulators.
 template <class Traits>
 CUTE_DEVICE auto accumulator_s() {
-  typename Traits::MmaQK mma;
-  return partition_fragment_C(mma, Shape<Int<kAtomRows>, Int<Traits::B_c>>{});
+  return Traits::MmaQK::template sums<Traits::B_c>();
 }
 template <class Traits>
 CUTE_DEVICE auto accumulator_o() {
-  typename Traits::MmaPV mma;
-  return partition_fragment_C(mma, Shape<Int<kAtomRows>, Int<Traits::HeadDimV>>{});
+  return Traits::MmaPV::template sums<Traits::HeadDimV>();
 }
 
 /// Which keys of a tile the two rows of a thread see, a bit for each of its columns.

@@ -2,8 +2,7 @@
 // sums up its gradients. Used by kernel.hpp.
 #pragma once
 
-#include <cute/tensor.hpp>
-
+#include "../../cute_tensor.hpp"
 #include "epilogue.hpp"
 #include "mainloop.hpp"
 #include "turns.hpp"

@@ -8,10 +8,10 @@
 #include <climits>
 
 #include <cute/arch/cluster_sm90.hpp>
-#include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "../../cute_tensor.hpp"
 #include "../../features.hpp"
 #include "../../score.hpp"
 #include "../../sm90/dropout.hpp"
@@ -45,8 +45,7 @@ struct BiasTraits {
 
   using Layout =
       decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<B_r>, Int<HeadDim>, Int<Slots>>{}));
-  using Mma = decltype(make_product<B_c>(
-      GMMA::ss_op_selector<Element, Element, float, Shape<Int<kAtomRows>, Int<B_c>, Int<HeadDim>>>()));
+  using Mma = Product<B_c, Element, SourceOfA::Shared>;
   static constexpr int TileElements = B_r * HeadDim;
   static constexpr int BiasBytes = 16 * B_c * 2;  // of a warp's rows
 
@@ -235,9 +234,9 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
   };
   Tensor rows =
       local_tile(tiles_at(shared.rows), Shape<Int<kAtomRows>, Int<Traits::HeadDim>>{}, make_coord(row_block, _0{}));
-  Tensor fRows = Mma{}.get_slice(0).partition_fragment_A(rows);  // no thread index in a descriptor
-  Tensor fKeys = Mma{}.get_slice(0).partition_fragment_B(tiles_at(shared.keys));
-  auto const scores_of_a_tile = [] { return partition_fragment_C(Mma{}, Shape<Int<kAtomRows>, Int<Traits::B_c>>{}); };
+  Tensor fRows = Mma::operand_a(rows);  // no thread index in a descriptor
+  Tensor fKeys = Mma::operand_b(tiles_at(shared.keys));
+  auto const scores_of_a_tile = [] { return Mma::template sums<Traits::B_c>(); };
   Tensor cB = scores_of_a_tile();
   Tensor dB = rows_and_columns(cB);
   clear(cB);

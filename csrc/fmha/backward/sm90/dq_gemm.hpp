@@ -4,8 +4,8 @@
 
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm75.hpp>
-#include <cute/tensor.hpp>
 
+#include "../../cute_tensor.hpp"
 #include "../params.hpp"
 #include "traits.hpp"
 
@@ -83,9 +83,7 @@ struct DqGemm {
   }
 
   /// dS of the warp's 16 rows of a tile, as operand A: of the CTA's own keys, and of a cluster's others.
-  CUTE_DEVICE static auto operand() {
-    return make_tensor<Element>(partition_shape_A(Mma{}, Shape<Int<Traits::B_r>, Int<Traits::B_c>>{}));
-  }
+  CUTE_DEVICE static auto operand() { return Mma::template registers_a<Traits::B_c>(); }
   /// Brings it to registers, once another warpgroup has left it, and the other CTA has sent it.
   template <class Operand>
   CUTE_DEVICE void load_ds(Operand& ds, int buffer) const {
@@ -106,13 +104,13 @@ struct DqGemm {
     using Rows = LayoutAlongColumns<Element, Traits::Held, kPanel>;
     Tensor rows = local_tile(make_tensor(make_smem_ptr(shared.ds + buffer * Traits::Held * kPanel), Rows{}),
                              Shape<Int<kAtomRows>, Int<kPanel>>{}, make_coord(warpgroup, _0{}));
-    return typename Traits::MmaKeys{}.get_slice(0).partition_fragment_A(rows);
+    return Traits::MmaKeys::operand_a(rows);
   }
 
   /// Of a cluster of two, the other CTA's.
   CUTE_DEVICE static uint32_t other_rank() { return cute::block_rank_in_cluster() ^ 1; }
   CUTE_DEVICE int part() const { return Traits::AlternatesDq ? 0 : warpgroup; }
-  CUTE_DEVICE static auto accumulator() { return partition_fragment_C(Mma{}, Shape<Int<Traits::B_r>, Int<Columns>>{}); }
+  CUTE_DEVICE static auto accumulator() { return Mma::template sums<Columns>(); }
   /// K in hand from a column on, as operand B.
   CUTE_DEVICE auto keys_from(int column) const { return keys_of(shared.held, column); }
   /// The same of the keys of a cluster's other CTA, whose panels here begin with the columns' first.
@@ -121,9 +119,8 @@ struct DqGemm {
   }
   CUTE_DEVICE static auto keys_of(Element* held, int column) {
     constexpr int kKeys = Traits::Held;
-    return MmaOfPanels{}.get_slice(0).partition_fragment_B(
-        make_tensor(make_smem_ptr(held + column / kPanel * kPanel * kKeys + column % kPanel),
-                    LayoutAlongRows<Element, kKeys, Described>{}));
+    return MmaOfPanels::operand_b(make_tensor(make_smem_ptr(held + column / kPanel * kPanel * kKeys + column % kPanel),
+                                              LayoutAlongRows<Element, kKeys, Described>{}));
   }
   /// Of those that the CTA adds to.
   CUTE_DEVICE static int first_column() {
@@ -131,8 +128,7 @@ struct DqGemm {
   }
   template <class Sums>
   CUTE_DEVICE void issue(Sums& sums, int buffer) const {
-    Tensor fDS =
-        Mma{}.get_slice(0).partition_fragment_A(make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDS{}));
+    Tensor fDS = Mma::operand_a(make_tensor(make_smem_ptr(shared.ds), typename Traits::LayoutDS{}));
     gemm_async<Traits::Held / 16>(Mma{}, fDS(_, _, _, buffer), keys_from(part() * Columns), sums, true);
   }
 

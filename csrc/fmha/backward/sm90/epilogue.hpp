@@ -1,8 +1,7 @@
 // The sums of a consumer warpgroup to memory, once it has gone through all tiles. Used by consumer.hpp.
 #pragma once
 
-#include <cute/tensor.hpp>
-
+#include "../../cute_tensor.hpp"
 #include "../../sm90/warpgroup.hpp"
 #include "../../softmax.hpp"
 #include "../params.hpp"

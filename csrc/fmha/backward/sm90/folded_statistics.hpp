@@ -2,8 +2,7 @@
 // of ones and the number in three parts. Used by traits.hpp, producer.hpp and mainloop.hpp.
 #pragma once
 
-#include <cute/tensor.hpp>
-
+#include "../../cute_tensor.hpp"
 #include "../../mma/wgmma.hpp"
 
 namespace cutlass_ext::sm90 {
@@ -45,8 +44,7 @@ CUTE_DEVICE void begin_with(uint32_t const (&a)[2], uint64_t b, C& c, std::index
 /// C = A B and what `rows` add to its columns, over `Steps` times 16, issued and not waited for. In one piece:
 /// with a fence between the two products the assembler makes a group of its own of the first.
 template <int Steps, class Mma, class A, class B, class C>
-CUTE_DEVICE void gemm_async(Mma mma, A const& a, B const& b, C& c, OnesOfColumns const& ones,
-                            ColumnsOfRow const* rows) {
+CUTE_DEVICE void gemm_async(Mma, A const& a, B const& b, C& c, OnesOfColumns const& ones, ColumnsOfRow const* rows) {
   static_assert(decltype(size(c))::value == kColumns / 2, "a warpgroup's 64 rows");
   GmmaDescriptor of_rows;
   of_rows.desc_ = 0;  // the last eight of 16 are the first eight again, times 0
@@ -55,9 +53,8 @@ CUTE_DEVICE void gemm_async(Mma mma, A const& a, B const& b, C& c, OnesOfColumns
   warpgroup_fence_operand(c);
   warpgroup_arrive();
   begin_with(ones.words, of_rows.desc_, c, std::make_index_sequence<kColumns / 2>{});
-  mma.accumulate_ = GMMA::ScaleOut::One;
   CUTE_UNROLL
-  for (int i = 0; i < Steps; ++i) cute::gemm(mma, a(_, _, i), b(_, _, i), c);
+  for (int i = 0; i < Steps; ++i) Mma::issue(a(_, _, i), b(_, _, i), c, GMMA::ScaleOut::One);
   warpgroup_commit_batch();
   warpgroup_fence_operand(c);
 }

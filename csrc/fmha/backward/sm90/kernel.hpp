@@ -11,10 +11,10 @@
 // each of the two streams by TMA. Instantiated by csrc/kernels/sm90_*backward*.cu.
 #pragma once
 
-#include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "../../cute_tensor.hpp"
 #include "consumer.hpp"
 #include "dq_semaphore.hpp"
 #include "postprocess.hpp"

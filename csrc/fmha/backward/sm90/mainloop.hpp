@@ -4,8 +4,8 @@
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
-#include <cute/tensor.hpp>
 
+#include "../../cute_tensor.hpp"
 #include "../../score.hpp"
 #include "../../softmax.hpp"
 #include "dq_gemm.hpp"
@@ -62,14 +62,14 @@ CUTE_DEVICE auto operand_in_shared(Mma mma, typename Traits::Part* data, int row
   using Layout = typename Traits::template LayoutHeld<Columns>;
   Tensor rows = local_tile(make_tensor(make_smem_ptr(data), Layout{}), Shape<Int<kAtomRows>, Int<Columns>>{},
                            make_coord(row_block, _0{}));
-  return mma.get_slice(0).partition_fragment_A(rows);
+  return Mma::operand_a(rows);
 }
 
 /// The same where the kernel has them: registers, or shared memory.
 template <class Traits, int Columns, class Mma>
 CUTE_DEVICE auto operand_held(Mma mma, typename Traits::Part* data, int row_block) {
   if constexpr (Traits::HoldsInRegisters) {
-    return make_tensor<typename Traits::Part>(partition_shape_A(mma, Shape<Int<kAtomRows>, Int<Columns>>{}));
+    return Mma::template registers_a<Columns>();
   } else {
     return operand_in_shared<Traits, Columns>(mma, data, row_block);
   }
@@ -78,13 +78,13 @@ CUTE_DEVICE auto operand_held(Mma mma, typename Traits::Part* data, int row_bloc
 /// Rows that pass by, in all of their stages, as operand B.
 template <class Layout, class Mma, class Part>
 CUTE_DEVICE auto operand_streamed(Mma mma, Part* data) {
-  return mma.get_slice(0).partition_fragment_B(make_tensor(make_smem_ptr(data), Layout{}));
+  return Mma::operand_b(make_tensor(make_smem_ptr(data), Layout{}));
 }
 
 /// The sums of 64 rows' products.
 template <int Columns, class Mma>
 CUTE_DEVICE auto accumulator_of(Mma mma) {
-  return partition_fragment_C(mma, Shape<Int<kAtomRows>, Int<Columns>>{});
+  return Mma::template sums<Columns>();
 }
 
 /// What a consumer warpgroup makes of one tile in hand, X: of keys, or of query rows. Y passes by, the other of q and
@@ -101,8 +101,7 @@ struct Mainloop {
   // Wide heads have no registers to spare: dK's product reads dS from shared memory, where it lies for dQ.
   static constexpr bool kReadsDS = AddsQ && Traits::HeadDim > 64;
   static constexpr bool kInParts = Traits::Parts > 1;
-  using MmaS = typename Traits::template MmaScores<Traits::HeadDim>;
-  using MmaP = typename Traits::template MmaScores<Traits::HeadDimV>;
+  using MmaS = typename Traits::MmaScores;
   using MmaG = typename Traits::template MmaGradient<Traits::HeadDim>;
   using MmaV = typename Traits::template MmaGradient<Traits::HeadDimV>;
   template <class Mma, int Columns>
@@ -110,8 +109,7 @@ struct Mainloop {
   template <class Mma, int Columns>
   using Accumulator = decltype(accumulator_of<Columns>(Mma{}));
   template <class Mma>
-  using Weights =
-      decltype(make_tensor<Part>(partition_shape_A(Mma{}, Shape<Int<kAtomRows>, Int<Traits::Parts * Step>>{})));
+  using Weights = decltype(Mma::template registers_a<Traits::Parts * Step>());
 
   BackwardParams const& params;
   typename Traits::SharedStorage& shared;
@@ -121,7 +119,7 @@ struct Mainloop {
   Range const tiles, unmasked;
 
   Held<MmaS, ColumnsQK> fX;
-  Held<MmaP, ColumnsV> fXv;
+  Held<MmaS, ColumnsV> fXv;
   Accumulator<MmaS, Step> cS;
   Accumulator<MmaG, Traits::HeadDim> cA;   // dK, or dQ
   Accumulator<MmaV, Traits::HeadDimV> cV;  // dV
@@ -153,7 +151,7 @@ struct Mainloop {
         tiles(tile.tiles),
         unmasked(tile.unmasked),
         fX(operand_held<Traits, ColumnsQK>(MmaS{}, shared.held, row_block)),
-        fXv(operand_held<Traits, ColumnsV>(MmaP{}, shared.held_v, row_block)),
+        fXv(operand_held<Traits, ColumnsV>(MmaS{}, shared.held_v, row_block)),
         query_scale(Traits::ScoreMods ? ScoreMod::query_scale(params) : kLog2e * ScoreMod::gradient_scale(params)),
         statistics(params, shared, tile),
         order(tile, tiles),
@@ -182,7 +180,7 @@ struct Mainloop {
     if constexpr (Traits::PlainMask) return current_tile;
     return shared.at[stage];
   }
-  CUTE_DEVICE static auto accumulator_of_dp() { return accumulator_of<Step>(MmaP{}); }
+  CUTE_DEVICE static auto accumulator_of_dp() { return accumulator_of<Step>(MmaS{}); }
 
   // Operands of what passes by; their low parts, where they are in parts, are the second half of a tile's columns.
   CUTE_DEVICE auto fY(int low = 0) const {
@@ -191,7 +189,7 @@ struct Mainloop {
   }
   CUTE_DEVICE auto fYv(int low = 0) const {
     return operand_streamed<typename Traits::template LayoutStreamed<ColumnsV>>(
-        MmaP{}, shared.streamed_v + low * Step * ColumnsV / 2);
+        MmaS{}, shared.streamed_v + low * Step * ColumnsV / 2);
   }
   CUTE_DEVICE auto fYt() const {
     return operand_streamed<typename Traits::template LayoutAcross<ColumnsQK>>(
@@ -219,9 +217,9 @@ struct Mainloop {
   template <class Sums>
   CUTE_DEVICE void issue_dp(Sums& cdP, int stage_v, int stage) {
     if constexpr (Traits::FoldsStatistics) {
-      gemm_async<Traits::HeadDimV / 16>(MmaP{}, fXv, fYv()(_, _, _, stage_v), cdP, ones, shared.delta_columns[stage]);
+      gemm_async<Traits::HeadDimV / 16>(MmaS{}, fXv, fYv()(_, _, _, stage_v), cdP, ones, shared.delta_columns[stage]);
     } else {
-      gemm_async<Traits::HeadDimV / 16>(MmaP{}, fXv, fYv()(_, _, _, stage_v), cdP, true);
+      gemm_async<Traits::HeadDimV / 16>(MmaS{}, fXv, fYv()(_, _, _, stage_v), cdP, true);
     }
   }
   /// The same of a panel of columns in parts: of longer sums the tensor cores cut off so much that where all terms have
@@ -230,7 +228,7 @@ struct Mainloop {
   CUTE_DEVICE void issue_panel_of_dp(Sums& cdP, int stage) {
     constexpr int kSteps = kPanel / 16;
     gemm_async<Panel * kSteps, kSteps, Traits::HeadDimV / 16>(
-        MmaP{}, operand_in_shared<Traits, ColumnsV>(MmaP{}, shared.held_v + opaque(0), row_block),
+        MmaS{}, operand_in_shared<Traits, ColumnsV>(MmaS{}, shared.held_v + opaque(0), row_block),
         fYv()(_, _, _, stage), fYv(1)(_, _, _, stage), cdP, true);
   }
   CUTE_DEVICE void issue_dv(int stage) { gemm_async<Step / 16>(MmaV{}, fP, fYvt()(_, _, _, stage), cV, false); }

@@ -4,9 +4,9 @@
 #pragma once
 
 #include <cute/arch/copy_sm75.hpp>
-#include <cute/tensor.hpp>
 
 #include "../../copy/cp_async.hpp"
+#include "../../cute_tensor.hpp"
 #include "../../mma/wgmma.hpp"
 #include "../../pairs.hpp"
 #include "../../sm90/warpgroup.hpp"

@@ -3,8 +3,7 @@
 // gradients to memory. Used by turns.hpp and epilogue.hpp.
 #pragma once
 
-#include <cute/tensor.hpp>
-
+#include "../../cute_tensor.hpp"
 #include "../../mma/wgmma.hpp"
 #include "../../sm90/warpgroup.hpp"
 #include "../../softmax.hpp"
@@ -48,16 +47,15 @@ template <class Traits, int Columns, bool Issues, class Sums, class A, class Mea
 CUTE_DEVICE void add_product(Sums& sums, A const& a, typename Traits::Part* data, int stage, float const (&factors)[2],
                              Meanwhile const& meanwhile) {
   constexpr int Step = Traits::Step, kPanels = Columns / kPanel / 2, kSteps = Step / 16;
-  typename Traits::template MmaGradient<kPanel> mma;
+  using Mma = typename Traits::template MmaGradient<kPanel>;
   auto const panel_of = [&](int panel) {
     auto* const at = data + (stage * (Columns / kPanel) + panel) * Step * kPanel;
-    return mma.get_slice(0).partition_fragment_B(
-        make_tensor(make_smem_ptr(at), LayoutAlongRows<typename Traits::Part, Step, kPanel>{}));
+    return Mma::operand_b(make_tensor(make_smem_ptr(at), LayoutAlongRows<typename Traits::Part, Step, kPanel>{}));
   };
   for_each(make_int_sequence<kPanels>{}, [&](auto panel) {
-    Tensor cT = partition_fragment_C(mma, Shape<Int<kAtomRows>, Int<kPanel>>{});
+    Tensor cT = Mma::template sums<kPanel>();
     Tensor high = panel_of(panel), low = panel_of(panel + kPanels);
-    gemm_async<0, kSteps, kSteps>(mma, a, high, low, cT, true);
+    gemm_async<0, kSteps, kSteps>(Mma{}, a, high, low, cT, true);
     constexpr bool kFirst = decltype(panel)::value == 0;
     if constexpr (kFirst) meanwhile();
     warpgroup_wait<kFirst && Issues ? 1 : 0>();

@@ -5,8 +5,7 @@
 
 #include <iterator>
 
-#include <cute/tensor.hpp>
-
+#include "../../cute_tensor.hpp"
 #include "../../mma/wgmma.hpp"
 #include "../../pairs.hpp"
 #include "../../sm90/pipeline.hpp"

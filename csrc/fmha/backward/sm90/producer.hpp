@@ -3,8 +3,8 @@
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
-#include <cute/tensor.hpp>
 
+#include "../../cute_tensor.hpp"
 #include "../../sm90/tensor_maps.hpp"
 #include "../row_product.hpp"
 #include "../rows_preprocessed.hpp"

@@ -1,8 +1,7 @@
 // Statistics of rows (lse and delta) as a consumer thread has them. Used by mainloop.hpp.
 #pragma once
 
-#include <cute/tensor.hpp>
-
+#include "../../cute_tensor.hpp"
 #include "../../optimization_barriers.hpp"
 #include "../../sm90/warpgroup.hpp"
 #include "../params.hpp"

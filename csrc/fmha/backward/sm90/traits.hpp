@@ -1,9 +1,9 @@
 // What a backward kernel is made of: tiles, layouts, products, registers, shared memory. Used by the other files here.
 #pragma once
 
-#include <cute/tensor.hpp>
 #include <cutlass/arch/barrier.h>
 
+#include "../../cute_tensor.hpp"
 #include "../../features.hpp"
 #include "../../sm90/warpgroup.hpp"
 #include "folded_statistics.hpp"
@@ -175,19 +175,12 @@ struct BackwardTraits {
   // Whether a warpgroup keeps its rows in hand in registers: there are 52 left where warpgroups are two, and shared
   // memory, which the products would read them from each turn, is what the kernel waits for.
   static constexpr bool HoldsInRegisters = AccumulatesDq && !ThreeConsumers && HeadDim <= 64 && HeadDimV <= 64;
-  template <int Columns>
-  using ShapeOfScores = Shape<Int<kAtomRows>, Int<Step>, Int<Columns>>;
-  template <int Columns>
-  using MmaScores = decltype(make_product<Step>(
-      std::conditional_t<HoldsInRegisters, decltype(GMMA::rs_op_selector<Part, Part, float, ShapeOfScores<Columns>>()),
-                         decltype(GMMA::ss_op_selector<Part, Part, float, ShapeOfScores<Columns>>())>{}));
+  using MmaScores = Product<Step, Part, HoldsInRegisters ? SourceOfA::Registers : SourceOfA::Shared>;
   // An instruction may have no more registers than a thread is launched with: 128 where warpgroups are four.
   template <int Columns>
   static constexpr int ColumnsAtOnce = HasDqWarpgroup && Columns > 192 ? 128 : Columns;
   template <int Columns>
-  using MmaGradient = decltype(make_product<ColumnsAtOnce<Columns>>(
-      GMMA::rs_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<ColumnsAtOnce<Columns>>, Int<Step>>,
-                           GMMA::Major::K, GMMA::Major::MN>()));
+  using MmaGradient = Product<ColumnsAtOnce<Columns>, Part, SourceOfA::Registers, GMMA::Major::K, GMMA::Major::MN>;
 
   // Narrow heads leave registers for what a tile adds to all columns of dQ: the warpgroups then take turns, which reads
   // dS once.
@@ -213,18 +206,11 @@ struct BackwardTraits {
   using Maps = std::conditional_t<PlainBias, GradientMapsOfBias, GradientMaps>;
   using LayoutDS =
       decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Part>{}, Shape<Int<B_r>, Int<Held>, Int<StagesDS>>{}));
-  using MmaKeys = decltype(make_product<HeadDim>(
-      GMMA::ss_op_selector<Part, Part, float, Shape<Int<kAtomRows>, Int<HeadDim>, Int<B_r>>, GMMA::Major::K,
-                           GMMA::Major::MN>()));
+  using MmaKeys = Product<HeadDim, Part, SourceOfA::Shared, GMMA::Major::K, GMMA::Major::MN>;
   template <int Columns>
-  using ShapeOfDq = Shape<Int<B_r>, Int<Columns>, Int<Held>>;
-  template <int Columns>
-  using MmaDq = decltype(make_product<Columns>(
-      std::conditional_t<
-          HasDqWarpgroup,
-          decltype(GMMA::rs_op_selector<Part, Part, float, ShapeOfDq<Columns>, GMMA::Major::K, GMMA::Major::MN>()),
-          decltype(GMMA::ss_op_selector<Part, Part, float, ShapeOfDq<Columns>, GMMA::Major::MN,
-                                        GMMA::Major::MN>())>{}));
+  using MmaDq =
+      std::conditional_t<HasDqWarpgroup, Product<Columns, Part, SourceOfA::Registers, GMMA::Major::K, GMMA::Major::MN>,
+                         Product<Columns, Part, SourceOfA::Shared, GMMA::Major::MN, GMMA::Major::MN>>;
   static constexpr int VectorsOfP = kAtomRows * B_r / kWarpgroup / 4;  // of a thread
 
   // Whether finished gradients pass through the buffer of dS that was left longest ago, which all have read, or through
