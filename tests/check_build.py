@@ -1,4 +1,4 @@
-"""What CI can say of the binary without a GPU: spills, serialised WGMMA, the stable ABI.
+"""What CI can say of the binary without a GPU: spills, WGMMA, the order of machine code, the stable ABI.
 
 `make test` runs it after the tests. What ptxas said lies in build/ptxas, where setup.py leaves it.
 """
@@ -20,10 +20,9 @@ USE = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) byte
 
 
 # Bytes a thread that a kernel may store in local memory. sm80's 128 x 48 at head_dim 128, for compute capability 8.0,
-# stores 8, its dQ at head_dim 128 8 to 12, and dK and dV at 64 12 to 16. sm90 stores up to 12 in the scheduling warp
-# at head_dim 64, which setmaxnreg leaves 32 registers, and up to 32 once a job at head_dim 256; its machine code has
-# none in the loop over key tiles. Its gradients at head_dim 128 store 32 beside a bias, and 28 beside a mask or both,
-# in warps that copy and before the loop; of these a warp loads 8 a turn.
+# stores 8, its dQ at head_dim 128 8 to 12, and dK and dV at 64 12 to 16. sm90 stores 32 beside a mask and dropout at
+# head_dim 64, a word of them in the loop over key tiles. Its gradients at head_dim 128 store 32 beside a bias, and 28
+# beside a mask or both, in warps that copy and before the loop; of these a warp loads 8 a turn.
 SPILL_LIMIT, SPILL_LIMIT_SM90 = 16, 32
 SERIALISED = re.compile(r"\(C75\d\d\) Potential Performance Loss: wgmma.*")
 
@@ -34,13 +33,13 @@ def serialised_wgmma() -> list[str]:
     return [f"{log.stem}: {line[:200]}" for log in logs for line in SERIALISED.findall(log.read_text())]
 
 
-def kernels_without_wgmma() -> list[str] | None:
-    """Hopper kernels whose machine code has no HGMMA; None where there is no cuobjdump to tell."""
+def hopper_kernels() -> list[tuple[str, str]] | None:
+    """(name, machine code) of each kernel of sm90; None where there is no cuobjdump to tell."""
     places = [toolchain.require_cuda_home(), *(p / "nvidia" / "cu13" for p in toolchain.site_packages())]
     disassembler = shutil.which("cuobjdump", path=os.pathsep.join(str(place / "bin") for place in places))
     if disassembler is None:
         return None
-    missing = []
+    kernels = []
     for family, source in toolchain.sources():
         if family != "sm90":
             continue
@@ -48,11 +47,17 @@ def kernels_without_wgmma() -> list[str] | None:
             [disassembler, "-sass", ROOT / "build/objects" / Path(source).with_suffix(".o")], text=True,
             env={**os.environ, "PATH": os.pathsep.join([str(Path(disassembler).parent), os.environ["PATH"]])},
         )  # fmt: skip
-        for function in sass.split("Function : ")[1:]:
-            name = function.split()[0]
-            if "4sm90" in name and "HGMMA" not in function:  # of namespace sm90: the decode kernels use mma.sync
-                missing.append(name)
-    return missing
+        # Of namespace sm90: the decode kernels use mma.sync.
+        kernels += [(f.split()[0], f) for f in sass.split("Function : ")[1:] if "4sm90" in f.split()[0]]
+    return kernels
+
+
+def late_producers(kernels: list[tuple[str, str]]) -> list[str]:
+    """Persistent forward kernels whose producer lies behind the consumers: a first tile then comes 2.5 us later."""
+    return [
+        f"{name}: copies behind WGMMA" for name, sass in kernels
+        if "fmha_kernel" in name and not 0 <= sass.find("UTMALDG") < sass.find("HGMMA")
+    ]  # fmt: skip
 
 
 def spills() -> tuple[int, list[str]]:
@@ -87,12 +92,16 @@ def beyond_the_stable_abi() -> list[str]:
 if __name__ == "__main__":
     count, spilling = spills()
     print(f"ptxas: {count} kernels, {len(spilling)} that spill beyond their limit")
-    serialised, without = serialised_wgmma(), kernels_without_wgmma()
-    if without is None:
+    serialised, hopper = serialised_wgmma(), hopper_kernels()
+    if hopper is None:
         print("WGMMA: no cuobjdump on this machine, so the Hopper kernels' machine code is not looked at")
-    else:
-        print(f"WGMMA: {len(serialised)} warnings, {len(without)} Hopper kernels without it")
+    without = [name for name, sass in hopper or [] if "HGMMA" not in sass]
+    late = late_producers(hopper or [])
+    if hopper is not None:
+        print(
+            f"WGMMA: {len(serialised)} warnings, {len(without)} Hopper kernels without it, {len(late)} late producers"
+        )
     beyond = beyond_the_stable_abi()
     print(f"_C.abi3.so: {len(beyond)} libraries or symbols beyond torch's stable ABI")
-    if failures := spilling + serialised + (without or []) + beyond:
+    if failures := spilling + serialised + without + late + beyond:
         sys.exit("\n".join(failures))

@@ -48,17 +48,18 @@ __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_co
   auto const lse_of = [&](int split) { return split < splits ? params.lse_partial[split * rows + index] : -INFINITY; };
   float const first_lse = lse_of(lane);  // a lane has every 32nd part
   constexpr int kRound = 8;              // parts under way at a time
-  auto const ask = [&](float4 (&part)[kRound], int col, int s0) {
+  auto const ask = [&](float4(&part)[kRound], int col, int s0) {
     CUTE_UNROLL
     for (int i = 0; i < kRound; ++i) {
-      part[i] = col < params.head_dim_v && s0 + i < splits
-                    ? *reinterpret_cast<float4 const*>(params.o_partial +
-                                                       ((s0 + i) * rows + index) * params.head_dim_v + col)
-                    : make_float4(0.f, 0.f, 0.f, 0.f);
+      part[i] =
+          col < params.head_dim_v && s0 + i < splits
+              ? *reinterpret_cast<float4 const*>(params.o_partial + ((s0 + i) * rows + index) * params.head_dim_v + col)
+              : make_float4(0.f, 0.f, 0.f, 0.f);
     }
   };
   float4 part[kRound];
-  ask(part, lane * 4, 0);  // in front of their weights, which wait for lse
+  bool const in_place = params.o_partial == params.o;
+  if (!in_place) ask(part, lane * 4, 0);  // in front of their weights, which wait for lse
   Part all{first_lse, 0.f};
   for (int s = 32 + lane; s < splits; s += 32) all.m = fmaxf(all.m, lse_of(s));
   all.m = warp_max<32, 1>(all.m);
@@ -69,13 +70,13 @@ __global__ void __launch_bounds__(kMergeRows * 32) merge_splits_kernel(__grid_co
 
   Element* out = static_cast<Element*>(params.o) + b * params.o_stride.batch + row * params.o_stride.row +
                  head * params.o_stride.head;
-  bool const stays = params.o_partial == params.o && finished.factor == 1.f;
+  bool const stays = in_place && finished.factor == 1.f;
   for (int col0 = 0; !stays && col0 < params.head_dim_v; col0 += 32 * 4) {
     int const col = col0 + lane * 4;
     float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
     float weight = 0.f;
     for (int s0 = 0; s0 < splits; s0 += kRound) {
-      if (col0 + s0 > 0) ask(part, col, s0);
+      if (in_place || col0 + s0 > 0) ask(part, col, s0);
       if (s0 % 32 == 0) weight = weight_of({s0 == 0 ? first_lse : lse_of(s0 + lane), 1.f}, base) * finished.factor;
       CUTE_UNROLL
       for (int i = 0; i < kRound; ++i) {

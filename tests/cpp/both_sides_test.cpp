@@ -7,8 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include <cute/tensor.hpp>
-
+#include "fmha/cute_tensor.hpp"
 #include "fmha/scheduler.hpp"
 #include "fmha/score.hpp"
 #include "fmha/sequence.hpp"

@@ -48,8 +48,12 @@ CUTLASS_EXT_INSTRUCTIONS(256)
 #undef CUTLASS_EXT_INSTRUCTIONS
 #undef CUTLASS_EXT_INSTRUCTION
 
+/// Whether these are among them; the others are those of wgmma_widths.hpp.
+template <int Columns>
+constexpr bool is_usual_width = Columns == 32 || Columns == 96 || (Columns % 64 == 0 && Columns <= 256);
+
 /// Products by one instruction of 64 rows and `Columns` columns. CuTe's instructions, descriptors and layouts, without
-/// its TiledMMA: a file that includes that takes a third longer to compile.
+/// its TiledMMA, with which a file of one kernel took a compiler 25 s for 19.
 template <int Columns, class Element, SourceOfA Source, GMMA::Major MajorA = GMMA::Major::K,
           GMMA::Major MajorB = GMMA::Major::K>
 struct Product {
@@ -70,10 +74,12 @@ struct Product {
   using ShapeOfSums = Shape<Shape<_2, _2, Int<Columns / 8>>, _1, Int<N / Columns>>;
   template <int N>
   CUTE_DEVICE static auto registers_a() {
+    static_assert(N % 16 == 0, "whole steps");
     return make_tensor<Element>(ShapeOfA<N>{});
   }
   template <int N>
   CUTE_DEVICE static auto sums() {
+    static_assert(N % Columns == 0, "whole instructions");
     return make_tensor<float>(ShapeOfSums<N>{});
   }
 
@@ -85,15 +91,17 @@ struct Product {
       Tensor sums = c(_, _0{}, n);
       GmmaDescriptor const of_b = b(_0{}, n);
       if constexpr (Source == SourceOfA::Registers) {
+        static_assert(is_usual_width<Columns>, "what CuTe has");
         Tensor words = recast<uint32_t>(a);
         fma(sums, scale, kSums, of_b.desc_, words(0), words(1), words(2), words(3));
       } else {
+        static_assert(decltype(size<1>(a))::value == 1, "64 rows");
         GmmaDescriptor const of_a = a(_0{}, _0{});
-        if constexpr (Columns == 32 || Columns == 96 || Columns % 64 == 0) {
+        if constexpr (is_usual_width<Columns>) {
           fma(sums, scale, kSums, of_b.desc_, of_a.desc_);
         } else {
           static_assert(MajorA == GMMA::Major::K && MajorB == GMMA::Major::K, "what there is");
-          InstructionOfWidth<Columns, Element>::fma(of_a.desc_, of_b.desc_, &sums(0), scale);
+          InstructionOfOtherWidth<Columns, Element>::fma(of_a.desc_, of_b.desc_, &sums(0), scale);
         }
       }
     }

@@ -2,7 +2,6 @@
 // takes a compiler 26 s. Used by wgmma.hpp.
 #pragma once
 
-#include <cute/arch/mma_sm90_desc.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cutlass/numeric_types.h>
 
@@ -11,7 +10,7 @@ namespace cutlass_ext::sm90 {
 /// WGMMA of 64 rows, `Columns` columns and 16 steps, of operands in shared memory that lie along their columns:
 /// `fma(a, b, sums, scale)` issues it.
 template <int Columns, class Element>
-struct InstructionOfWidth;
+struct InstructionOfOtherWidth;
 
 #define CUTLASS_EXT_8_SUMS(I)                                                                                 \
   "+f"(c[I]), "+f"(c[I + 1]), "+f"(c[I + 2]), "+f"(c[I + 3]), "+f"(c[I + 4]), "+f"(c[I + 5]), "+f"(c[I + 6]), \
@@ -31,7 +30,7 @@ struct InstructionOfWidth;
 /// `SUMS` is half of `COLUMNS`; `A`, `B` and `SCALE` are the numbers of the operands behind them.
 #define CUTLASS_EXT_INSTRUCTION(COLUMNS, ELEMENT, TYPE, SUMS, A, B, SCALE)                                         \
   template <>                                                                                                      \
-  struct InstructionOfWidth<COLUMNS, ELEMENT> {                                                                    \
+  struct InstructionOfOtherWidth<COLUMNS, ELEMENT> {                                                               \
     CUTE_DEVICE static void fma(uint64_t a, uint64_t b, float* c, cute::SM90::GMMA::ScaleOut scale) {              \
       asm volatile("{.reg .pred p; setp.ne.b32 p, %" #SCALE ", 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS      \
                    "k16.f32." #TYPE "." #TYPE " {" CUTLASS_EXT_NAMES_##SUMS "}, %" #A ", %" #B ", p, 1, 1, 0, 0;}" \

@@ -650,30 +650,35 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  if (warpgroup == 0) {
+  // The first consumers come by the producer too: the assembler then places it in front of them, next to the entry.
+  // Where it lay behind them, jumps to instructions that come from DRAM took 2.5 us in front of a call's first tile,
+  // one after the other. Between its two changes of registers a warpgroup synchronises below, as PTX wants it.
+  if (warpgroup <= 1) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::ProducerRegisters>();
-    int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    if (warp == 0) {
-      schedule<Traits>(params, shared);  // works out the first job before it waits for the barriers
-    } else {
-      if (warp == 3) set_up_barriers<Traits>(maps, shared);
-      __syncthreads();
-      if (warp == 1) copy_queries<Traits>(params, maps, shared);
-      if (warp == 2) copy_keys<Traits>(params, maps.k, shared);
-      if (warp == 3) copy_values<Traits>(params, maps.v, shared);
-    }
-  } else {
-    __syncthreads();
-    if constexpr (Traits::DropoutWarpgroups > 0) {
-      if (warpgroup > Traits::Consumers) {
-        cutlass::arch::warpgroup_reg_dealloc<Traits::DropoutRegisters>();
-        produce_dropout<Traits>(params, shared, warpgroup - 1 - Traits::Consumers);
-        return;
+    if (warpgroup == 0) {
+      int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+      if (warp == 0) {
+        schedule<Traits>(params, shared);  // works out the first job before it waits for the barriers
+      } else {
+        if (warp == 3) set_up_barriers<Traits>(maps, shared);
+        __syncthreads();
+        if (warp == 1) copy_queries<Traits>(params, maps, shared);
+        if (warp == 2) copy_keys<Traits>(params, maps.k, shared);
+        if (warp == 3) copy_values<Traits>(params, maps.v, shared);
       }
+      return;
     }
-    cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
-    consume<Traits>(params, shared, warpgroup - 1);
   }
+  __syncthreads();
+  if constexpr (Traits::DropoutWarpgroups > 0) {
+    if (warpgroup > Traits::Consumers) {
+      cutlass::arch::warpgroup_reg_dealloc<Traits::DropoutRegisters>();
+      produce_dropout<Traits>(params, shared, warpgroup - 1 - Traits::Consumers);
+      return;
+    }
+  }
+  cutlass::arch::warpgroup_reg_alloc<Traits::ConsumerRegisters>();
+  consume<Traits>(params, shared, warpgroup - 1);
 }
 
 /// The kernel of one tile shape, launched persistent for all query tiles and splits.

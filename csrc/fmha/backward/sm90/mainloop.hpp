@@ -58,7 +58,7 @@ CUTE_DEVICE void load_held(Operand& operand, Element const* held) {
 
 /// 64 rows in hand, of `Columns` columns, as operand A, where they lie in shared memory.
 template <class Traits, int Columns, class Mma>
-CUTE_DEVICE auto operand_in_shared(Mma mma, typename Traits::Part* data, int row_block) {
+CUTE_DEVICE auto operand_in_shared(Mma, typename Traits::Part* data, int row_block) {
   using Layout = typename Traits::template LayoutHeld<Columns>;
   Tensor rows = local_tile(make_tensor(make_smem_ptr(data), Layout{}), Shape<Int<kAtomRows>, Int<Columns>>{},
                            make_coord(row_block, _0{}));
@@ -77,13 +77,13 @@ CUTE_DEVICE auto operand_held(Mma mma, typename Traits::Part* data, int row_bloc
 
 /// Rows that pass by, in all of their stages, as operand B.
 template <class Layout, class Mma, class Part>
-CUTE_DEVICE auto operand_streamed(Mma mma, Part* data) {
+CUTE_DEVICE auto operand_streamed(Mma, Part* data) {
   return Mma::operand_b(make_tensor(make_smem_ptr(data), Layout{}));
 }
 
 /// The sums of 64 rows' products.
 template <int Columns, class Mma>
-CUTE_DEVICE auto accumulator_of(Mma mma) {
+CUTE_DEVICE auto accumulator_of(Mma) {
   return Mma::template sums<Columns>();
 }
 
