@@ -47,6 +47,13 @@ def failed(part: str, output: str, shown: str) -> Failed:
     return Failed(f"{shown}\n{part} failed; all that was printed is in {kept.relative_to(ROOT)}")
 
 
+def result_of(part: dict[str, int] | Failed) -> dict[str, int]:
+    """What passed of a part, or its failure."""
+    if isinstance(part, Failed):
+        raise part
+    return part
+
+
 def sanitizer() -> str:
     """compute-sanitizer, from PATH, the toolkit or NVIDIA's wheel."""
     places = [os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin", "/usr/local/cuda/compute-sanitizer"]
@@ -57,22 +64,35 @@ def sanitizer() -> str:
     sys.exit(f"compute-sanitizer is missing. Type:\n    {sys.executable} -m pip install {wheel}")
 
 
-def run_tests(part: str) -> dict[str, int]:
-    """The GPU tests of every fourth module, in several processes at once."""
-    modules = sorted((ROOT / "tests" / "python").glob("test_*.py"))[TEST_PARTS[part] :: len(TEST_PARTS)]
+def modules_of(part: str) -> list[Path]:
+    """Every fourth module of tests."""
+    return sorted((ROOT / "tests" / "python").glob("test_*.py"))[TEST_PARTS[part] :: len(TEST_PARTS)]
+
+
+def run_tests(parts: list[str]) -> dict[str, dict[str, int] | Failed]:
+    """The GPU tests of some parts, in several processes at once."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         processes = TEST_PROCESSES * torch.cuda.device_count()
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(processes), "--dist", "worksteal"]
-        command += ["--durations=15", f"--junitxml={report}", *map(str, modules)]
+        command += ["--durations=15", f"--junitxml={report}"]
+        command += [str(module) for part in parts for module in modules_of(part)]
         done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         end = re.search(r"(?ms)^=+ slowest .*", done.stdout)  # the slowest tests, then a line for each that failed
-        if done.returncode:
-            raise failed(part, done.stdout, end[0] if end else done.stdout)
-        suite = xml.parse(report).getroot().find("testsuite")
-    total, skipped = int(suite.get("tests")), int(suite.get("skipped"))
-    print(f"{end[0] if end else ''}{part}: {total - skipped} passed", flush=True)
-    return {"passed": total - skipped, "skipped": skipped}
+        cases = list(xml.parse(report).getroot().iter("testcase")) if report.exists() else []
+    print(end[0] if end else "", flush=True)
+    results = {}
+    for part in parts:
+        names = {module.stem for module in modules_of(part)}
+        its = [case for case in cases if names & set(case.get("classname").split("."))]
+        skipped = sum(case.find("skipped") is not None for case in its)
+        wrong = any(case.find(what) is not None for case in its for what in ("failure", "error"))
+        results[part] = {"passed": len(its) - skipped, "skipped": skipped}
+        if not its or wrong:
+            results[part] = failed(part, done.stdout, end[0] if end else done.stdout)
+    if done.returncode and not any(isinstance(result, Failed) for result in results.values()):
+        results = {part: failed(part, done.stdout, done.stdout) for part in parts}  # pytest itself
+    return results
 
 
 def sweep(tool: str, shard: int) -> tuple[int | None, str]:
@@ -136,7 +156,6 @@ def main() -> None:
     if {name: passed.get(name) for name in where} != where:
         passed = where
     run = {tool: partial(run_sanitizer, tool) for tool in TOOLS} | {"soak": partial(run_soak, options.seconds)}
-    run |= {part: partial(run_tests, part) for part in TEST_PARTS}
     PASSED.parent.mkdir(exist_ok=True)
     failures = []
 
@@ -154,9 +173,9 @@ def main() -> None:
         running = {pool.submit(run[part]): part for part in wanted if part not in TEST_PARTS}
         for done in as_completed(running):
             keep(running[done], done.result)
-    for part in wanted:
-        if part in TEST_PARTS:
-            keep(part, run[part])
+    if tests := [part for part in wanted if part in TEST_PARTS]:
+        for part, result in run_tests(tests).items():
+            keep(part, partial(result_of, result))
     if failures:
         sys.exit(f"failed: {', '.join(failures)}; {VERIFIED.relative_to(ROOT)} is not written")
     if missing := [part for part in PARTS if part not in passed]:

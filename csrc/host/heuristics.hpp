@@ -27,14 +27,23 @@ constexpr int kMaxDecodeRows = 16;
 /// Packed query rows of the tallest tiles that decode.
 constexpr int kTallRows = 64;
 
-/// Query rows of a sequence up to which it decodes where one does: as many as a tile of 16 rows holds for all heads of
-/// a KV head, or else one of 64; 0: none. Decoding taller tiles loses to query tiles that pack heads, in us, keys in
-/// pages: 8 x 16 rows on 8192 keys of 8 heads 94 for 77 to 81, 16 x 8 rows on 4096 84 for 75, 1 x 16 on 32,768 77 for
-/// 47; of 4 heads 66 for 49 and 158 for 138 (64 x 3 on 4096); with 16 rows a tile it wins, 75 for 77 to 90. It follows
-/// from the heads alone, so that with the number of splits fixed a sequence's bits do not depend on the others.
+/// Query rows of a sequence up to which it decodes where query tiles could pack its heads: 8 packed rows, or 4 where
+/// there are no tiles of 8, past head_dim 128. In us, H200, keys in pages of 64: 8 rows of 16 x 8192 keys of 8 heads
+/// 128.1 for 129.6, 16 rows 136.4 for 130.8; 32 rows of one head, 16 x 8192 keys 46.2 for 28.9, 1 x 8192 63.3 for 16.5.
+/// Of head_dim 256, 4 x 4096 keys of 8 heads, 4 rows 43.7 for 46.1; 16 x 4096, 8 rows 140.8 for 129.1, 16 rows 150.9
+/// for 127.8. It follows from the heads alone, so that with the number of splits fixed a sequence's bits do not depend
+/// on the others.
 inline int few_rows_of(Params const& p) {
+  int const packed_rows = std::max(p.head_dim, p.head_dim_v) <= 128 ? 8 : 4;
+  return packed_rows / (p.heads_q / p.heads_kv);
+}
+
+/// The same where others of the batch have many rows, or where query tiles do not pack heads: as many as a tile of 16
+/// rows holds for all heads of a KV head. Beside products it is faster than query tiles of all (64 decodes and a chunk
+/// of 512 0.261 ms for 0.288 with tiles of 8). Taller tiles decode only what cannot be packed; 0: none.
+inline int few_rows_beside(Params const& p, bool tiles_pack_heads) {
   int const heads_per_kv = p.heads_q / p.heads_kv;
-  return (heads_per_kv <= 16 ? 16 : kTallRows) / heads_per_kv;
+  return (heads_per_kv <= 16 ? 16 : tiles_pack_heads ? 0 : kTallRows) / heads_per_kv;
 }
 
 /// Whether a call that the short kernels do not take is done before the pipeline of Hopper's persistent ones is full.
@@ -85,25 +94,30 @@ inline bool parts_pay(Params const& p, Kernel const& kernel, Device const& devic
 /// 4 heads) 23.0 for 26.5. From 16 blocks a tile on splits are faster where they find multiprocessors idle: (1, 2048, 1
 /// head) 22.1 for 20.8. One, on several CTAs a multiprocessor, while this has few blocks. At head_dim 128 up to 6, or 9
 /// where a causal mask makes the tiles unequal, which several CTAs level out: (1, 512) causal, 8.7 blocks, 14.2
-/// for 14.5, (1, 384) in full, as many, 13.5 for 12.4. At 64 up to 80 of query tiles that see no more than four, up to
-/// 18 of others: (32, 197) causal, 77 blocks, 43 for 53, (2, 512) causal, 17.5, 14.3 for 16.0, (1, 1024) causal,
-/// 33, 21.2 for 20.2. The figures of one at 128 are of two CTAs with three stages.
+/// for 14.5, (1, 384) in full, as many, 13.5 for 12.4. Up to 80 where there are six of keys at most and the
+/// persistent kernels, whose tiles are of 128, would have a tenth more: (16, 128) causal, 32 heads, 23.3 for 28.5,
+/// (128, 64), 16 heads, 35.3 for 58.0, (16, 192), 32 heads, 38.2 for 44.3; but (8, 256), 16 heads, 21.5 for 18.4. At
+/// head_dim 64 up to 80 of query tiles that see no more than four, up to 18 of others: (32, 197) causal, 77 blocks, 43
+/// for 53, (2, 512) causal, 17.5, 14.3 for 16.0, (1, 1024) causal, 33, 21.2 for 20.2. The figures of one at 128 are of
+/// two CTAs with three stages.
 inline int warpgroups_of_short(Params const& p, Device const& device) {
   constexpr int kBlock = 64, kMaxTiles = 64;
   int const head_dim = std::max(p.head_dim, p.head_dim_v), query_tiles = Scheduler::tiles_of(p.n_q, kBlock);
   if (device.capability != 90 || head_dim > 128 || query_tiles > kMaxTiles) return 0;
   Visibility const visibility = visibility_of_all(p);
-  int64_t blocks_of_head = 0, longest = 0;
+  int64_t blocks_of_head = 0, blocks_in_large_tiles = 0, longest = 0;
   for (int tile = 0; tile < query_tiles; ++tile) {
     int64_t const blocks = std::max(1, visibility.tiles_of(tile * kBlock, kBlock, kBlock).size());  // a CTA at least
     blocks_of_head += blocks;
     longest = std::max(longest, blocks);
+    if (tile % 2 == 0) blocks_in_large_tiles += 4 * visibility.tiles_of(tile * kBlock, 2 * kBlock, 2 * kBlock).size();
   }
   int64_t const heads = int64_t(p.batch) * p.heads_q, tiles = heads * query_tiles;
   int64_t const multiprocessors = device.multiprocessors;
   if (1 < longest && longest <= (2 * tiles > multiprocessors ? 32 : 16) && tiles <= multiprocessors) return 2;
   bool const unequal = 4 * blocks_of_head < 3 * longest * query_tiles;
-  int64_t const most = head_dim <= 64 ? (longest <= 4 ? 80 : 18) : unequal ? 9 : 6;
+  bool const saves_blocks = p.n_kv <= 6 * kBlock && 10 * blocks_of_head <= 9 * blocks_in_large_tiles;
+  int64_t const most = head_dim <= 64 ? (longest <= 4 ? 80 : 18) : saves_blocks ? 80 : unequal ? 9 : 6;
   // Where few tiles see many keys, splits have the multiprocessors that these would leave idle.
   return heads * blocks_of_head <= most * multiprocessors && (longest <= 16 || tiles >= multiprocessors) ? 1 : 0;
 }
@@ -152,9 +166,7 @@ struct QueryTiles {
   int64_t all;       // tiles, as far as the host knows; packed sequences may have fewer than their longest has
 
   QueryTiles(Params const& p, Kernel const& kernel)
-      : heads_a_tile(kernel.kind == Kind::Persistent && kernel.head_dim_v <= 192 && should_pack_heads(p, kernel.block_r)
-                         ? p.heads_q / p.heads_kv
-                         : 1),
+      : heads_a_tile(kernel.packs_heads && should_pack_heads(p, kernel.block_r) ? p.heads_q / p.heads_kv : 1),
         heads(p.heads_q / heads_a_tile),
         rows(p.n_q * heads_a_tile),
         step(kernel.block_r / heads_a_tile * heads_a_tile) {
@@ -199,9 +211,10 @@ inline int64_t key_tiles(Params const& p, Kernel const& kernel) {
 
 /// Microseconds of a launch of Hopper's persistent kernels and of its merge, if its keys are in `splits`: as many turns
 /// as it takes `resident_ctas` CTAs for all query tiles, at least the longest, and at least what it takes to read the
-/// keys of sequences half as long as the longest. Fitted to an H200, which has 132: a tile of 128 rows and 128 keys
-/// takes 1.0 us at head_dim 64 and 1.1 at 128, one of 192 rows 1.24; parts are written and merged in 1.2 us a
-/// megabyte of one, and 0.5 for each: (1, 4096, 1, 64) takes 48.7 us in one split, 32.6 in two, 21.9 in six, (1, 2048,
+/// keys, of sequences three quarters as long as the longest where the host does not know them. Fitted to an H200, which
+/// has 132: a tile of 128 rows and 128 keys takes 1.0 us at head_dim 64 and 1.1 at 128, one of 192 rows 1.24, and one
+/// whose keys come from memory no less than 60 GB/s bring; parts are written and merged in 1.2 us a megabyte of one,
+/// and 0.5 for each, eight at a time: (1, 4096, 1, 64) takes 48.7 us in one split, 32.6 in two, 21.9 in six, (1, 2048,
 /// 1, 128) 27.8, 21.8 and 16.9, (1, 8192, 2, 64) 70.3 and, in three, 76.5.
 inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles const& tiles, int resident_ctas,
                               int splits) {
@@ -209,23 +222,27 @@ inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles 
   double const tall = kernel.block_r > 128             ? 0.83
                       : kernel.dtype == DType::Float32 ? 3
                                                        : 1,
-               a_tile =
-                   tall * kernel.block_r * kernel.block_c * (5.5e-5 + 4.7e-8 * (kernel.head_dim + kernel.head_dim_v));
+               products =
+                   tall * kernel.block_r * kernel.block_c * (5.5e-5 + 4.7e-8 * (kernel.head_dim + kernel.head_dim_v)),
+               copies = double(kernel.block_c) * (p.head_dim + p.head_dim_v) * p.element_bytes / 60e3,
+               a_tile = tiles.of_a_head() == 1 ? std::max(products, copies) : products;
   int64_t const keys = longest_keys(p), longest = key_tiles(p, kernel);
   double const shown = p.window_right < 0 || keys == 0 ? 1 : std::max(0.5, 1 - 0.5 * p.n_q / keys);
   auto const item = [&](double key_tiles) { return 0.6 + a_tile * key_tiles; };
   double const turns = static_cast<double>(ceil_div(tiles.all * splits, resident_ctas)),
                longest_item = item(ceil_div(longest, splits)), all_turns = turns * item(shown * longest / splits);
   double const a_key = double(p.heads_kv) * (p.head_dim + p.head_dim_v) * p.element_bytes,
-               reads = 0.5 * p.batch * std::min(keys, longest * kernel.block_c) * a_key / 4.1e6;
+               known = all_alike(p) ? 1 : 0.75,
+               reads = known * p.batch * std::min(keys, longest * kernel.block_c) * a_key / 4.5e6;
   double const part = 4e-6 * p.head_dim_v * p.heads_q * (p.packed() ? p.total_q : int64_t(p.batch) * p.n_q);
-  return std::max({longest_item, all_turns, reads}) + (splits > 1 ? 0.5 + part * (1.2 + 0.5 * splits) : 0);
+  double const merge = 0.5 + 0.6 * ((splits - 1) / 8) + part * (1.2 + 0.5 * splits);
+  return std::max({longest_item, all_turns, reads}) + (splits > 1 ? merge : 0);
 }
 
 /// The fastest number of splits there.
 inline int choose_splits_of_persistent(Params const& p, Kernel const& kernel, QueryTiles const& tiles,
                                        int resident_ctas) {
-  constexpr int kMost = 16;
+  constexpr int kMost = 64;
   int best = 1;
   if (tiles.all == 0 || tiles.all >= 2 * resident_ctas) return best;
   double least = 0.97 * microseconds_of(p, kernel, tiles, resident_ctas, 1);

@@ -162,8 +162,9 @@ Plan plan_prefill(Call const& call) {
   Params const& p = call.params;
   std::string const& backend = call.request.backend;
   int const warpgroups = (call.features & ~feature::Sink) == 0 ? warpgroups_of_short(p, call.device) : 0;
-  // With the number of splits fixed nothing may depend on the batch.
-  bool const tiny = backend == "auto" && !p.fixed_splits && is_tiny(p, call.device);
+  // With the number of splits fixed nothing may depend on the batch; few rows over a cache that sm80 would have decode.
+  bool const could_decode = call.request.is_cache && p.n_q <= kMaxDecodeRows;
+  bool const tiny = backend == "auto" && !p.fixed_splits && !could_decode && is_tiny(p, call.device);
   DType const dtype = call.request.dtype;
   bool const parts_hold = !call.request.is_cache && operand_parts::takes_scale(p);
   auto const accepts = [&](Kernel const& k) {
@@ -219,8 +220,8 @@ bool packs_heads(Plan const& plan) {
   return plan.kernel && plan.kernel->kind == Kind::Persistent && p.heads_a_tile.divisor == p.heads_per_kv.divisor;
 }
 
-/// Whether a call that could decode has query rows for query tiles.
-bool is_chunk(Params const& p) { return p.n_q > std::max(1, few_rows_of(p)); }
+/// Whether a call that could decode has query rows for query tiles, if they pack heads.
+bool is_chunk(Params const& p) { return p.n_q > few_rows_of(p); }
 
 /// A chunk of a prompt over its keys: by a prefill kernel, once what is new has been written to the cache. Such kernels
 /// know `cache_batch_idx` as a table of pages, each a sequence's part of the cache.
@@ -257,10 +258,13 @@ void make_room(Device const& device, int64_t taken, Plan* plan) {
 /// the device knows which have; the host, whether all may be of one kind.
 Plan plan_mixed(Call const& call) {
   Params const& p = call.params;
-  int const few = few_rows_of(p);
+  bool const packs = is_chunk(p) && packs_heads(plan_prefill(call));
+  int const few = few_rows_beside(p, packs);
   int most = few;
-  if (!p.fixed_splits && p.n_q > few && p.n_q <= kMaxDecodeRows && !packs_heads(plan_prefill(call)))
+  if (!p.fixed_splits && !packs && few < p.n_q && p.n_q <= kMaxDecodeRows)
     most = std::max(few, kTallRows / p.heads_per_kv.divisor);
+  // All have few rows, but more than decode best. With the number of splits fixed that may not depend on the others.
+  if (packs && p.n_q <= few && !p.fixed_splits) return plan_tiles(call);
   bool const all_decode = p.n_q <= most;
   bool const all_have_as_many = p.total_q == int64_t(p.batch) * p.n_q;  // no sequence has more
   Params of_few = p;

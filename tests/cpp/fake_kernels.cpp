@@ -38,8 +38,10 @@ Kernel sm80(DType dtype, int d, int b_r, int b_c, int shared) {
   return {"sm80", Kind::Tiles, dtype, d, d, b_r, b_c, kTiles, 128, shared, new_entry(), nullptr, nullptr};
 }
 Kernel sm90(DType dtype, int d, int d_v, int b_r, int b_c, int shared, Features more = 0) {
-  return {"sm90",        Kind::Persistent, dtype,       d,       d_v,    b_r, b_c, kPersistent | more,
-          2 * b_r + 128, shared,           new_entry(), nullptr, nullptr};
+  Kernel kernel{"sm90",        Kind::Persistent, dtype,       d,       d_v,    b_r, b_c, kPersistent | more,
+                2 * b_r + 128, shared,           new_entry(), nullptr, nullptr};
+  kernel.packs_heads = d_v <= 192 || !(more & kScoreMods);
+  return kernel;
 }
 /// Of calls with a bias that the copy engine brings, and with a mask.
 Kernel plain_bias(DType dtype, int d, int b_r, Features mask = 0) {
@@ -65,8 +67,10 @@ Kernel dropping(DType dtype, int d, int threads, int shared) {
 }
 Kernel in_parts(int d, int d_v, int b_c, int shared, Features more = 0) {
   Features const takes = (kPersistent & ~(FixedSplits | Float32Results)) | more;
-  return {"sm90", Kind::Persistent, DType::Float32, d,       d_v,    128, b_c, takes,
-          384,    shared,           new_entry(),    nullptr, nullptr};
+  Kernel kernel{"sm90", Kind::Persistent, DType::Float32, d,       d_v,    128, b_c, takes,
+                384,    shared,           new_entry(),    nullptr, nullptr};
+  kernel.packs_heads = true;
+  return kernel;
 }
 /// The same of any GPU.
 Kernel in_portable_parts(int d, int b_c, int threads, int shared) {

@@ -235,6 +235,10 @@ TEST(Plan, OfManyQueryRows) {
       // Over before a pipeline is full, or just not.
       CASE(fmha(1, 384, 384, 32, 8, 128), "sm90 persistent 128x128 d128 plain, 1 split, grid 96, 2 counters"),
       CASE(fmha(1, 256, 256, 32, 8, 128).causal(), "sm90 short 64x64 d128 by 2, 1 split, grid 32 4 1"),
+      // Tiles of 128 would compute a third more, three quarters more, as much.
+      CASE(fmha(16, 128, 128, 32, 32, 128).causal(), "sm90 short 64x64 d128 by 1, 1 split, grid 32 2 16"),
+      CASE(fmha(16, 192, 192, 32, 32, 128), "sm90 short 64x64 d128 by 1, 1 split, grid 32 3 16"),
+      CASE(fmha(8, 256, 256, 16, 16, 128), "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(32, 197, 197, 32, 8, 64).causal().sink(), "sm90 short 64x64 d64 by 1, 1 split, grid 32 4 32"),
       CASE(fmha(8, 64, 64, 32, 8, 64).softcap(), "sm80 heads 64x64 d64, 1 split, grid 256"),
       CASE(fmha(8, 64, 65, 32, 8, 64).softcap(), "sm80 tiles 64x64 d64, 1 split, grid 256"),
@@ -368,12 +372,22 @@ TEST(Plan, OfFewQueryRows) {
       CASE(fmha(64, 1, 4096, 32, 8, 128), "sm80 narrow 8x16 d128, shared out, grid 8 16 1, 512 counters"),
       CASE(fmha(64, 1, 4096, 32, 8, 128).lengths(), "sm80 narrow 8x16 d128, shared out, grid 8 33 1, 512 counters"),
       CASE(fmha(300, 1, 4096, 32, 8, 128), "sm80 decode 16x16 d128 plain, shared out, grid 264, 2400 counters"),
-      CASE(fmha(4, 4, 4096, 32, 8, 128), "sm80 decode 16x16 d128 plain, shared out, grid 128, 32 counters"),
+      CASE(fmha(4, 2, 4096, 32, 8, 128).softcap(), "sm80 decode 16x16 d128, shared out, grid 128, 32 counters"),
+      CASE(fmha(4, 4, 4096, 32, 8, 128).alibi(), "sm80 decode 16x16 d128, shared out, grid 128, 32 counters"),
+      CASE(fmha(4, 4, 4096, 32, 8, 128),
+           "sm90 persistent 128x128 d128 plain, 3 splits, grid 96, 2 counters, merged apart"),
       CASE(fmha(4, 1, 4096, 32, 8, 128).softcap(), "sm80 decode 16x16 d128, shared out, grid 128, 32 counters"),
-      CASE(fmha(4, 5, 4096, 32, 8, 128),
-           "sm90 persistent 128x128 d128 plain, 4 splits, grid 128, 2 counters, merged apart"),
+      CASE(fmha(4, 1, 4096, 64, 4, 128),
+           "sm90 persistent 128x128 d128 plain, 6 splits, grid 96, 2 counters, merged apart"),
+      // Heads of 256 columns are packed too, unless there are score modifications.
+      CASE(fmha(4, 1, 4096, 32, 1, 256).lengths(),
+           "sm90 persistent 128x64 d256 plain, 22 splits, grid 88, 2 counters, merged apart"),
+      CASE(fmha(4, 1, 4096, 32, 1, 256).lengths().softcap(),
+           "sm90 decode 64x32 d256, shared out, grid 264, 4 counters"),
+      CASE(fmha(1, 1, 1 << 20, 32, 1, 128).lengths(),
+           "sm90 persistent 128x128 d128 plain, 64 splits, grid 64, 2 counters, merged apart"),
       CASE(fmha(4, 16, 4096, 64, 8, 128),
-           "sm90 persistent 128x128 d128 plain, 4 splits, grid 128, 2 counters, merged apart"),
+           "sm90 persistent 128x128 d128 plain, 3 splits, grid 96, 2 counters, merged apart"),
       CASE(fmha(4, 16, 4096, 64, 8, 128).backend("sm80"), "sm80 decode 64x64 d128, shared out, grid 256, 64 counters"),
       CASE(fmha(4, 16, 4096, 64, 8, 128).on(fake::kA100), "sm80 decode 64x64 d128, shared out, grid 96, 64 counters"),
       CASE(fmha(4, 17, 4096, 64, 8, 128),
@@ -388,7 +402,7 @@ TEST(Plan, OfFewQueryRows) {
       CASE(fmha(4, 1, 4096, 32, 8, 128).on(fake::kA40),
            "sm80 decode 16x16 d128 plain, shared out, grid 80, 32 counters"),
       // Asked for, Hopper's tile of 64 rows has fewer as well.
-      CASE(fmha(4, 1, 4096, 64, 4, 128).backend("sm90"), "sm90 decode 64x64 d128, shared out, grid 264, 16 counters"),
+      CASE(fmha(64, 1, 4096, 32, 8, 128).backend("sm90"), "sm90 decode 64x64 d128, shared out, grid 264, 512 counters"),
   });
 }
 
@@ -400,7 +414,9 @@ TEST(Plan, OfFewPackedRowsOverPages) {
       CASE(packed(1, 32, 16), "sm80 narrow 8x16 d128, shared out, grid 8 33 1, 512 counters"),
       CASE(packed(2, 32, 48), "sm80 narrow 8x16 d128, shared out, grid 8 33 1, 512 counters"),
       CASE(packed(1, 32, 16).splits(3), "sm80 decode 16x16 d128, 3 splits, grid 1536, 512 counters"),
-      CASE(packed(3, 32, 16), "sm80 decode 16x16 d128 plain, shared out, grid 264, 512 counters"),
+      CASE(packed(3, 32, 16), "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(packed(3, 32, 16).splits(1), "sm80 decode 16x16 d128, 1 split, grid 512"),
+      CASE(packed(1, 256, 16), "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
       CASE(packed(1, 32, 1), "sm80 decode 16x16 d128 plain, shared out, grid 264, 512 counters"),
       CASE(packed(16, 32, 16), "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
       CASE(packed(1, 32, 16).sink(), "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
@@ -574,7 +590,7 @@ TEST(Plan, OfNone) {
       {kvcache(4, 1, 4096, 32, 8, 128).on(fake::kA100).backend("sm90"), R"(q: no kernel of backend "sm90" for this)"},
       // More CTAs than a launch has.
       {fmha(65536, 17, 64, 32768, 1, 64), "cutlass_ext.ValueError: q: has 2147483648 tiles of query rows"},
-      {kvcache(65536, 16, 64, 32768, 32768, 64).splits(1), "cutlass_ext.ValueError: q: asks for 2147483648 CTAs"},
+      {kvcache(65536, 8, 64, 32768, 32768, 64).splits(1), "cutlass_ext.ValueError: q: asks for 2147483648 CTAs"},
   };
   for (auto const& [call, begins] : refusals) EXPECT_EQ(line_of(call).substr(0, begins.size()), begins);
 }

@@ -201,24 +201,19 @@ def test_one_long_sequence(gpu, n_q):
     check_case(gpu, [69_999], n_q, 8, 2, 128, capacity=70_000)
 
 
-def kernel_of_tall_rows(d, n_q, heads_per_kv):
-    """What runs more than 16 packed rows: query tiles where they pack heads, up to 192 columns of v; else a tile of 64
-    decodes up to 16 rows, by WGMMA."""
-    return "sm90", "persistent" if d <= 192 or n_q > 16 else "decode"
-
-
 @pytest.mark.parametrize("page_size", [None, 1, 16, 64])
-@pytest.mark.parametrize("n_q,heads_per_kv", [(5, 4), (8, 4), (16, 4), (33, 1), (13, 5), (40, 4)])
+@pytest.mark.parametrize("n_q,heads_per_kv", [(1, 16), (3, 3), (5, 4), (8, 4), (16, 4), (33, 1), (13, 5), (40, 4)])
 @pytest.mark.parametrize("d", [64, 128, 192, 256])
 def test_tall_tiles(hopper, d, n_q, heads_per_kv, page_size):
-    """More than 16 packed rows, one tile of them or several, on Hopper's tensor cores: sequences that end on tile edges
-    and next to them, that fill the ring and go around it, and without a key."""
+    """More than 8 packed rows, one tile of them or several, in query tiles on Hopper's tensor cores: sequences that end
+    on tile edges and next to them, that fill the ring and go around it, and without a key. With softcap or ALiBi some
+    of these decode."""
     lengths, capacity = [768, 0, 63, 64, 65, 31, 32, 33, 1, 0, 700, 384], 768
     shape = n_q, 2 * heads_per_kv, 2, d
     q, k, v = hopper.qkv(len(lengths), *shape[:2], d, n_kv=capacity, heads_kv=2)
     lens = hopper.int32(lengths)
     explanation = cutlass_ext.explain(cutlass_ext.flash_attn_with_kvcache, q, k, v, cache_seqlens=lens)
-    assert (explanation.backend, explanation.kernel) == kernel_of_tall_rows(d, n_q, heads_per_kv), explanation
+    assert (explanation.backend, explanation.kernel) == ("sm90", "persistent"), explanation
     options = {"capacity": capacity, "page_size": page_size}
     check_case(hopper, lengths, *shape, **options)
     check_case(hopper, lengths, *shape, causal=True, window=(200, -1), num_splits=3, **options)
@@ -414,17 +409,17 @@ def test_append(target, rotary, n_new, n_q, page_size):
         expected.check(*got, small=True)
 
 
-def check_appends(hopper, kernel, lengths, capacity, d, n_new, n_q, rotary, page_size):
+def check_appends(hopper, kernel, lengths, capacity, d, n_new, n_q, rotary, page_size, slopes=None):
     """New tokens of sequences that may have no room for them, with and without masks, by the kernel of that name."""
     q, k, v = hopper.qkv(len(lengths), n_q, 8, d, n_kv=capacity, heads_kv=2)
     _, k_new, v_new = hopper.qkv(len(lengths), n_new, 2, d)
     poison_tails(k, lengths), poison_tails(v, lengths)
-    lens, options = hopper.int32(lengths), {}
+    lens, options = hopper.int32(lengths), {"alibi_slopes": slopes}
     want_k, want_v, turned, turned_by_mask = k.clone(), v.clone(), k_new, {False: q, True: q}
     if rotary:
         dim, interleaved = int(rotary[0] * d), rotary[1]
         cos, sin = tables(hopper, capacity + max(n_new, n_q), dim)
-        options = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
+        options |= {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
         turned = rotate(k_new, lens[:, None] + torch.arange(n_new, device="cuda"), cos, sin, interleaved)
         for masked in (False, True):
             steps = torch.arange(n_q, device="cuda") * masked
@@ -446,7 +441,7 @@ def check_appends(hopper, kernel, lengths, capacity, d, n_new, n_q, rotary, page
         torch.testing.assert_close(held[1], want_v, equal_nan=True, **exact)
         visible = {"causal": bool(mask), "window": mask.get("window_size", (-1, -1)), "start_pos": "end"}
         used = (lens + n_new).clamp(max=capacity)
-        expected = expect(turned_by_mask[bool(mask)], *held, seqused_k=used, **visible)
+        expected = expect(turned_by_mask[bool(mask)], *held, seqused_k=used, alibi_slopes=slopes, **visible)
         expected.check(*got, small=True, rotated=bool(rotary))
 
 
@@ -464,9 +459,12 @@ def test_clusters_append(hopper, d, n_new, n_q, rotary, page_size):
 @pytest.mark.parametrize("rotary", [None, (1.0, True), (0.375, False)])
 @pytest.mark.parametrize("n_new,n_q", [(8, 8), (70, 5), (20, 16), (1, 30)])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_tall_tiles_append(hopper, d, n_new, n_q, rotary, page_size):
+@pytest.mark.parametrize("alibi", [False, True])
+def test_tall_tiles_append(hopper, alibi, d, n_new, n_q, rotary, page_size):
+    """By query tiles, and, of up to 16 rows whose heads have slopes of their own, by tiles that decode."""
     lengths = [0, 31, 32, 33, 63, 64, 65, 300, 500]
-    check_appends(hopper, kernel_of_tall_rows(d, n_q, 4), lengths, 512, d, n_new, n_q, rotary, page_size)
+    kernel, slopes = ("decode" if alibi and n_q <= 16 else "persistent"), hopper.vector(8).abs() if alibi else None
+    check_appends(hopper, ("sm90", kernel), lengths, 512, d, n_new, n_q, rotary, page_size, slopes)
 
 
 def test_append_turns_q_by_one_position_without_a_mask(target):

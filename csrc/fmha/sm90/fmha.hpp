@@ -689,6 +689,7 @@ struct FMHA {
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Persistent;
+  static constexpr bool kPacksHeads = Traits::PacksHeads;
   // Whether parts hold a sequence may depend on the others of the batch.
   static constexpr Features kTakes = Traits::Mods | feature::Sink | feature::Packed |
                                      (feature::kUnlike & ~(Traits::PlainBias ? feature::LeftPadding : 0)) |

@@ -44,9 +44,9 @@ struct Traits {
   // blocks of 128 they would see three of four where tiles of 128 rows see one of two: (8, 2048, 16, 64) 0.249 ms for
   // 0.181.
   static constexpr bool MaskAlone = Mods == feature::Mask, OfKeysAlone = MaskAlone && B_r > 128;
-  // Whether tiles may hold rows of several heads (pack_gqa.hpp; QueryTiles in heuristics.hpp asks the same): wider ones
-  // have no registers left for their addresses.
-  static constexpr bool PacksHeads = HeadDimV_ <= 192;
+  // Whether tiles may hold rows of several heads (pack_gqa.hpp): wide ones with score modifications have no registers
+  // left for their addresses.
+  static constexpr bool PacksHeads = HeadDimV_ <= 192 || !ScoreMods;
   using Element = Element_;
   using Part = typename Operand<Element>::Part;
   static constexpr int Parts = Operand<Element>::Parts;
