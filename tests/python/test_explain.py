@@ -118,16 +118,16 @@ def test_calls_of_few_scores(gpu):
 
 
 def test_short_queries_decode(gpu):
-    """16 query rows or fewer, unless they are packed or another family is asked for."""
+    """8 query rows or fewer, unless they are packed or another family is asked for."""
     q, k, v = gpu.qkv(2, 17, 4, 64, n_kv=100)
-    short = q[:, :16]
+    short = q[:, :8]
     family = "simt" if gpu.dtype == torch.float32 else "sm80"
     for backend in ("auto", family):
         explanation = cutlass_ext.explain(short, k, v, backend=backend)
         assert explanation.backend == family and explanation.kernel == "decode"
         assert cutlass_ext.explain(q, k, v, backend=backend).kernel in ("tiles", "short", "persistent")
-    packing = {"cu_seqlens_q": gpu.int32([0, 8, 16]), "cu_seqlens_k": gpu.int32([0, 50, 100])}
-    packing |= {"max_seqlen_q": 8, "max_seqlen_k": 50}
+    packing = {"cu_seqlens_q": gpu.int32([0, 4, 8]), "cu_seqlens_k": gpu.int32([0, 50, 100])}
+    packing |= {"max_seqlen_q": 4, "max_seqlen_k": 50}
     assert cutlass_ext.explain(short[0], k[0], v[0], **packing).kernel in ("tiles", "heads", "persistent")
     if family == "sm80" and torch.cuda.get_device_capability() == (9, 0):
         explanation = cutlass_ext.explain(short, k, v, backend="sm90")
