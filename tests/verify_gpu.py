@@ -2,8 +2,8 @@
 gpu_verified.json.
 
 `make verify-gpu` calls it, with the seconds of the soak. The file ties the result to the hash of csrc/, which
-tests/source_tree.py compares in CI; it is written only where everything passed. `--part` runs some parts: what passed
-is kept in build/, and not run again on the same sources; the file is written when all parts have.
+tests/source_tree.py compares in CI; it is written only where everything passed. `--part` runs some parts: what passed,
+of tests each module, is kept in build/, and not run again on the same sources; the file is written when all have.
 """
 
 import argparse
@@ -25,11 +25,11 @@ import torch
 from source_tree import ROOT, VERIFIED, csrc_hash
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
-SHARDS = 6  # processes of a tool, over all GPUs: one alone did not end its calls in 520 s
+SHARDS = 12  # processes of a tool, over all GPUs: one alone did not end its calls in 520 s
 SOAK_PROCESSES = 8
 TEST_PROCESSES = 14  # a GPU: they wait for the host more than for it
-TEST_PARTS = {f"tests {first + 1}": first for first in range(4)}  # every fourth module of tests, from one on
-PARTS = (*TOOLS, "soak", *TEST_PARTS)
+MODULES = {module.stem: module for module in sorted((ROOT / "tests" / "python").glob("test_*.py"))}
+PARTS = (*TOOLS, "soak", "tests")
 PASSED = ROOT / "build" / "gpu_passed.json"  # the parts that passed
 MOST_SHOWN = 6000  # characters of the beginning of what failed, and of its end
 
@@ -47,11 +47,11 @@ def failed(part: str, output: str, shown: str) -> Failed:
     return Failed(f"{shown}\n{part} failed; all that was printed is in {kept.relative_to(ROOT)}")
 
 
-def result_of(part: dict[str, int] | Failed) -> dict[str, int]:
-    """What passed of a part, or its failure."""
-    if isinstance(part, Failed):
-        raise part
-    return part
+def result_of(module: dict[str, int] | Failed) -> dict[str, int]:
+    """What passed of a module, or its failure."""
+    if isinstance(module, Failed):
+        raise module
+    return module
 
 
 def sanitizer() -> str:
@@ -64,34 +64,27 @@ def sanitizer() -> str:
     sys.exit(f"compute-sanitizer is missing. Type:\n    {sys.executable} -m pip install {wheel}")
 
 
-def modules_of(part: str) -> list[Path]:
-    """Every fourth module of tests."""
-    return sorted((ROOT / "tests" / "python").glob("test_*.py"))[TEST_PARTS[part] :: len(TEST_PARTS)]
-
-
-def run_tests(parts: list[str]) -> dict[str, dict[str, int] | Failed]:
-    """The GPU tests of some parts, in several processes at once."""
+def run_tests(modules: list[str]) -> dict[str, dict[str, int] | Failed]:
+    """The GPU tests of some modules, in several processes at once."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         processes = TEST_PROCESSES * torch.cuda.device_count()
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(processes), "--dist", "worksteal"]
-        command += ["--durations=15", f"--junitxml={report}"]
-        command += [str(module) for part in parts for module in modules_of(part)]
+        command += ["--durations=15", f"--junitxml={report}", *(str(MODULES[name]) for name in modules)]
         done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         end = re.search(r"(?ms)^=+ slowest .*", done.stdout)  # the slowest tests, then a line for each that failed
         cases = list(xml.parse(report).getroot().iter("testcase")) if report.exists() else []
     print(end[0] if end else "", flush=True)
     results = {}
-    for part in parts:
-        names = {module.stem for module in modules_of(part)}
-        its = [case for case in cases if names & set(case.get("classname").split("."))]
+    for name in modules:
+        its = [case for case in cases if name in case.get("classname").split(".")]
         skipped = sum(case.find("skipped") is not None for case in its)
         wrong = any(case.find(what) is not None for case in its for what in ("failure", "error"))
-        results[part] = {"passed": len(its) - skipped, "skipped": skipped}
-        if not its or wrong:
-            results[part] = failed(part, done.stdout, end[0] if end else done.stdout)
+        results[name] = {"passed": len(its) - skipped, "skipped": skipped}
+        if wrong:
+            results[name] = failed(name, done.stdout, end[0] if end else done.stdout)
     if done.returncode and not any(isinstance(result, Failed) for result in results.values()):
-        results = {part: failed(part, done.stdout, done.stdout) for part in parts}  # pytest itself
+        results = {name: failed(name, done.stdout, done.stdout) for name in modules}  # pytest itself
     return results
 
 
@@ -158,31 +151,32 @@ def main() -> None:
     run = {tool: partial(run_sanitizer, tool) for tool in TOOLS} | {"soak": partial(run_soak, options.seconds)}
     PASSED.parent.mkdir(exist_ok=True)
     failures = []
+    modules = passed.setdefault("tests", {})
 
-    def keep(part: str, result: Callable[[], dict]) -> None:
-        passed.pop(part, None)
+    def keep(into: dict, part: str, result: Callable[[], dict]) -> None:
+        into.pop(part, None)
         try:
-            passed[part] = result()
+            into[part] = result()
         except Failed as error:
             failures.append(part)
             print(error, flush=True)
         PASSED.write_text(json.dumps(passed, indent=1) + "\n")
 
-    wanted = options.part or [part for part in PARTS if part not in passed]
+    wanted = options.part or [part for part in PARTS if part not in passed or part == "tests"]
     with ThreadPoolExecutor() as pool:  # but for the tests, which have limits of time that a busy GPU could exceed
-        running = {pool.submit(run[part]): part for part in wanted if part not in TEST_PARTS}
+        running = {pool.submit(run[part]): part for part in wanted if part != "tests"}
         for done in as_completed(running):
-            keep(running[done], done.result)
-    if tests := [part for part in wanted if part in TEST_PARTS]:
-        for part, result in run_tests(tests).items():
-            keep(part, partial(result_of, result))
+            keep(passed, running[done], done.result)
+    missing_modules = [name for name in MODULES if name not in modules]
+    if "tests" in wanted and missing_modules:
+        for name, result in run_tests(missing_modules).items():
+            keep(modules, name, partial(result_of, result))
     if failures:
         sys.exit(f"failed: {', '.join(failures)}; {VERIFIED.relative_to(ROOT)} is not written")
-    if missing := [part for part in PARTS if part not in passed]:
+    if missing := [name for name in (*TOOLS, "soak", *MODULES) if name not in passed and name not in modules]:
         return print(f"passed, and kept in {PASSED.relative_to(ROOT)}; missing: {', '.join(missing)}")
     passed["sanitizer"] = {tool: passed.pop(tool) for tool in TOOLS}
-    tests = [passed.pop(part) for part in TEST_PARTS]
-    passed["tests"] = {what: sum(part[what] for part in tests) for what in tests[0]}
+    passed["tests"] = {what: sum(module[what] for module in modules.values()) for what in ("passed", "skipped")}
     date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
     VERIFIED.write_text(json.dumps(passed | {"date": date}, indent=1) + "\n")
     print(f"wrote {VERIFIED.relative_to(ROOT)}")

@@ -124,14 +124,15 @@ def test_short_queries_decode(gpu):
     family = "simt" if gpu.dtype == torch.float32 else "sm80"
     for backend in ("auto", family):
         explanation = cutlass_ext.explain(short, k, v, backend=backend)
-        assert explanation.backend == family and explanation.kernel == "decode"
+        assert backend == "auto" or explanation.backend == family, explanation
+        assert explanation.kernel in ("decode", "narrow", "cluster"), explanation
         assert cutlass_ext.explain(q, k, v, backend=backend).kernel in ("tiles", "short", "persistent")
     packing = {"cu_seqlens_q": gpu.int32([0, 4, 8]), "cu_seqlens_k": gpu.int32([0, 50, 100])}
     packing |= {"max_seqlen_q": 4, "max_seqlen_k": 50}
     assert cutlass_ext.explain(short[0], k[0], v[0], **packing).kernel in ("tiles", "heads", "persistent")
     if family == "sm80" and torch.cuda.get_device_capability() == (9, 0):
         explanation = cutlass_ext.explain(short, k, v, backend="sm90")
-        assert explanation.backend == "sm90" and explanation.kernel == "decode"
+        assert explanation.backend == "sm90" and explanation.kernel in ("decode", "cluster"), explanation
 
 
 @pytest.mark.parametrize("batch,n_q,n_kv", [(0, 1, 5), (2, 0, 5), (2, 1, 0), (2, 0, 0), (2, 0, 300)])

@@ -463,8 +463,10 @@ def test_clusters_append(hopper, d, n_new, n_q, rotary, page_size):
 def test_tall_tiles_append(hopper, alibi, d, n_new, n_q, rotary, page_size):
     """By query tiles, and, of up to 16 rows whose heads have slopes of their own, by tiles that decode."""
     lengths = [0, 31, 32, 33, 63, 64, 65, 300, 500]
-    kernel, slopes = ("decode" if alibi and n_q <= 16 else "persistent"), hopper.vector(8).abs() if alibi else None
-    check_appends(hopper, ("sm90", kernel), lengths, 512, d, n_new, n_q, rotary, page_size, slopes)
+    decodes, slopes = alibi and n_q <= 16, hopper.vector(8).abs() if alibi else None
+    # Tiles of 64 rows that decode have WGMMA from 128 columns on.
+    kernel = ("sm80" if d == 64 else "sm90", "decode") if decodes else ("sm90", "persistent")
+    check_appends(hopper, kernel, lengths, 512, d, n_new, n_q, rotary, page_size, slopes)
 
 
 def test_append_turns_q_by_one_position_without_a_mask(target):

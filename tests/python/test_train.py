@@ -95,6 +95,11 @@ def test_processes_that_torchrun_started(monkeypatch, capsys):
 
 
 # ------------------------------------------------------------------------------------------------ bench --backward
+def without_flex_attention():
+    providers, *others = peers.installed()
+    return {name: make for name, make in providers.items() if name != "FlexAttention"}, *others
+
+
 @pytest.fixture
 def small_suite(monkeypatch):
     def suite(device, dtype):
@@ -102,6 +107,8 @@ def small_suite(monkeypatch):
         return table + [bench.Case(1, 1, n, 64, False, dtype, "memory") for n in (16, 32)]
 
     monkeypatch.setattr(bench, "forward_suite", suite)
+    # FlexAttention is compiled for each case: beside other processes that took 86 s and more, of 120 for a test.
+    monkeypatch.setattr(bench, "installed", without_flex_attention)
 
 
 @pytest.mark.parametrize("target", targets(("cpu", "torch"), ("cuda", "auto")))
