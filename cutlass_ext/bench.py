@@ -3,7 +3,7 @@ attention library that is installed (`peers.py`), in turn, each measured as `mea
 
 For people who want to know what the library does on their machine; `make demo` calls it, python/report.py makes pages
 of its JSON. A result of ours that misses float64 ends the run. With `--backward` each case comes a second time, for its
-gradients; `--preset` takes the shapes of a model.
+gradients; `--preset` takes the shapes of a model, `--random` shapes that nobody named.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import platform
+import random
+import statistics
 import subprocess
 import sys
 import warnings
@@ -38,6 +41,10 @@ PRESETS = {
     "decode": ([(1, 1024), (1, 8192), (16, 8192), (64, 4096)], {**LLAMA3, "causal": False, "n_q": 1}),
 }
 MOST_KEYS_ON_CPU = 1024
+MOST_SCORES = 1e8
+# What random cases are drawn from.
+BATCHES, HEADS_KV, GROUPS = (1, 1, 1, 2, 3, 4, 8, 16, 32, 64), (1, 1, 2, 4, 8, 12, 32), (1, 1, 1, 2, 4, 5, 8, 16)
+HEAD_DIMS, FEW_ROWS, PAGES = (64, 64, 72, 96, 128, 128, 128, 192, 256), (1, 1, 2, 4, 5, 8, 16, 33, 64), (0, 16, 64, 256)
 
 
 def preset_suite(name: str, device: str, dtype: str) -> list[Case]:
@@ -48,9 +55,44 @@ def preset_suite(name: str, device: str, dtype: str) -> list[Case]:
     return [Case(batch=batch, n=n, dtype=dtype, **model) for batch, n in sizes]
 
 
-def suite(device: str, dtype: str, backward: bool = False, preset: str | None = None) -> list[Case]:
-    """The default rows, or a model's; with `backward`, each one's gradients after it."""
-    cases = preset_suite(preset, device, dtype) if preset else forward_suite(device, dtype)
+def random_suite(count: int, seed: int, device: str, dtype: str, backward: bool) -> list[Case]:
+    """So many, of lengths that divide nothing: half of them rows that see as many keys, causal or not, half few rows
+    over a cache, in pages or not. None takes more than some milliseconds; on a CPU all are small."""
+    draw, cases = random.Random(seed), []
+    least_keys = 64 if backward else 1  # of fewer gradients the ratio of two rounding errors is luck
+    most_keys, most_flops, most_elements = (32_768, 5e11, 2e8) if device == "cuda" else (200, 1e8, 1e5)
+    while len(cases) < count:
+        few, heads_kv = draw.random() < 0.5, draw.choice(HEADS_KV)
+        n = round(math.exp(draw.uniform(math.log(least_keys), math.log(most_keys))))
+        page = draw.choice(PAGES) if few else 0
+        if page and backward:
+            continue  # pages have no gradients
+        case = Case(
+            batch=draw.choice(BATCHES),
+            heads=heads_kv * draw.choice(GROUPS),
+            n=-(-n // page) * page if page else n,  # whole pages
+            head_dim=draw.choice(HEAD_DIMS),
+            causal=not few and draw.random() < 0.6,
+            dtype=dtype,
+            heads_kv=heads_kv,
+            n_q=draw.choice(FEW_ROWS) if few else 0,
+            page=page,
+        )
+        elements = case.batch * case.head_dim * max(case.n * heads_kv, case.rows * case.heads)
+        of_oracle = case.heads // heads_kv * case.rows * case.n  # scores in float64 that it has at a time
+        if case.flops <= most_flops and elements <= most_elements and of_oracle <= MOST_SCORES:
+            cases.append(case)
+    return cases
+
+
+def suite(
+    device: str, dtype: str, backward: bool = False, preset: str | None = None, count: int = 0, seed: int = 0
+) -> list[Case]:
+    """The default rows, a model's, or `count` at random; with `backward`, each one's gradients after it."""
+    if count:
+        cases = random_suite(count, seed, device, dtype, backward)
+    else:
+        cases = preset_suite(preset, device, dtype) if preset else forward_suite(device, dtype)
     return [c for case in cases for c in (case, replace(case, backward=True))] if backward else cases
 
 
@@ -139,6 +181,28 @@ def print_table(console, rows: list[dict]) -> None:
                 end_section=i == len(group) - 1,
             )
     console.print(table)
+
+
+def print_ratios(console, rows: list[dict]) -> None:
+    """Each case's fastest other provider beside this library, where that is slowest first; and their mean."""
+    from rich.table import Table
+
+    title = f"Attention {passes(rows)}, {rows[0]['dtype']}; the time of the fastest other over ours"
+    table = Table("(B, N, H, d)", "fastest other", title=title, title_justify="left")
+    for heading in ("its ms", "our ms", "ratio"):
+        table.add_column(heading, justify="right")
+    ratios = []
+    for case, group in grouped(rows):
+        mine = next(row["ms"] for row in group if row["provider"] == OURS)
+        if others := [row for row in group if row["provider"] != OURS]:
+            best = min(others, key=lambda row: row["ms"])
+            ratios.append((best["ms"] / mine, str(case), best["provider"], f"{best['ms']:.4f}", f"{mine:.4f}"))
+    for ratio, *words in sorted(ratios):
+        table.add_row(*words, f"{ratio:.3f}", style="bold" if ratio < 1 else None)
+    console.print(table)
+    if ratios:
+        mean, slower = statistics.geometric_mean(ratio for ratio, *_ in ratios), sum(ratio < 1 for ratio, *_ in ratios)
+        console.print(f"geometric mean {mean:.3f} of {len(ratios)}; {slower} below 1", highlight=False)
 
 
 def passes(rows: list[dict]) -> str:
@@ -269,9 +333,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cutlass_ext.bench", description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", type=device_here, choices=("cuda", "cpu"), help="default: the GPU if there is one")
     parser.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), help="default: float32; of a preset on a GPU bfloat16"
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="default: float32; of a preset on a GPU, and at random, bfloat16",
     )
-    parser.add_argument("--preset", choices=tuple(PRESETS), help="the attention of a model, not the suite")
+    cases_of = parser.add_mutually_exclusive_group()
+    cases_of.add_argument("--preset", choices=tuple(PRESETS), help="the attention of a model, not the suite")
+    cases_of.add_argument(
+        "--random", type=at_least(1), metavar="N", help="N cases at random: where others are faster, and by how much"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of --random (default: 0)")
     parser.add_argument("--backward", action="store_true", help="the gradients of each case too")
     parser.add_argument(  # of fewer samples than two there are no quartiles
         "--rounds", type=at_least(2), help="samples of each provider, at least 2 (default: 30; 5 on a CPU)"
@@ -305,10 +376,14 @@ def main(arguments: list[str] | None = None) -> int:
     facts |= versions
     if device == "cpu":
         console.print("No GPU: small sizes, on the CPU path (PyTorch's operators). No CUDA kernel is timed here.")
-    dtype = options.dtype or ("bfloat16" if options.preset and device == "cuda" else "float32")
+    in_bfloat16 = options.random or (options.preset and device == "cuda")
+    dtype = options.dtype or ("bfloat16" if in_bfloat16 else "float32")
+    if options.random and providers.pop("FlexAttention", None):
+        absent["FlexAttention"] = "it would be compiled for each case"
     if absent:
         console.print("Not compared: " + "; ".join(f"{name} ({how})" for name, how in absent.items()), highlight=False)
-    cases, rows, refusals = suite(device, dtype, options.backward, options.preset), [], {}
+    cases = suite(device, dtype, options.backward, options.preset, options.random or 0, options.seed)
+    rows, refusals = [], {}
     try:
         for case in cases[: 1 + options.backward]:
             console.print(f"{case}: {explanation(case, device)}", highlight=False)
@@ -318,7 +393,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (Wrong, NotImplementedError) as error:
         console.print(f"[bold red]{type(error).__name__}[/]: {error}")
         return 1
-    print_table(console, rows)
+    (print_ratios if options.random else print_table)(console, rows)
     for name in set(versions) & set(refusals):
         console.print(f"{name} did not take {refusals[name]}", highlight=False, markup=False)
     console.print(", ".join(f"{name} {value}" for name, value in facts.items() if value), highlight=False)

@@ -2,6 +2,7 @@
 is installed; and the cases that python/figures.py has besides."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -242,3 +243,35 @@ def test_rounding_of_few_keys():
     long = measurement.Case(1, 2, 512, 64, False, "float32", backward=True)
     oracle = measurement.Oracle(long, long.inputs("cpu"))
     assert oracle.of_ds[1].norm < 0.02 * oracle.reference[1].norm
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_random_cases(device):
+    """The same of a seed, in whole pages, none too large; gradients of what has some."""
+    cases = bench.suite(device, "bfloat16", count=300, seed=5)
+    assert (
+        cases
+        == bench.suite(device, "bfloat16", count=300, seed=5)
+        != bench.suite(device, "bfloat16", count=300, seed=6)
+    )
+    assert len(cases) == 300 and all(case.n % case.page == 0 for case in cases if case.page)
+    assert {case.n_q > 0 for case in cases} == {case.causal for case in cases} == {case.page > 0 for case in cases}
+    assert not any(case.causal and case.n_q for case in cases), "flops count causal rows as many as keys"
+    assert all(case.flops <= 5e11 and case.heads // case.heads_kv * case.rows * case.n <= 1e8 for case in cases)
+    of_gradients = bench.suite(device, "bfloat16", backward=True, count=50, seed=5)
+    assert len(of_gradients) == 100 and not any(case.page for case in of_gradients)
+
+
+def test_bench_of_random_cases(capsys):
+    """The slowest of ours beside another first, and their mean."""
+    assert bench.main(["--device", "cpu", "--random", "4", "--seed", "3", "--rounds", "2"]) == 0
+    out = capsys.readouterr().out
+    ratios = [float(line.split("│")[-2]) for line in out.splitlines() if line.count("│") == 6]
+    assert len(ratios) == 4 and ratios == sorted(ratios)
+    assert re.search(r"geometric mean [\d.]+ of 4; \d below 1", out)
+
+
+def test_a_preset_is_not_at_random(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--random", "3", "--preset", "bert"])
+    assert "not allowed with" in capsys.readouterr().err
