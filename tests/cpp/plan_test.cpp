@@ -763,6 +763,35 @@ TEST(Plan, OfFixedSplitsForgetsTheBatch) {
   }
 }
 
+TEST(Plan, OfFixedSplitsForgetsWhoElseIsPacked) {
+  // What computes a sequence of `n_q` rows of a plan.
+  auto const of_rows = [](Plan const& plan, int n_q) {
+    bool const few = plan.few && n_q <= plan.few->params.most_q;
+    return few ? plan.few->kernel->entry : plan.kernel ? plan.kernel->entry : nullptr;
+  };
+  for (fake::Gpu gpu : {fake::kH200, fake::kA100}) {
+    for (auto const [heads_q, heads_kv] : {std::pair(8, 8), {8, 2}, {32, 2}, {17, 1}, {64, 2}, {130, 1}}) {
+      for (int head_dim : {64, 128, 192, 256}) {
+        for (int n_q : {1, 2, 4, 8, 16, 17, 64}) {
+          auto const packed = [&](int longest, int rows) {
+            return plan_of(fmha(64, longest, 4096, heads_q, heads_kv, head_dim)
+                               .packed(rows, 0)
+                               .lengths()
+                               .pages(16)
+                               .causal()
+                               .splits(2)
+                               .on(gpu));
+          };
+          Plan const alike = packed(n_q, 64 * n_q), beside = packed(500, 64 * n_q + 499);
+          ASSERT_TRUE(alike.kernel);
+          EXPECT_EQ(of_rows(alike, n_q), of_rows(beside, n_q))
+              << n_q << " rows, " << heads_q << " heads on " << heads_kv << ", " << head_dim << " columns";
+        }
+      }
+    }
+  }
+}
+
 TEST(Plan, WithAKernelThatTheCallerChose) {
   for (Kernel const& kernel : kernels()) {
     if (kernel.kind != Kind::Tiles && kernel.kind != Kind::Persistent) continue;
