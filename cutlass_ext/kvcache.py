@@ -89,8 +89,8 @@ def flash_attn_with_kvcache(
         return_softmax_lse: return `(out, softmax_lse)`.
         backend: `"auto"`, `"sm90"` (float16, bfloat16 on Hopper), `"sm80"` (float16, bfloat16), `"simt"` (float32) or
             `"torch"`. Of `"sm90"`, `"auto"` takes the clusters of few sequences and, for more than 8 packed query
-            rows (`N_q * H_q / H_kv`; 4 of heads wider than 128), the tiles of `fmha`; asked for, its tiles take every
-            other call too.
+            rows (`N_q * H_q / H_kv`; for any where head_dim is neither 64 nor 128), the tiles of `fmha`; asked for,
+            its tiles take every other call too whose rows begin at multiples of 16 bytes.
         out, engine: as in `flash_attn_func`.
         s_aux: `sink` under the name that it has in vLLM, there of float16 or bfloat16 too.
 

@@ -6,7 +6,7 @@
 
 The model is a Llama-like decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU. Its weights come from a
 fixed seed, or from a safetensors file with the names of Hugging Face's Llama. Sequences of different lengths are
-generated at once: a step appends each one's key and value to its pages and attends to all of them, in one launch a
+generated at once: a step appends each one's key and value to its pages and attends to all of them, in one call a
 layer. Every step's logits are compared with the same model run without a cache through PyTorch's own attention
 (--no-check leaves that out, for timing); in float32 the greedy tokens have to be equal.
 """

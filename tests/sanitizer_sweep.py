@@ -359,7 +359,7 @@ def cache_cases():
             yield dtype, 1, d, d_v, None, 3, 32, SM80
             yield dtype, 1, d, d_v, None, 3, 32, CAUSAL
             yield dtype, 16, d, d_v, 16, 0, 0, SM80
-            yield dtype, 1, d, d_v, 16, 0, 0, CAUSAL, 64  # 32 rows of a KV head, in the tall tiles
+            yield dtype, 1, d, d_v, 16, 0, 0, CAUSAL, 64  # 32 rows of a KV head, on Hopper in query tiles
 
 
 def compare_cache(dtype, n_q, d, d_v, page_size, n_new, rotary_dim, options, heads=4) -> None:

@@ -1,6 +1,6 @@
-// What comes before attention where a chunk of a prompt goes to a cache: its keys are turned and written to their
-// places with its values, and q is turned into a tensor of its own, so that prefill kernels find everything as if it
-// had always been there. Instantiated by csrc/kernels/append.cu.
+// What comes before attention where what is new goes to a cache and the kernel only reads it: keys are turned and
+// written to their places with their values, and q is turned into a tensor of its own, so that everything is found as
+// if it had always been there. Instantiated by csrc/kernels/append.cu.
 #pragma once
 
 #include "cache.hpp"

@@ -1,4 +1,4 @@
-// The launch that writes new keys to a cache ahead of a prefill kernel. Called by plan.cpp.
+// The launch that writes new keys to a cache ahead of a kernel that reads it alone. Called by plan.cpp.
 #pragma once
 
 #include "kernel_table.hpp"

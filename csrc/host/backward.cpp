@@ -156,7 +156,7 @@ GradientLaunch launch_of(Call const& call, Kind kind) {
 
 /// Whether one launch of `of_all`, which adds to dQ, is faster than two that do not. Hopper's are faster in any number.
 bool adds_to_queries(Call const& call, Kernel const& of_all, Precision asked) {
-  if (wants_hopper(of_all)) return cutlass_ext::adds_to_queries(call.params);
+  if (wants_hopper(of_all)) return cutlass_ext::adds_to_queries(call.params, call.request.deterministic);
   if (of_all.dtype == DType::Float32)
     return adds_to_queries_on_cuda_cores(call.params, of_all, asked == Precision::Highest);
   Kernel const* const of_keys = kernel_of(call, Kind::KeyGradients);

@@ -62,7 +62,6 @@ struct Kernel {
   void (*launch)(Params const&, Grid const&, cudaStream_t);  // gradients: of BackwardParams
   Features wants = 0;                                        // what it is for: it takes no call without
   TileLoop loop = {};
-  bool packs_heads = false;  // whether its query tiles may hold rows of several heads (pack_gqa.hpp)
 
   /// Whether the tile holds a call's head dims and the kernel takes its sizes.
   bool takes_sizes(Params const& params) const {

@@ -30,11 +30,49 @@ void set_splits(int num_splits, Params* p) {
   p->num_splits = std::max(num_splits, 1);
 }
 
+// ------------------------------------------------------------------------------------------------ new keys
+bool has_new(Params const& p) { return p.k_new || p.rotary.cos; }
+
+/// `cache_batch_idx` as a table of pages, each a sequence's part of the cache: kernels of query tiles, and those that
+/// decode from caches that are read alone, know it so.
+Params with_one_page_each(Params p) {
+  if (!p.batch_idx) return p;
+  p.set_one_page_each(p.batch_idx, p.n_kv);
+  p.batch_idx = nullptr;
+  return p;
+}
+
+/// The call as it is once what is new has been written to the cache.
+Params once_appended(Params const& p) { return after_append(with_one_page_each(p), nullptr); }
+
+/// The plan of such a call with the launch before it, which writes what is new to the cache of `p`.
+Plan with_append(Plan plan, Params const& p) {
+  plan.appends_apart = has_new(p);
+  Params all = with_one_page_each(p);
+  static_cast<Work&>(all) = plan.params;
+  plan.params = all;
+  return plan;
+}
+
 // ------------------------------------------------------------------------------------------------ few query rows
 /// Whether a call of `fmha` with padded queries is faster where it decodes: few rows, unless they have to be read
 /// element by element.
 bool decodes(Call const& call) {
   return !call.params.packed() && call.params.n_q <= kMaxDecodeRows && !(call.features & feature::UnalignedRows);
+}
+
+Plan plan_decode(Call const& call);
+
+/// Decoding by the kernels for caches that are read alone: once a launch before has written to them what is new.
+std::optional<Plan> plan_decode_of_appended(Call const& call) {
+  Params const& p = call.params;
+  bool const may_be_narrow = p.n_q > 0 && !p.fixed_splits && decode::has_narrow_kernels(p) &&
+                             int64_t(p.n_q) * p.heads_per_kv.divisor <= decode::kNarrowRows;
+  if (!may_be_narrow || (!has_new(p) && !p.batch_idx)) return std::nullopt;
+  Params const appended = once_appended(p);
+  Plan plan = plan_decode(call.with(appended));
+  if (!plan.kernel || plan.kernel->kind == Kind::Decode) return std::nullopt;
+  return with_append(std::move(plan), call.params);
 }
 
 Plan plan_decode(Call const& call) {
@@ -58,7 +96,10 @@ Plan plan_decode(Call const& call) {
     }
   }
   plan.kernel = of(Kind::Narrow);
-  if (!plan.kernel) plan.kernel = of(Kind::Decode);
+  if (!plan.kernel) {
+    if (std::optional<Plan> appended = plan_decode_of_appended(call)) return std::move(*appended);
+    plan.kernel = of(Kind::Decode);
+  }
   if (!plan.kernel) return plan;
 
   Kernel const& kernel = *plan.kernel;
@@ -162,8 +203,8 @@ Plan plan_prefill(Call const& call) {
   Params const& p = call.params;
   std::string const& backend = call.request.backend;
   int const warpgroups = (call.features & ~feature::Sink) == 0 ? warpgroups_of_short(p, call.device) : 0;
-  // With the number of splits fixed nothing may depend on the batch; few rows over a cache that sm80 would have decode.
-  bool const could_decode = call.request.is_cache && p.n_q <= kMaxDecodeRows;
+  // With the number of splits fixed nothing may depend on the batch; few rows that sm80 would have decode.
+  bool const could_decode = p.n_q <= kMaxDecodeRows && (call.request.is_cache || !p.packed());
   bool const tiny = backend == "auto" && !p.fixed_splits && !could_decode && is_tiny(p, call.device);
   DType const dtype = call.request.dtype;
   bool const parts_hold = !call.request.is_cache && operand_parts::takes_scale(p);
@@ -176,7 +217,8 @@ Plan plan_prefill(Call const& call) {
   Kernel const* best = warpgroups > 0 ? cheapest({Kind::Short}, dtype, accepts, cost_of) : nullptr;
   // Small heads, an H200's ms there and in the persistent kernels: (1024, 49, 6, 32) with a bias 0.072 and 0.193, with
   // lengths 0.053 and 0.119, with dropout 0.057 and 0.205; but plain, in the short ones, 0.040 for 0.053.
-  if (!best) best = cheapest({Kind::Heads}, dtype, accepts, cost_of);
+  if (!best && (backend != "auto" || small_heads_pay(p, call.device)))
+    best = cheapest({Kind::Heads}, dtype, accepts, cost_of);
   if (!best) best = cheapest({Kind::Persistent}, dtype, accepts, cost_of);  // Hopper's come first
   auto const accepts_parts = [&](Kernel const& k) { return multiplies_parts(k) && accepts(k); };
   if (!best) best = cheapest({Kind::Tiles}, dtype, accepts_parts, cost_of);
@@ -220,24 +262,21 @@ bool packs_heads(Plan const& plan) {
   return plan.kernel && plan.kernel->kind == Kind::Persistent && p.heads_a_tile.divisor == p.heads_per_kv.divisor;
 }
 
-/// Whether a call that could decode has query rows for query tiles, if they pack heads.
-bool is_chunk(Params const& p) { return p.n_q > few_rows_of(p); }
+/// Whether a kernel is for calls of so few keys that it does not matter that it reads them for every query head.
+bool is_for_few_keys(Kernel const& kernel) { return kernel.kind == Kind::Short || kernel.kind == Kind::Heads; }
 
-/// A chunk of a prompt over its keys: by a prefill kernel, once what is new has been written to the cache. Such kernels
-/// know `cache_batch_idx` as a table of pages, each a sequence's part of the cache.
+/// Whether a call has query rows for query tiles; one that could decode, if they pack heads, as Hopper's alone do.
+bool is_chunk(Call const& call) {
+  Params const& p = call.params;
+  if (p.n_q > kMaxDecodeRows) return true;
+  bool const may_pack = call.device.capability == 90 && call.request.dtype != DType::Float32;
+  return may_pack && p.n_q > few_rows_of(p);
+}
+
+/// A chunk of a prompt over its keys: by a prefill kernel, once what is new has been written to the cache.
 Plan plan_chunk(Call const& call) {
-  Params p = call.params;
-  if (p.batch_idx) {
-    p.set_one_page_each(p.batch_idx, p.n_kv);
-    p.batch_idx = nullptr;
-  }
-  Plan plan = plan_prefill(call.with(after_append(p, nullptr)));
-  if (!plan.kernel) return plan;
-  if (p.n_q <= kMaxDecodeRows && plan.kernel->kind != Kind::Short && !packs_heads(plan)) return Plan(call.params);
-  plan.appends_apart = p.n_new > 0 || p.rotary.cos;
-  static_cast<Work&>(p) = plan.params;
-  plan.params = p;  // with what is new, for the launch before
-  return plan;
+  Params const appended = once_appended(call.params);
+  return with_append(plan_prefill(call.with(appended)), call.params);
 }
 
 /// Has a persistent launch leave `taken` multiprocessors to one that decodes beside it, and come to them after that:
@@ -258,7 +297,8 @@ void make_room(Device const& device, int64_t taken, Plan* plan) {
 /// the device knows which have; the host, whether all may be of one kind.
 Plan plan_mixed(Call const& call) {
   Params const& p = call.params;
-  bool const packs = is_chunk(p) && packs_heads(plan_prefill(call));
+  bool const depends = p.n_q <= kMaxDecodeRows || p.heads_per_kv.divisor > kMaxDecodeRows,
+             packs = depends && is_chunk(call) && packs_heads(plan_prefill(call));
   int const few = few_rows_beside(p, packs);
   int most = few;
   if (!p.fixed_splits && !packs && few < p.n_q && p.n_q <= kMaxDecodeRows)
@@ -288,16 +328,14 @@ Plan plan_of(Call const& call) {
   Request const& request = call.request;
   if (p.packed() && p.paged()) return plan_mixed(call);
   bool const few_rows = decodes(call) && request.precision != Precision::High;
-  bool const may_pack = request.is_cache || (few_rows && request.dtype != DType::Float32);
-  if (may_pack && is_chunk(p)) {
-    Plan chunk = plan_chunk(call);
-    if (chunk.kernel) return chunk;
+  if (!request.is_cache && !few_rows) return plan_tiles(call);
+  if (is_chunk(call)) {
+    Plan const chunk = plan_chunk(call);
+    if (chunk.kernel && (p.n_q > kMaxDecodeRows || packs_heads(chunk) || is_for_few_keys(*chunk.kernel))) return chunk;
   }
-  if (request.is_cache || few_rows) {
-    Plan decoding = plan_decode_of_any_length(call);
-    if (decoding.kernel || request.is_cache) return decoding;
-  }
-  return plan_tiles(call);
+  Plan const decoding = plan_decode_of_any_length(call);
+  if (decoding.kernel) return decoding;
+  return request.is_cache ? plan_chunk(call) : plan_tiles(call);
 }
 
 /// Gives a launch memory for the parts that it writes.
@@ -320,11 +358,13 @@ Plan plan(Params p, Request const& request) {
   Call const call{p, request, current_device(), features_of(p)};
   Plan plan = plan_of(call);
   if (!plan.kernel) {
+    bool const decodes = request.is_cache && request.dtype == DType::Float32;
     using Kinds = std::initializer_list<Kind>;
-    plan.refusal = refusal_of(call, request.is_cache ? Kinds{Kind::Decode, Kind::Narrow, Kind::Cluster}
-                                                     : Kinds{Kind::Persistent, Kind::Tiles});
+    Params const appended = once_appended(p);
+    plan.refusal = refusal_of(decodes ? call : call.with(appended),
+                              decodes ? Kinds{Kind::Decode} : Kinds{Kind::Persistent, Kind::Tiles});
   }
-  if (p.batch == 0 || (p.n_q == 0 && p.n_new == 0)) plan.grid.ctas = dim3(0);
+  if (p.batch == 0 || (p.n_q == 0 && (p.n_new == 0 || plan.appends_apart))) plan.grid.ctas = dim3(0);
   return plan;
 }
 
@@ -377,7 +417,6 @@ std::string Plan::reason(Request const& request) const {
 }
 
 void run(Plan const& plan, cudaStream_t stream, Allocate const& allocate) {
-  if (plan.grid.ctas.x == 0) return;
   Params params = plan.params;
   if (plan.appends_apart) {
     int64_t const elements =
@@ -386,6 +425,7 @@ void run(Plan const& plan, cudaStream_t stream, Allocate const& allocate) {
     append_new_keys(plan.kernel->dtype, params, rotated_q, stream);
     params = after_append(params, rotated_q);
   }
+  if (plan.grid.ctas.x == 0) return;
   if (plan.kernel->kind == Kind::Persistent && shares_bias(params))
     static_cast<Pairs&>(params) = align_bias(params, stream, allocate);
   std::optional<Plan> exact;

@@ -1,4 +1,4 @@
-// Writes new keys to a cache ahead of a prefill kernel, for each dtype.
+// Writes new keys to a cache ahead of a kernel that reads it alone, for each dtype.
 #include "../fmha/append.hpp"
 #include "../host/append.hpp"
 

@@ -47,7 +47,7 @@ constexpr bool (*shape_of(long))(Params const&) {
   return nullptr;
 }
 
-/// `Fmha::kWants`, `Fmha::kLoop` and `Fmha::kPacksHeads`, likewise.
+/// `Fmha::kWants` and `Fmha::kLoop`, likewise.
 template <class Fmha>
 constexpr auto wants_of(int) -> std::remove_cv_t<decltype(Fmha::kWants)> {
   return Fmha::kWants;
@@ -63,14 +63,6 @@ constexpr auto loop_of(int) -> std::remove_cv_t<decltype(Fmha::kLoop)> {
 template <class Fmha>
 constexpr TileLoop loop_of(long) {
   return {};
-}
-template <class Fmha>
-constexpr auto packs_heads(int) -> std::remove_cv_t<decltype(Fmha::kPacksHeads)> {
-  return Fmha::kPacksHeads;
-}
-template <class Fmha>
-constexpr bool packs_heads(long) {
-  return false;
 }
 
 template <class Fmha>
@@ -92,8 +84,7 @@ Kernel kernel_of() {
             launch<Traits, Fmha::kSharedBytes>(Fmha::kernel, params, grid, stream);
           },
           wants_of<Fmha>(0),
-          loop_of<Fmha>(0),
-          packs_heads<Fmha>(0)};
+          loop_of<Fmha>(0)};
 }
 
 }  // namespace cutlass_ext

@@ -1,11 +1,10 @@
-// Shared memory of the decode kernels. Of the narrow ones: chunks keep apart, and what eight lanes access at a time
-// falls in different groups of four banks. Of the others: tiles lie as WGMMA wants them.
+// Shared memory of the narrow decode kernels: chunks keep apart, and what eight lanes access at a time falls in
+// different groups of four banks.
 #include <gtest/gtest.h>
 
 #include <set>
 
 #include "fmha/decode/traits.hpp"
-#include "fmha/mma/wgmma.hpp"
 
 namespace cutlass_ext::decode {
 namespace {
@@ -60,39 +59,6 @@ TEST(NarrowLayouts, NothingConflicts) {
       EXPECT_TRUE(one_pass([&](int lane) { return value_place(row, lane); }));
     }
   }
-}
-
-/// Element by element: K as the product along head_dim reads it, V as the one along the keys does.
-template <int Rows, int HeadDim>
-void check_operands() {
-  using Element = cutlass::bfloat16_t;
-  auto const along_columns =
-      cute::as_position_independent_swizzle_layout(sm90::LayoutAlongColumns<Element, Rows, HeadDim>{});
-  auto const along_rows = cute::as_position_independent_swizzle_layout(sm90::LayoutAlongRows<Element, Rows, HeadDim>{});
-  for (int row = 0; row < Rows; ++row) {
-    for (int col = 0; col < HeadDim; ++col) {
-      int const offset = chunk_offset<Element, Rows>(row, col / 8) + col % 8;
-      ASSERT_EQ(int(along_columns(row, col)), offset) << row << ", " << col;
-      ASSERT_EQ(int(along_rows(col, row)), offset) << row << ", " << col;
-    }
-  }
-}
-
-TEST(WarpgroupTiles, LieAsWgmmaReadsThem) {
-  check_operands<64, 64>();
-  check_operands<64, 128>();
-  check_operands<32, 192>();
-  check_operands<32, 256>();
-  check_operands<64, 192>();  // Q, where it stays in shared memory
-  check_operands<64, 256>();
-}
-
-TEST(WarpgroupTiles, BeginWhereTheSwizzleDoes) {
-  using T = Traits<256, cutlass::half_t, 4, 1, 32, 2, true>;
-  EXPECT_EQ(alignof(T::SharedStorage), 1024u);
-  EXPECT_EQ(offsetof(T::Stage, v) % 1024, 0u);
-  EXPECT_EQ(sizeof(T::Stage) % 1024, 0u);
-  EXPECT_EQ(offsetof(T::SharedStorage, q) % 1024, 0u);
 }
 
 }  // namespace

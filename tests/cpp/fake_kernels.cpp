@@ -38,10 +38,8 @@ Kernel sm80(DType dtype, int d, int b_r, int b_c, int shared) {
   return {"sm80", Kind::Tiles, dtype, d, d, b_r, b_c, kTiles, 128, shared, new_entry(), nullptr, nullptr};
 }
 Kernel sm90(DType dtype, int d, int d_v, int b_r, int b_c, int shared, Features more = 0) {
-  Kernel kernel{"sm90",        Kind::Persistent, dtype,       d,       d_v,    b_r, b_c, kPersistent | more,
-                2 * b_r + 128, shared,           new_entry(), nullptr, nullptr};
-  kernel.packs_heads = d_v <= 192 || !(more & kScoreMods);
-  return kernel;
+  return {"sm90",        Kind::Persistent, dtype,       d,       d_v,    b_r, b_c, kPersistent | more,
+          2 * b_r + 128, shared,           new_entry(), nullptr, nullptr};
 }
 /// Of calls with a bias that the copy engine brings, and with a mask.
 Kernel plain_bias(DType dtype, int d, int b_r, Features mask = 0) {
@@ -67,10 +65,8 @@ Kernel dropping(DType dtype, int d, int threads, int shared) {
 }
 Kernel in_parts(int d, int d_v, int b_c, int shared, Features more = 0) {
   Features const takes = (kPersistent & ~(FixedSplits | Float32Results)) | more;
-  Kernel kernel{"sm90", Kind::Persistent, DType::Float32, d,       d_v,    128, b_c, takes,
-                384,    shared,           new_entry(),    nullptr, nullptr};
-  kernel.packs_heads = true;
-  return kernel;
+  return {"sm90", Kind::Persistent, DType::Float32, d,       d_v,    128, b_c, takes,
+          384,    shared,           new_entry(),    nullptr, nullptr};
 }
 /// The same of any GPU.
 Kernel in_portable_parts(int d, int b_c, int threads, int shared) {
@@ -94,12 +90,6 @@ Kernel decode_beside(DType dtype, int d, int threads, int shared, Features takes
   Kernel kernel = decode(dtype, d, 16, 16, threads, shared, takes);
   kernel.family = "sm90";
   kernel.takes_shape = [](Params const& p) { return p.is_beside_chunks() && decode::fits(p, 16); };
-  return kernel;
-}
-/// Hopper's, of as many rows as a WGMMA has.
-Kernel decode_rows(DType dtype, int d, int b_c) {
-  Kernel kernel = decode(dtype, d, 64, b_c, 128, 99328);
-  kernel.family = "sm90";
   return kernel;
 }
 template <int d, bool packed = false>
@@ -236,6 +226,9 @@ RegisteredKernels of_16_bits(DType t) {
       mask_alone(t, 64, 192, 190464),
       mask_alone(t, 64, 128, 165888),
       dropping(t, 64, 640, 216064),
+      sm90(t, 80, 80, 192, 96, 197632),
+      sm90(t, 80, 80, 128, 128, 230400),
+      sm90(t, 96, 96, 192, 96, 197632),
       sm90(t, 96, 96, 128, 128, 230400),
       sm90(t, 96, 96, 128, 128, 230400, kScoreMods | kPairs),
       sm90(t, 128, 128, 128, 128, 230400),
@@ -272,9 +265,6 @@ RegisteredKernels of_16_bits(DType t) {
       decode_beside(t, 64, 256, 198784),
       decode_beside(t, 128, 384, 199552, kPlainDecode | Packed),
       decode_beside(t, 128, 256, 198784),
-      decode_rows(t, 128, 64),
-      decode_rows(t, 192, 32),
-      decode_rows(t, 256, 32),
       narrow<64>(t, 55680),
       narrow<64, true>(t, 57728),
       narrow<128>(t, 105856),

@@ -209,8 +209,10 @@ TEST(Plan, OfManyQueryRows) {
            "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(4, 4096, 4096, 32, 8, 64), "sm90 persistent 192x128 d64 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(4, 2000, 2000, 4, 4, 64), "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),
-      CASE(fmha(2, 4096, 4096, 32, 8, 96), "sm90 persistent 128x128 d96 plain, 1 split, grid 132, 2 counters"),
-      CASE(fmha(2, 4096, 4096, 32, 8, 72), "sm90 persistent 128x128 d96 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(2, 4096, 4096, 32, 8, 96), "sm90 persistent 192x96 d96 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(2, 4096, 4096, 32, 8, 72), "sm90 persistent 192x96 d80 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(2, 300, 4096, 20, 20, 80), "sm90 persistent 128x128 d80 plain, 1 split, grid 120, 2 counters"),
+      CASE(fmha(2, 4096, 4096, 32, 8, 72).softcap(), "sm90 persistent 128x128 d96, 1 split, grid 132, 2 counters"),
       CASE(fmha(2, 4096, 4096, 16, 16, 192), "sm90 persistent 128x96 d192 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(2, 4096, 4096, 16, 16, 192).softcap(), "sm90 persistent 128x80 d192, 1 split, grid 132, 2 counters"),
       CASE(fmha(2, 4096, 4096, 16, 16, 192).head_dim_v(128),
@@ -378,12 +380,16 @@ TEST(Plan, OfFewQueryRows) {
            "sm90 persistent 128x128 d128 plain, 3 splits, grid 96, 2 counters, merged apart"),
       CASE(fmha(4, 1, 4096, 32, 8, 128).softcap(), "sm80 decode 16x16 d128, shared out, grid 128, 32 counters"),
       CASE(fmha(4, 1, 4096, 64, 4, 128),
-           "sm90 persistent 128x128 d128 plain, 6 splits, grid 96, 2 counters, merged apart"),
-      // Heads of 256 columns are packed too, unless there are score modifications.
+           "sm90 persistent 128x128 d128 plain, 7 splits, grid 112, 2 counters, merged apart"),
+      // Of other head dims than 64 and 128 there are no narrow kernels.
+      CASE(fmha(4, 1, 4096, 8, 8, 256).lengths(),
+           "sm90 persistent 128x64 d256 plain, 3 splits, grid 96, 2 counters, merged apart"),
+      CASE(fmha(4, 1, 4096, 8, 8, 256).lengths().pages(8),
+           "sm80 decode 16x16 d256 plain, shared out, grid 264, 32 counters"),
       CASE(fmha(4, 1, 4096, 32, 1, 256).lengths(),
-           "sm90 persistent 128x64 d256 plain, 22 splits, grid 88, 2 counters, merged apart"),
+           "sm90 persistent 128x64 d256 plain, 16 splits, grid 64, 2 counters, merged apart"),
       CASE(fmha(4, 1, 4096, 32, 1, 256).lengths().softcap(),
-           "sm90 decode 64x32 d256, shared out, grid 264, 4 counters"),
+           "sm90 persistent 128x64 d256, 16 splits, grid 64, 2 counters, merged apart"),
       CASE(fmha(1, 1, 1 << 20, 32, 1, 128).lengths(),
            "sm90 persistent 128x128 d128 plain, 64 splits, grid 64, 2 counters, merged apart"),
       CASE(fmha(4, 16, 4096, 64, 8, 128),
@@ -393,7 +399,7 @@ TEST(Plan, OfFewQueryRows) {
       CASE(fmha(4, 17, 4096, 64, 8, 128),
            "sm90 persistent 128x128 d128 plain, 2 splits, grid 128, 2 counters, merged apart"),
       CASE(fmha(4, 1, 4096, 32, 8, 192).head_dim_v(128),
-           "sm80 decode 16x16 d192 plain, shared out, grid 264, 32 counters"),
+           "sm90 persistent 128x112 d192 plain, 3 splits, grid 96, 2 counters, merged apart"),
       CASE(fmha(4, 1, 4096, 32, 8, 128).splits(1), "sm80 decode 16x16 d128, 1 split, grid 32"),
       CASE(fmha(4, 1, 4096, 32, 8, 128).splits(3), "sm80 decode 16x16 d128, 3 splits, grid 96, 32 counters"),
       CASE(fmha(32768, 1, 1 << 20, 32, 8, 128), "sm80 decode 16x16 d128, 1 split, grid 262144"),
@@ -401,8 +407,8 @@ TEST(Plan, OfFewQueryRows) {
       CASE(fmha(4, 1, 4096, 32, 8, 128).on(fake::kA100), "sm80 narrow 8x16 d128, shared out, grid 8 13 1, 32 counters"),
       CASE(fmha(4, 1, 4096, 32, 8, 128).on(fake::kA40),
            "sm80 decode 16x16 d128 plain, shared out, grid 80, 32 counters"),
-      // Asked for, Hopper's tile of 64 rows has fewer as well.
-      CASE(fmha(64, 1, 4096, 32, 8, 128).backend("sm90"), "sm90 decode 64x64 d128, shared out, grid 264, 512 counters"),
+      CASE(fmha(64, 1, 4096, 32, 8, 128).backend("sm90"),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
   });
 }
 
@@ -503,6 +509,10 @@ TEST(Plan, OfACache) {
       CASE(kvcache(4, 1, 4096, 32, 8, 128).lengths().new_keys(1),
            "sm90 cluster 8x16 d128, 4 splits, grid 4 8 4 in clusters of 4"),
       CASE(kvcache(64, 1, 4096, 32, 8, 128).lengths().new_keys(1),
+           "sm80 narrow 8x16 d128, shared out, grid 8 33 1, 512 counters, appended apart"),
+      CASE(kvcache(64, 1, 4096, 32, 8, 128).lengths().new_keys(1).rotary().batch_index(99),
+           "sm80 narrow 8x16 d128, shared out, grid 8 33 1, 512 counters, appended apart"),
+      CASE(kvcache(64, 1, 4096, 32, 8, 128).lengths().new_keys(1).pages(8),
            "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
       CASE(kvcache(64, 0, 4096, 32, 8, 128).lengths().new_keys(20),
            "sm80 decode 16x16 d128, shared out, grid 264, 512 counters"),
@@ -514,13 +524,17 @@ TEST(Plan, OfACache) {
       CASE(kvcache(4, 16, 4096, 32, 8, 128).lengths(),
            "sm90 persistent 128x128 d128 plain, 4 splits, grid 128, 2 counters, merged apart"),
       CASE(kvcache(4, 8, 4096, 32, 8, 256).lengths().unaligned(),
-           "sm90 decode 64x32 d256, shared out, grid 264, 32 counters"),
+           "sm80 decode 64x32 d256, shared out, grid 264, 32 counters"),
       CASE(kvcache(4, 1, 4096, 32, 8, 128).backend("sm90"),
            "sm90 cluster 8x16 d128, 4 splits, grid 4 8 4 in clusters of 4"),
       CASE(kvcache(4, 1, 4096, 32, 8, 128).backend("sm90").splits(3),
-           "sm90 decode 64x64 d128, 3 splits, grid 96, 32 counters"),
+           "sm90 persistent 128x128 d128 plain, 3 splits, grid 96, 2 counters, merged apart"),
       CASE(kvcache(64, 1, 4096, 32, 8, 128).backend("sm90"),
-           "sm90 decode 64x64 d128, shared out, grid 264, 512 counters"),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(kvcache(64, 1, 4096, 32, 8, 128).backend("sm90").alibi(),
+           "sm90 persistent 128x128 d128, 1 split, grid 132, 2 counters"),
+      CASE(kvcache(64, 0, 4096, 32, 8, 128).lengths().new_keys(20).backend("sm90"),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 0, 2 counters, appended apart"),
   });
 }
 
@@ -559,9 +573,9 @@ TEST(Plan, OfNothing) {
       CASE(fmha(0, 0, 0, 16, 16, 128).packed(0, 0), "sm80 tiles 64x64 d128, 1 split, grid 0"),
       // Few rows, where clusters have no kernel of that head_dim.
       CASE(fmha(0, 1, 4096, 32, 8, 128), "sm90 cluster 8x16 d128, 8 splits, grid 0 in clusters of 8"),
-      CASE(fmha(0, 1, 4096, 32, 8, 192), "sm80 decode 16x16 d192 plain, shared out, grid 0"),
-      CASE(fmha(0, 1, 4096, 32, 8, 256), "sm80 decode 16x16 d256 plain, shared out, grid 0"),
-      CASE(kvcache(0, 1, 4096, 32, 8, 256).new_keys(1), "sm80 decode 16x16 d256, shared out, grid 0"),
+      CASE(fmha(0, 1, 4096, 8, 8, 256), "sm90 persistent 128x64 d256 plain, 1 split, grid 0, 2 counters"),
+      CASE(kvcache(0, 1, 4096, 8, 8, 256).new_keys(1).splits(2).unaligned(),
+           "sm80 decode 16x16 d256, 2 splits, grid 0"),
   });
 }
 
@@ -588,6 +602,10 @@ TEST(Plan, OfNone) {
       {fmha32(2, 4096, 4096, 16, 16, 64).splits(2).precision(Precision::High),
        "precision: no kernel of tensor cores takes float32 together with num_splits"},
       {kvcache(4, 1, 4096, 32, 8, 128).on(fake::kA100).backend("sm90"), R"(q: no kernel of backend "sm90" for this)"},
+      {kvcache(4, 33, 4096, 8, 8, 64).backend("sm90").unaligned(), R"(q, k, v: no kernel of backend "sm90" takes)"},
+      {kvcache(4, 8, 4096, 8, 8, 256).backend("sm90").unaligned(), R"(q, k, v: no kernel of backend "sm90" takes)"},
+      {kvcache(4, 1, 4096, 8, 8, 64).new_keys(1).backend("sm90").unaligned(),
+       R"(q, k, v: no kernel of backend "sm90" takes)"},
       // More CTAs than a launch has.
       {fmha(65536, 17, 64, 32768, 1, 64), "cutlass_ext.ValueError: q: has 2147483648 tiles of query rows"},
       {kvcache(65536, 8, 64, 32768, 32768, 64).splits(1), "cutlass_ext.ValueError: q: asks for 2147483648 CTAs"},
@@ -675,8 +693,8 @@ void check_launch(Call const& call, Plan const& plan) {
   dim3 const& ctas = plan.grid.ctas;
   bool const decodes = kernel.kind >= Kind::Decode;
   EXPECT_TRUE(would_do(kernel, call, plan.appends_apart ? after_append(p, nullptr) : p));
-  EXPECT_TRUE(!plan.appends_apart || (!decodes && call.request.is_cache));
-  if (p.batch == 0 || (p.n_q == 0 && p.n_new == 0)) {
+  EXPECT_TRUE(!plan.appends_apart || (call.request.is_cache && kernel.kind != Kind::Decode));
+  if (p.batch == 0 || (p.n_q == 0 && (p.n_new == 0 || plan.appends_apart))) {
     EXPECT_EQ(ctas.x, 0u);
     return;
   }
@@ -977,8 +995,18 @@ TEST(Run, HasAReliefTakeTheWorkThatIsLeft) {
   EXPECT_EQ(launched.params.queue_ctas, 132);
 }
 
-TEST(Run, WritesWhatIsNewBeforeAPrefillKernelReadsIt) {
+TEST(Run, WritesWhatIsNewBeforeAKernelReadsIt) {
   size_t bytes;
+  launch_of(kvcache(64, 1, 4096, 32, 8, 128).lengths().new_keys(1).rotary().batch_index(99), &bytes);
+  EXPECT_EQ(appends, 1);
+  EXPECT_EQ(launched.times, 1);
+  EXPECT_EQ(features_of(launched.params), feature::KeyLengths | feature::Pages);
+  EXPECT_EQ(launched.params.n_new, 1) << "they count among the keys";
+
+  launch_of(kvcache(64, 0, 4096, 32, 8, 128).lengths().new_keys(20).backend("sm90"), &bytes);
+  EXPECT_EQ(appends, 1);
+  EXPECT_EQ(launched.times, 0) << "of no row";
+
   launch_of(kvcache(4, 300, 4096, 32, 8, 128).lengths().new_keys(200).batch_index(9).on(fake::kA100), &bytes);
   EXPECT_EQ(appends, 1);
   EXPECT_EQ(launched.times, 1);

@@ -31,14 +31,7 @@ struct ClusterTraits : NarrowTile<HeadDim, Element> {
   };
 };
 
-/// What a call that appends is told besides: how many new keys there are, and the keys that a sequence has room for.
-struct NewKeys : Cache {
-  int count, capacity;
-
-  explicit NewKeys(Params const& p) : Cache(p), count(p.n_new), capacity(p.n_kv) {}
-};
-
-/// For a call that does not.
+/// What a call is told besides that appends nothing; one that does, where its new keys are: its Cache.
 struct NoNewKeys {
   explicit NoNewKeys(Params const&) {}
 };
@@ -49,7 +42,7 @@ template <class Tile>
 struct NewRows {
   using Element = typename Tile::Element;
   NarrowParams const& params;
-  NewKeys const& fresh;
+  Cache const& fresh;
   int head, batch, page, row, first_key, cached, len;
 
   CUTE_DEVICE int old() const { return max(cached - first_key, 0); }
@@ -119,7 +112,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   using Tile = typename Traits::Tile;
   using Element = typename Tile::Element;
   using Sums = NarrowSums<Tile>;
-  constexpr bool Appends = std::is_same_v<Fresh, NewKeys>;
+  constexpr bool Appends = std::is_same_v<Fresh, Cache>;
   constexpr int Chunks = Tile::Chunks, Units = Tile::Units, Warps = Traits::Warps, Stages = Traits::Stages,
                 TileKeys = Tile::TileKeys;
   extern __shared__ __align__(128) unsigned char smem[];
@@ -133,19 +126,16 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   // The pages of the warp's tiles, in its lanes. They are asked for beside the length, which says later whether they
   // are used.
   static_assert(kClusterTurns < 32);
+  Lengths const lengths = params.lengths();
   auto const page_of = [&](int tile) {
-    int capacity = params.keys;
-    if constexpr (Appends) capacity = fresh.capacity;
-    return tile * TileKeys < capacity ? __ldg(params.pages_of(batch) + params.page_rows.div(tile * TileKeys)) : 0;
+    return tile * TileKeys < lengths.n_kv ? __ldg(params.pages_of(batch) + params.page_rows.div(tile * TileKeys)) : 0;
   };
   int pages = params.paged() ? page_of(place + lane * step) : 0;
 
-  Lengths lengths = params.lengths();
-  if constexpr (Appends) lengths.n_kv = fresh.capacity, lengths.n_new = fresh.count;
   Sequence const sequence = sequence_of(lengths, batch);
   Visibility const& visibility = sequence.visibility;
   int const cached = sequence.cached, len = visibility.len_kv;
-  Range const tiles = tiles_of(lengths, sequence, {0, params.n_q - 1, true}, TileKeys);
+  Range const tiles = tiles_of(lengths, sequence, {0, params.n_q - 1, Appends}, TileKeys);
   Range const seen_by_all = keys_of_all_rows(visibility);
   int const hidden = tiles.begin > place ? (tiles.begin - place + step - 1) / step : 0;
   int tile = place + hidden * step;
@@ -232,7 +222,7 @@ struct ClusterDecode {
                                      feature::Pages | (Appends ? feature::NewKeys | feature::RotaryEmbedding : 0);
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static_assert(kSharedBytes <= 227 * 1024);
-  static constexpr auto kernel = &cluster_kernel<Traits, std::conditional_t<Appends, NewKeys, NoNewKeys>>;
+  static constexpr auto kernel = &cluster_kernel<Traits, std::conditional_t<Appends, Cache, NoNewKeys>>;
 
   static bool takes_shape(Params const& p) { return is_narrow(p, HeadDim) && p.batch < 65536 && p.heads_kv < 65536; }
 };

@@ -1,8 +1,8 @@
 // Decoding: attention of a few query rows to a long cache, bound by the memory that holds it. The query rows of all
 // heads that share a KV head are packed into one tile, so that each key is read once; the keys of all sequences are
 // shared out among the CTAs; partial results are merged in key order by the last CTA of a sequence to finish
-// (Flash-Decoding's split of the keys, in one launch). Instantiated by csrc/kernels/decode_*.cu, sm90_decode_rows.cu
-// and, beside a launch that prefills, sm90_decode.cu.
+// (Flash-Decoding's split of the keys, in one launch). Instantiated by csrc/kernels/decode_*.cu and,
+// beside a launch that prefills, sm90_decode.cu.
 #pragma once
 
 #include "../features.hpp"
@@ -38,17 +38,9 @@ CUTE_DEVICE void write_empty(Params const& params, Place const& place, Tokens co
   }
 }
 
-/// What the thread has brought to shared memory by cp.async that it has waited for, or by stores, is there for WGMMA,
-/// which reads by another path, once the barrier that follows is passed.
-template <class Traits>
-CUTE_DEVICE void publish() {
-  if constexpr (Traits::Warpgroup) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 /// Until the other warps that read the same tile are here; what each has brought is then there for all.
 template <class Traits>
 CUTE_DEVICE void meet() {
-  publish<Traits>();
   if constexpr (Traits::RowWarps == 1) {
     __syncwarp();
   } else {
@@ -167,7 +159,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAMultiprocessor)
     decode_kernel(__grid_constant__ Params const all_params) {
   Params const params = specialised<Takes>(all_params);
   constexpr int HeadDim = Traits::HeadDim, TileKeys = Traits::TileKeys, Stages = Traits::Stages;
-  extern __shared__ __align__(1024) unsigned char smem[];
+  extern __shared__ __align__(128) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int const key_warp = Traits::RowWarps == 1 ? warp : 0, row_warp = Traits::RowWarps == 1 ? 0 : warp;
@@ -211,7 +203,6 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAMultiprocessor)
 
     Math<Traits> math;
     query.put(params, place, walk, tile_Q());
-    publish<Traits>();
     __syncthreads();
     auto const* const sQ = tile_Q() + Traits::query_tile(row_warp * kWarpRows);
     math.take_query(sQ, lane);
@@ -257,11 +248,10 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAMultiprocessor)
 }
 
 /// The kernel of one tile shape; without what a plain call does not need where `Plain`.
-template <int HeadDim, class Element, int RowWarps, int KeyWarps, int TileKeys, int Stages, bool Plain,
-          bool Warpgroup = false>
+template <int HeadDim, class Element, int RowWarps, int KeyWarps, int TileKeys, int Stages, bool Plain>
 struct Decode {
-  using Traits = decode::Traits<HeadDim, Element, RowWarps, KeyWarps, TileKeys, Stages, Warpgroup>;
-  static constexpr char const* kFamily = Warpgroup ? "sm90" : Traits::TensorCores ? "sm80" : "simt";
+  using Traits = decode::Traits<HeadDim, Element, RowWarps, KeyWarps, TileKeys, Stages>;
+  static constexpr char const* kFamily = Traits::TensorCores ? "sm80" : "simt";
   static constexpr Kind kKind = Kind::Decode;
   static constexpr Features kPlain =
       feature::Packed | feature::KeyLengths | feature::StartPositions | feature::FewerKeys | feature::Pages;
@@ -270,8 +260,7 @@ struct Decode {
                                                  feature::kCache | feature::FixedSplits | feature::Float32Results |
                                                  feature::UnalignedRows;
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
-  static_assert(Warpgroup || Traits::Warps > 4 || kSharedBytes <= 99 * 1024, "what a block has on 8.6");
-  static_assert(!Warpgroup || 2 * (kSharedBytes + 1024) <= 228 * 1024, "what a multiprocessor of 9.0 has, for two");
+  static_assert(Traits::Warps > 4 || kSharedBytes <= 99 * 1024, "what a block has on 8.6");
   static constexpr auto kernel = &decode_kernel<Traits, kTakes>;
 
   static bool takes_shape(Params const& p) { return fits(p, Traits::Rows); }

@@ -189,7 +189,7 @@ class Query {
   static constexpr bool Waits = Each <= 2;  // registers for more than 2 are not there
   static_assert(Waits || All % Traits::Threads == 0, "what is copied straight to its place has one there");
 
-  /// Asks for the rows of the sequence that `walk` stands at, which go to `sQ`, tiles of QueryTileRows rows.
+  /// Asks for the rows of the sequence that `walk` stands at, which go to `sQ`, tiles of kWarpRows rows.
   CUTE_DEVICE void ask(Params const& params, Place const& place, Walk<Traits::TileKeys> const& walk, Element* sQ,
                        bool aligned) {
     constexpr int Unroll = Waits ? Each : 2;
@@ -243,8 +243,8 @@ class Query {
     return row_at<Element const>(params.q, params.q_stride, rows.batch, rows.row0 + packed.token, packed.head) + col;
   }
   CUTE_DEVICE static uint4& chunk_of(Element* sQ, int row, int chunk) {
-    constexpr int Rows = Traits::QueryTileRows;
-    return *reinterpret_cast<uint4*>(sQ + Traits::query_tile(row) + chunk_offset<Element, Rows>(row % Rows, chunk));
+    return *reinterpret_cast<uint4*>(sQ + Traits::query_tile(row) +
+                                     chunk_offset<Element, kWarpRows>(row % kWarpRows, chunk));
   }
 
   uint4 waiting_[Waits ? Each : 1];

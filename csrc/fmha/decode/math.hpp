@@ -1,6 +1,5 @@
 // The two products of a decode step, for one warp's 16 query rows and one key tile: on mma.sync tensor cores (fp16,
-// bf16) and on CUDA cores (fp32), with the same lanes holding the same scores and outputs. Called by fmha.hpp;
-// warpgroup_math.hpp has Hopper's.
+// bf16) and on CUDA cores (fp32), with the same lanes holding the same scores and outputs. Called by fmha.hpp.
 #pragma once
 
 #include "../cute_tensor.hpp"
@@ -68,8 +67,8 @@ struct TensorCores {
       CUTE_UNROLL
       for (int n = 0; n < TileKeys / 8; n += 2) {
         uint32_t keys[4];  // two atoms of 8 keys, both halves of the 16 columns
-        sm80::load_matrices(
-            keys, sK + chunk_offset<Element, TileKeys>(n * 8 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+        load_matrices(keys,
+                      sK + chunk_offset<Element, TileKeys>(n * 8 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
         sm80::mma<Element>(S[n], fragment, keys[0], keys[1]);
         sm80::mma<Element>(S[n + 1], fragment, keys[2], keys[3]);
       }
@@ -87,7 +86,7 @@ struct TensorCores {
       CUTE_UNROLL
       for (int n = 0; n < HeadDim / 8; n += 2) {
         uint32_t v[4];  // both halves of the 16 keys, two atoms of 8 columns
-        sm80::load_matrices_transposed(v, sV + chunk_offset<Element, TileKeys>(k * 16 + lane % 16, n + lane / 16));
+        load_matrices_transposed(v, sV + chunk_offset<Element, TileKeys>(k * 16 + lane % 16, n + lane / 16));
         sm80::mma<Element>(O[n], p, v[0], v[1]);
         sm80::mma<Element>(O[n + 1], p, v[2], v[3]);
       }
@@ -96,7 +95,7 @@ struct TensorCores {
 
  private:
   CUTE_DEVICE static void load_fragment(uint32_t (&fragment)[4], Element const* sQ, int k, int lane) {
-    sm80::load_matrices(fragment, sQ + chunk_offset<Element, kWarpRows>(lane % 16, 2 * k + lane / 16));
+    load_matrices(fragment, sQ + chunk_offset<Element, kWarpRows>(lane % 16, 2 * k + lane / 16));
   }
 };
 
@@ -161,12 +160,7 @@ struct CudaCores {
   }
 };
 
-template <class Traits, bool Warpgroup = Traits::Warpgroup>
-struct MathOf {
-  static_assert(!Warpgroup, "include warpgroup_math.hpp");
-  using Type = std::conditional_t<Traits::TensorCores, TensorCores<Traits>, CudaCores<Traits>>;
-};
 template <class Traits>
-using Math = typename MathOf<Traits>::Type;
+using Math = std::conditional_t<Traits::TensorCores, TensorCores<Traits>, CudaCores<Traits>>;
 
 }  // namespace cutlass_ext::decode

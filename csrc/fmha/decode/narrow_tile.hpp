@@ -27,7 +27,7 @@ namespace cutlass_ext::decode {
 struct NarrowParams {
   int const* seqused_k;
   int const* start_positions;
-  int n_q, keys, start_pos;  // `keys`: that a sequence has at most, before new ones
+  int n_q, keys, n_new, start_pos;  // `keys`: that a sequence has at most, before new ones
   StartPos start_pos_kind;
   int window_left, window_right, batch, groups;
   // For narrow.hpp, where the host knows the lengths: the tiles of a group, those of a sequence. Else 0.
@@ -61,6 +61,7 @@ struct NarrowParams {
         start_positions(p.start_positions),
         n_q(p.n_q),
         keys(p.seqused_k ? p.n_kv : std::min(p.n_cached, p.n_kv)),
+        n_new(p.seqused_k ? p.n_new : std::min(p.n_new, p.n_kv - keys)),
         start_pos(p.start_pos),
         start_pos_kind(p.start_pos_kind),
         window_left(p.window_left),
@@ -101,7 +102,9 @@ struct NarrowParams {
     Lengths lengths;
     lengths.batch = batch;
     lengths.n_q = n_q;
-    lengths.n_kv = lengths.n_cached = keys;
+    lengths.n_cached = keys;
+    lengths.n_kv = seqused_k ? keys : keys + n_new;
+    lengths.n_new = n_new;
     lengths.start_pos = start_pos;
     lengths.start_pos_kind = start_pos_kind;
     lengths.window_left = window_left;

@@ -63,9 +63,14 @@ struct QueryEnds {
   }
 };
 
-/// Whether narrow.hpp and cluster.hpp have room for the rows and pages of a call, in tiles of `head_dim` columns.
+/// Whether narrow.hpp and cluster.hpp have kernels for heads of so many columns.
+inline bool has_narrow_kernels(Params const& p) {
+  return p.head_dim == p.head_dim_v && (p.head_dim == 64 || p.head_dim == 128);
+}
+
+/// Whether these have room for the rows and pages of a call, in tiles of `head_dim` columns.
 inline bool is_narrow(Params const& p, int head_dim) {
-  return fits(p, kNarrowRows) && p.head_dim == head_dim && p.head_dim_v == head_dim &&
+  return fits(p, kNarrowRows) && has_narrow_kernels(p) && p.head_dim == head_dim &&
          p.n_q * (p.heads_q / p.heads_kv) <= kNarrowRows &&
          (p.page_rows.divisor >> kNarrowTileShift << kNarrowTileShift == p.page_rows.divisor);
 }

@@ -1,4 +1,4 @@
-// Tile shapes and shared memory of the decode kernels. Used by fmha.hpp, its three ways to multiply and narrow.hpp;
+// Tile shapes and shared memory of the decode kernels. Used by fmha.hpp, its two ways to multiply and narrow.hpp;
 // tests/cpp checks where things lie.
 #pragma once
 
@@ -14,10 +14,8 @@ constexpr int kWarpRows = 16;  // packed query rows of a warp: the rows of an mm
 
 /// RowWarps warps have 16 query rows each and read the same keys; each of KeyWarps sets of them has keys of its own, in
 /// a ring of `Stages` tiles of its own, and meets the others once a sequence. 96 KB of ring for four warps: two CTAs
-/// fit a multiprocessor of compute capability 9.0, one the 99 KB that a block has on 8.6 and 8.9. `Warpgroup`: the
-/// warps of a tile's rows multiply together, by WGMMA.
-template <int HeadDim_, class Element_, int RowWarps_, int KeyWarps_, int TileKeys_, int Stages_,
-          bool Warpgroup_ = false>
+/// fit a multiprocessor of compute capability 9.0, one the 99 KB that a block has on 8.6 and 8.9.
+template <int HeadDim_, class Element_, int RowWarps_, int KeyWarps_, int TileKeys_, int Stages_>
 struct Traits {
   using Element = Element_;
   static constexpr int HeadDim = HeadDim_, RowWarps = RowWarps_, KeyWarps = KeyWarps_, TileKeys = TileKeys_,
@@ -26,7 +24,7 @@ struct Traits {
   static constexpr int CtasAMultiprocessor = Warps <= 4 ? 2 : 1;
   static constexpr int Rows = kWarpRows * RowWarps;  // packed query rows of a CTA
   static constexpr int B_r = Rows, B_c = TileKeys, HeadDimV = HeadDim;
-  static constexpr bool TensorCores = sizeof(Element) == 2, Warpgroup = Warpgroup_;
+  static constexpr bool TensorCores = sizeof(Element) == 2;
 
   static constexpr int Vector = 16 / sizeof(Element);  // elements of a 16-byte chunk
   static constexpr int PanelCols = 8 * Vector;         // a panel's row is 128 bytes, all 32 banks once
@@ -35,12 +33,9 @@ struct Traits {
   static constexpr int LoadRows = TileKeys / RowWarps;                  // rows of a tile that a warp copies
   static constexpr int Chunks = HeadDim / Vector, Units = HeadDim / 4;  // of a row: 16 bytes; float4 of O
   static constexpr bool QueryInRegisters = TensorCores && HeadDim <= 128;
-  static constexpr int QueryTileRows = Warpgroup && !QueryInRegisters ? Rows : kWarpRows;  // Q's rows in shared memory
-  static constexpr int Alignment = Warpgroup ? 1024 : 128;  // of tiles: the swizzle of WGMMA goes by the address
 
   static_assert(Stages >= 2, "one is read while another is copied");
   static_assert(RowWarps == 1 || KeyWarps == 1, "the warps of a CTA share out the rows or the keys");
-  static_assert(!Warpgroup || (RowWarps == 4 && TensorCores), "WGMMA has 64 rows of 16 bits");
   static_assert(HeadDim % PanelCols == 0 && LoadRows % 4 == 0 && LoadRows <= 32);
   static_assert(TensorCores ? TileKeys % 16 == 0 : TileKeys % 8 == 0);
   static_assert(!QueryInRegisters || TileKeys >= Rows, "Q passes through a tile of K on its way");
@@ -48,12 +43,12 @@ struct Traits {
                 "a warp's O passes through the tile that it was done with last");
 
   struct Stage {
-    alignas(Alignment) Element k[TileElements];
-    alignas(Alignment) Element v[TileElements];
+    alignas(128) Element k[TileElements];
+    alignas(128) Element v[TileElements];
   };
   struct SharedStorage {
     Stage ring[KeyWarps][Stages];
-    alignas(Alignment) Element q[QueryInRegisters ? 8 : Rows * HeadDim];
+    alignas(128) Element q[QueryInRegisters ? 8 : Rows * HeadDim];
     float2 ml[KeyWarps][kWarpRows];
     int free_stage[KeyWarps];
     Place place;
@@ -66,8 +61,8 @@ struct Traits {
   /// The first row of a tile that warp `warp` copies.
   CUTE_HOST_DEVICE static int row0_of(int warp) { return RowWarps == 1 ? 0 : warp * LoadRows; }
 
-  /// Where the tile of Q that holds row `row` begins.
-  CUTE_HOST_DEVICE static constexpr int query_tile(int row) { return row / QueryTileRows * QueryTileRows * HeadDim; }
+  /// Where the warp's tile of Q that holds row `row` begins.
+  CUTE_HOST_DEVICE static constexpr int query_tile(int row) { return row / kWarpRows * kWarpRows * HeadDim; }
 
   /// How many of a sequence's rows the CTA's tile has, and which row of Q and O is row `row` of it.
   CUTE_HOST_DEVICE static int rows_of(Params const& params, Place const& place, QueryRows const& of_sequence) {

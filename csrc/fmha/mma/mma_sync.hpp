@@ -1,4 +1,4 @@
-// The instructions of mma.sync tensor cores by the names that the main loops use: products, matrix loads.
+// The instructions of mma.sync tensor cores, and of shared memory beside them, by the names that the main loops use.
 // Called by sm80/warp.hpp and decode/.
 #pragma once
 
@@ -7,6 +7,8 @@
 #include <cute/arch/util.hpp>
 #include <cute/arch/mma_sm80.hpp>
 #include <cutlass/numeric_types.h>
+
+#include "load_matrices.hpp"
 
 namespace cutlass_ext::sm80 {
 
@@ -18,29 +20,6 @@ CUTE_DEVICE void mma(float (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_
   using Atom =
       std::conditional_t<std::is_same_v<Element, half_t>, SM80_16x8x16_F32F16F16F32_TN, SM80_16x8x16_F32BF16BF16F32_TN>;
   Atom::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]);
-}
-
-/// Four matrices of 8 x 8, a row of one for each lane: of what begins at the lane's byte address in shared memory.
-CUTE_DEVICE void load_matrices(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
-
-CUTE_DEVICE void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
-
-template <class Element>
-CUTE_DEVICE void load_matrices(uint32_t (&r)[4], Element const* smem) {
-  load_matrices(r, cast_smem_ptr_to_uint(smem));
-}
-
-template <class Element>
-CUTE_DEVICE void load_matrices_transposed(uint32_t (&r)[4], Element const* smem) {
-  load_matrices_transposed(r, cast_smem_ptr_to_uint(smem));
 }
 
 CUTE_DEVICE void store_shared(uint32_t address, uint32_t x) {

@@ -91,9 +91,14 @@ struct Product {
       Tensor sums = c(_, _0{}, n);
       GmmaDescriptor const of_b = b(_0{}, n);
       if constexpr (Source == SourceOfA::Registers) {
-        static_assert(is_usual_width<Columns>, "what CuTe has");
         Tensor words = recast<uint32_t>(a);
-        fma(sums, scale, kSums, of_b.desc_, words(0), words(1), words(2), words(3));
+        if constexpr (is_usual_width<Columns>) {
+          fma(sums, scale, kSums, of_b.desc_, words(0), words(1), words(2), words(3));
+        } else {
+          static_assert(MajorB == GMMA::Major::MN, "what there is");
+          InstructionOfRegisters<Columns, Element>::fma(words(0), words(1), words(2), words(3), of_b.desc_, &sums(0),
+                                                        scale);
+        }
       } else {
         static_assert(decltype(size<1>(a))::value == 1, "64 rows");
         GmmaDescriptor const of_a = a(_0{}, _0{});

@@ -57,7 +57,7 @@ CUTE_DEVICE EpilogueRows finish(Params const& params, typename Traits::Job const
     bool const exists = row < results.rows;
     float logit = sink_log2;
     int64_t at = warp_row + row;  // of lse, from the tile's first row on
-    if (Traits::PacksHeads && tile_rows.heads.divisor > 1) {
+    if (tile_rows.heads.divisor > 1) {
       if (!split && exists)
         logit = params.sink_of(job.head * tile_rows.heads.divisor + tile_rows.head(warp_row + row)) * kLog2e;
       at = tile_rows.offset<int64_t>(warp_row + row, 1, params.stored_rows());
@@ -95,7 +95,7 @@ CUTE_DEVICE void store(Params const& params, EpilogueRows const& results, OutTen
       auto* const staging = shared.o + warp_row * Traits::StagedColumns;
       auto* const to = static_cast<typename Traits::Element*>(params.o) + results.to;
       // Two paths, since the divisions of packed rows took 12% of (32, 512, 16, 128).
-      if (!Traits::PacksHeads || tile_rows.heads.divisor == 1) {
+      if (tile_rows.heads.divisor == 1) {
         int64_t const stride = params.o_stride.row;
         return store_rows<Traits>(
             to + (warp_row + lane / 8) * stride, [=](int pass) { return pass * 4 * stride; }, rows, params.head_dim_v,
@@ -114,8 +114,7 @@ CUTE_DEVICE void store(Params const& params, EpilogueRows const& results, OutTen
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
     int const row = lane / 4 + i * 8;
-    int64_t const of_tile =
-        Traits::PacksHeads ? tile_rows.offset<int64_t>(warp_row + row, 1, params.stored_rows()) : warp_row + row;
+    auto const of_tile = tile_rows.offset<int64_t>(warp_row + row, 1, params.stored_rows());
     float* to = params.o_partial + results.to + of_tile * params.head_dim_v;
     if (fp32 && !params.is_split()) {
       to = static_cast<float*>(params.o) + results.to +
@@ -234,8 +233,7 @@ CUTE_DEVICE TileMask<Traits::B_c / 4> within_ends(Params const& params, typename
   int tokens[2];  // of the thread's rows
   int const row = ConsumerThread().warp_row + lane / 4;
   CUTE_UNROLL
-  for (int i = 0; i < 2; ++i)
-    tokens[i] = job.token0 + (Traits::PacksHeads ? params.heads_a_tile.div(row + row_of(i)) : row + row_of(i));
+  for (int i = 0; i < 2; ++i) tokens[i] = job.token0 + params.heads_a_tile.div(row + row_of(i));
   return TileMask<Traits::B_c / 4>(job.visibility.counted_from(tile * Traits::B_c), tokens, lane);
 }
 
@@ -296,7 +294,7 @@ struct CopiedBias {
  private:
   CUTE_DEVICE void load(int n, uint32_t (&to)[4]) const {
     // Chunks of 16 bytes are swizzled by exclusive or within 128, so that those of load n are off by its bits.
-    load_matrices((from ^ n * 16 % kPanel * 2) + n * 16 / kPanel * kAtomRows * kPanel * 2, to);
+    load_matrices(to, (from ^ n * 16 % kPanel * 2) + n * 16 / kPanel * kAtomRows * kPanel * 2);
   }
 };
 
@@ -465,9 +463,9 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
     order.pass();
   };
 
-  // At head_dim 256 no register is left to keep `warpgroup` around the main loop: 28 bytes spilled.
+  // At head_dim 256 no register is left to keep `warpgroup` around the main loop: 24 bytes spilled.
   auto const tiles_of = [&](typename Traits::Job const& job) {
-    return TilesOfRows(job, Traits::PacksHeads ? warpgroup : ConsumerThread().warp_row / kAtomRows);
+    return TilesOfRows(job, Traits::HeadDimV <= 192 ? warpgroup : ConsumerThread().warp_row / kAtomRows);
   };
 
   order.begin();
@@ -689,7 +687,6 @@ struct FMHA {
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &fmha_kernel<Traits>;
   static constexpr Kind kKind = Kind::Persistent;
-  static constexpr bool kPacksHeads = Traits::PacksHeads;
   // Whether parts hold a sequence may depend on the others of the batch.
   static constexpr Features kTakes = Traits::Mods | feature::Sink | feature::Packed |
                                      (feature::kUnlike & ~(Traits::PlainBias ? feature::LeftPadding : 0)) |

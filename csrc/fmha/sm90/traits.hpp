@@ -44,9 +44,6 @@ struct Traits {
   // blocks of 128 they would see three of four where tiles of 128 rows see one of two: (8, 2048, 16, 64) 0.249 ms for
   // 0.181.
   static constexpr bool MaskAlone = Mods == feature::Mask, OfKeysAlone = MaskAlone && B_r > 128;
-  // Whether tiles may hold rows of several heads (pack_gqa.hpp): wide ones with score modifications have no registers
-  // left for their addresses.
-  static constexpr bool PacksHeads = HeadDimV_ <= 192 || !ScoreMods;
   using Element = Element_;
   using Part = typename Operand<Element>::Part;
   static constexpr int Parts = Operand<Element>::Parts;
@@ -98,8 +95,10 @@ struct Traits {
   }
 
   // Of the B_c / 4 columns of S that a thread has in a row, those exponentiated while P V still runs: as many as there
-  // are registers for (of 32 at head_dim 128, 24 are 4 to 12% faster than 4; at 64 and 256, 8 are 1 to 6% slower).
-  static constexpr int EarlyColumns = Parts == 1 && HeadDimV > 64 && HeadDimV <= 128 ? B_c / 32 * 6 : 4;
+  // are registers for (of 32 at head_dim 128, 24 are 4 to 12% faster than 4; at 64 and 256, 8 are 1 to 6% slower; with
+  // three warpgroups 56 bytes spilled at head_dim 96).
+  static constexpr int EarlyColumns =
+      Parts == 1 && HeadDimV > 64 && HeadDimV <= 128 && Consumers < 3 ? B_c / 32 * 6 : 4;
   // Of parts 8 powers of two below the maximum: most exponents of usual scores then lie near 0, where fp32 rounds them
   // least. With 10 errors of O are 10% larger, with 5 they are 5% smaller, and what is far below the maximum loses
   // bits.

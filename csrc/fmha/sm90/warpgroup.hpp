@@ -5,6 +5,7 @@
 #include <cute/arch/copy_sm90.hpp>
 
 #include "../cute_tensor.hpp"
+#include "../mma/load_matrices.hpp"
 #include "../mma/wgmma.hpp"
 #include "../operand.hpp"
 #include "../optimization_barriers.hpp"
@@ -105,19 +106,6 @@ struct TileMask {
     }
   }
 };
-
-/// Four matrices of 8 by 8 numbers of 16 bits in shared memory, a row of which begins at the lane's address; and the
-/// same the other way round in registers.
-CUTE_DEVICE void load_matrices(uint32_t from, uint32_t (&x)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(from));
-}
-CUTE_DEVICE void load_across(uint32_t from, uint32_t (&x)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(from));
-}
 
 /// Adds the bias times `factor` to scores, of which `load` brings words of `Sixteens` times 16 columns: of the thread's
 /// two rows, and of those 8 columns further.

@@ -208,7 +208,7 @@ struct WarpBias {
   CUTE_DEVICE void add(ScoreTensor& S, BiasType type, float factor, int lane) const {
     uint32_t const from = cast_smem_ptr_to_uint(data) + at(lane % 16, lane / 16);
     add_bias_of_quads<kChunks / 2>(S, factor, type,
-                                   [&](int m, uint32_t (&x)[4]) { load_matrices(from ^ (m * 32), x); });
+                                   [&](int m, uint32_t (&x)[4]) { load_matrices(x, from ^ (m * 32)); });
   }
 };
 

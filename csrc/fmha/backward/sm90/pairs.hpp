@@ -250,9 +250,9 @@ class TilePairs {
     __syncwarp();
     add_bias_of_quads<Step / 16>(S, factor, type, [&](int m, uint32_t (&x)[4]) {
       if constexpr (OfKeys) {
-        load_across(from + m * 512, x);
+        load_matrices_transposed(x, from + m * 512);
       } else {
-        load_matrices(from ^ (m * 32), x);
+        load_matrices(x, from ^ (m * 32));
       }
     });
   }

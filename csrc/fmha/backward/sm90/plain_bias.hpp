@@ -70,7 +70,7 @@ class BiasAhead {
     uint32_t const from = cast_smem_ptr_to_uint(shared.biases + row_block * Traits::Step * kPanel + row * kPanel +
                                                 swizzled_chunk<uint16_t>(chunk, row));
     shared.bias_full.wait_for(stage % 2);
-    take([&](int m, uint32_t (&x)[4]) { load_across(from + m * (16 * kPanel * sizeof(uint16_t)), x); });
+    take([&](int m, uint32_t (&x)[4]) { load_matrices_transposed(x, from + m * (16 * kPanel * sizeof(uint16_t))); });
     __syncwarp();
     if (elect_one_sync()) shared.bias_empty.arrive();
   }
