@@ -11,13 +11,20 @@ namespace {
 
 /// Of as many heads.
 void finish(DType dtype, BackwardParams const& params, GradientSums gradients, int64_t heads, cudaStream_t stream) {
-  int const tiles = Scheduler::tiles_of(gradients.side == Axis::Keys ? params.n_kv : params.n_q, kSumsRows);
+  bool const of_splits = gradients.splits > 1;
+  int const tiles = Scheduler::tiles_of(gradients.side == Axis::Keys ? params.n_kv : params.n_q, sums_rows(of_splits));
   gradients.ctas_a_head = tiles * (gradients.first.panels() + gradients.second.panels());
   int64_t const ctas = heads * gradients.ctas_a_head;
   if (ctas == 0) return;
-  auto const run =
-      dtype == DType::Float16 ? gradient_sums_kernel<cutlass::half_t> : gradient_sums_kernel<cutlass::bfloat16_t>;
-  run<<<grid_of(ctas, gradients.side == Axis::Keys ? "k" : "q"), kSumsThreads, 0, stream>>>(params, gradients);
+  auto const run = [&](auto kernel) {
+    kernel<<<grid_of(ctas, gradients.side == Axis::Keys ? "k" : "q"), kSumsWarps * 32, 0, stream>>>(params, gradients);
+  };
+  bool const half = dtype == DType::Float16;
+  if (of_splits) {
+    run(half ? gradient_sums_kernel<cutlass::half_t, true> : gradient_sums_kernel<cutlass::bfloat16_t, true>);
+  } else {
+    run(half ? gradient_sums_kernel<cutlass::half_t, false> : gradient_sums_kernel<cutlass::bfloat16_t, false>);
+  }
   check_cuda(cudaGetLastError(), "launching the last step of gradients");
 }
 

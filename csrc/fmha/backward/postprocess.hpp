@@ -13,7 +13,10 @@
 
 namespace cutlass_ext {
 
-constexpr int kSumsRows = 64, kSumsColumns = 64, kSumsThreads = 128;
+constexpr int kSumsColumns = 64, kSumsWarps = 4;
+
+/// Rows of a CTA: of splits its warps share the same 16.
+constexpr int sums_rows(bool of_splits) { return of_splits ? 16 : 16 * kSumsWarps; }
 
 /// One gradient: where its sums lie, and where it goes.
 struct SummedGradient {
@@ -38,20 +41,23 @@ struct GradientSums {
   SummedGradient first, second;
 };
 
-/// A CTA adds up the splits of 64 rows and columns of a head, in their order, scales and rounds.
-template <class Element>
-__global__ void __launch_bounds__(kSumsThreads) gradient_sums_kernel(__grid_constant__ BackwardParams const params,
-                                                                     __grid_constant__ GradientSums const gradients) {
-  static_assert(SumsOfTile::kRows == kSumsRows && SumsOfTile::kPanel == kSumsColumns && kSumsThreads == kSumsRows * 2,
-                "a warp takes 16 rows");
+/// A CTA scales and rounds some rows and 64 columns of a head: sums, or those of splits, of which a warp adds up every
+/// fourth, and the first one theirs, always in the same order. A warp takes 1 us to read four: where each had all of
+/// its rows, (1, 361 on 37, 8 heads on 1, 64) took 37 us for it.
+template <class Element, bool OfSplits>
+__global__ void __launch_bounds__(kSumsWarps * 32)
+    gradient_sums_kernel(__grid_constant__ BackwardParams const params,
+                         __grid_constant__ GradientSums const gradients) {
+  constexpr int kRows = sums_rows(OfSplits), kTileRows = SumsOfTile::kRows;
+  static_assert(kTileRows == 16 * kSumsWarps && SumsOfTile::kPanel == kSumsColumns, "a warp takes 16 rows");
   constexpr int kVectors = kSumsColumns / 8;  // of a thread
   constexpr int kPitch = kSumsColumns + 8;    // of a row in shared memory: 16 bytes more spread rows over the banks
-  __shared__ __align__(16) Element tile[kSumsRows * kPitch];
+  __shared__ __align__(16) Element tile[kRows * kPitch];
   int const panels = gradients.first.panels() + gradients.second.panels();
   bool const of_keys = gradients.side == Axis::Keys;
   unsigned const head_of_launch = blockIdx.x / gradients.ctas_a_head,
                  cta = blockIdx.x - head_of_launch * gradients.ctas_a_head;
-  int const heads = of_keys ? params.heads_kv : params.heads_q, row0 = cta / panels * kSumsRows, panel = cta % panels;
+  int const heads = of_keys ? params.heads_kv : params.heads_q, row0 = cta / panels * kRows, panel = cta % panels;
   int64_t const head_of_all = gradients.head0 + head_of_launch;
   int const b = head_of_all / heads, head = head_of_all - int64_t(b) * heads;
   bool const is_second = panel >= gradients.first.panels();
@@ -61,41 +67,55 @@ __global__ void __launch_bounds__(kSumsThreads) gradient_sums_kernel(__grid_cons
   int const rows = (of_keys ? sequence.visibility.len_kv : sequence.visibility.n_q) - row0;
   if (rows <= 0) return;
   TiledRows const tiled(params, gradients.side);
-  int64_t const first = tiled.first(params, sequence, b, head) - gradients.head0 * tiled.of_a_head + row0;
-  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp * 16 + lane / 4;
+  int64_t const first =
+      tiled.first(params, sequence, b, head) - gradients.head0 * tiled.of_a_head + row0 / kTileRows * kTileRows;
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, sixteen = OfSplits ? row0 % kTileRows / 16 : warp;
   auto const* from =
-      reinterpret_cast<float4 const*>(of.sums + first * of.columns) + SumsOfTile::first(of.columns, panel_of, warp);
+      reinterpret_cast<float4 const*>(of.sums + first * of.columns) + SumsOfTile::first(of.columns, panel_of, sixteen);
   auto const vector = [&](int i) {
     if (gradients.order == SumsOfTile::Order::Vectors) return from[i * 32 + lane];
     auto const* const x = reinterpret_cast<float const*>(from + i * 32) + lane;
     return make_float4(x[0], x[32], x[64], x[96]);
   };
-  float4 sums[kVectors];
+  float4 sums[kVectors] = {};
+  auto const add = [&](int i, float4 const& x) {
+    sums[i] = make_float4(sums[i].x + x.x, sums[i].y + x.y, sums[i].z + x.z, sums[i].w + x.w);
+  };
   int const vectors = (of.columns - panel_of * kSumsColumns) / 8;  // that there are
-  CUTE_UNROLL
-  for (int i = 0; i < kVectors; ++i) sums[i] = i < vectors ? vector(i) : float4{};
   int64_t const of_a_split = gradients.of_a_split * of.columns / 4;
+  if constexpr (OfSplits) from += warp * of_a_split;
 #pragma unroll 4
-  for (int split = 1; split < gradients.splits; ++split) {
-    from += of_a_split;
+  for (int split = OfSplits ? warp : 0; split < gradients.splits;
+       split += kSumsWarps, from += kSumsWarps * of_a_split) {
     CUTE_UNROLL
-    for (int i = 0; i < kVectors; ++i) {
-      float4 const x = i < vectors ? vector(i) : float4{};
-      sums[i] = make_float4(sums[i].x + x.x, sums[i].y + x.y, sums[i].z + x.z, sums[i].w + x.w);
+    for (int i = 0; i < kVectors; ++i) add(i, i < vectors ? vector(i) : float4{});
+  }
+  if constexpr (OfSplits) {
+    __shared__ float4 of_warps[kSumsWarps][kVectors][32];
+    CUTE_UNROLL
+    for (int i = 0; i < kVectors; ++i) of_warps[warp][i][lane] = sums[i];
+    __syncthreads();
+    CUTE_UNROLL
+    for (int w = 1; w < kSumsWarps; ++w) {
+      CUTE_UNROLL
+      for (int i = 0; i < kVectors; ++i) add(i, of_warps[w][i][lane]);
     }
   }
-  CUTE_UNROLL
-  for (int i = 0; i < kVectors; ++i) {
-    float4 const x = sums[i];
-    float const scale = gradients.scale;
-    auto* const to = reinterpret_cast<uint32_t*>(tile + row * kPitch + i * 8 + lane % 4 * 2);
-    to[0] = pack<Element>(x.x * scale, x.y * scale);
-    to[8 * kPitch / 2] = pack<Element>(x.z * scale, x.w * scale);
+  if (!OfSplits || warp == 0) {
+    int const row = (OfSplits ? 0 : warp * 16) + lane / 4;
+    CUTE_UNROLL
+    for (int i = 0; i < kVectors; ++i) {
+      float4 const x = sums[i];
+      float const scale = gradients.scale;
+      auto* const to = reinterpret_cast<uint32_t*>(tile + row * kPitch + i * 8 + lane % 4 * 2);
+      to[0] = pack<Element>(x.x * scale, x.y * scale);
+      to[8 * kPitch / 2] = pack<Element>(x.z * scale, x.w * scale);
+    }
   }
   __syncthreads();
   auto* const to =
       row_at<Element>(of.to, of.stride, sequence.batch, (of_keys ? sequence.k_row0 : sequence.q_row0) + row0, head);
-  for (int i = threadIdx.x; i < kSumsRows * kSumsColumns / 8; i += kSumsThreads) {
+  for (int i = threadIdx.x; i < kRows * kSumsColumns / 8; i += kSumsWarps * 32) {
     int const to_row = i / (kSumsColumns / 8), at = i % (kSumsColumns / 8) * 8, col = panel_of * kSumsColumns + at;
     if (to_row < rows && col < of.cols)
       *reinterpret_cast<uint4*>(to + to_row * of.stride.row + col) =
