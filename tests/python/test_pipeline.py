@@ -7,7 +7,7 @@ from oracle import expect
 
 import cutlass_ext
 
-HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
+HEAD_DIMS = [(64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
 MOST_STAGES = 4  # tiles of K and V in flight: two or three today
 
 
