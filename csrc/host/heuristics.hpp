@@ -69,11 +69,11 @@ inline int few_rows_beside(Params const& p, bool tiles_pack_heads) {
 /// and of 65 to 128 rows they take 1.04 to 1.4 times as long. With pairs few blocks alone were measured.
 inline bool is_tiny(Params const& p, Device const& device) {
   int const columns = std::max(p.head_dim, p.head_dim_v), longest = std::max(p.n_q, p.n_kv);
-  if (columns > 128) return false;
+  if (columns > 128 || longest > 192) return false;
   bool const few =
       int64_t(p.batch) * p.heads_q * ceil_div(p.n_q, 64) * ceil_div(p.n_kv, 64) <= 4 * device.multiprocessors;
   if (features_of(p) & feature::kMods) return longest <= 128 && few;
-  if (columns <= 64) return longest <= 192 && few;
+  if (columns <= 64) return few;
   return longest <= 64 && !should_pack_heads(p, 128);
 }
 

@@ -217,8 +217,10 @@ Plan plan_prefill(Call const& call) {
   Kernel const* best = warpgroups > 0 ? cheapest({Kind::Short}, dtype, accepts, cost_of) : nullptr;
   // Small heads, an H200's ms there and in the persistent kernels: (1024, 49, 6, 32) with a bias 0.072 and 0.193, with
   // lengths 0.053 and 0.119, with dropout 0.057 and 0.205; but plain, in the short ones, 0.040 for 0.053.
-  if (!best && (backend != "auto" || small_heads_pay(p, call.device)))
-    best = cheapest({Kind::Heads}, dtype, accepts, cost_of);
+  if (!best) {
+    Kernel const* const of_heads = cheapest({Kind::Heads}, dtype, accepts, cost_of);
+    if (of_heads && (backend != "auto" || small_heads_pay(p, call.device))) best = of_heads;
+  }
   if (!best) best = cheapest({Kind::Persistent}, dtype, accepts, cost_of);  // Hopper's come first
   auto const accepts_parts = [&](Kernel const& k) { return multiplies_parts(k) && accepts(k); };
   if (!best) best = cheapest({Kind::Tiles}, dtype, accepts_parts, cost_of);
