@@ -391,6 +391,8 @@ inline int64_t section_for(Params const& p, int block_r, int64_t l2_bytes) {
 inline bool adds_to_queries(Params const& p, bool deterministic) {
   int const columns = std::max(p.head_dim, p.head_dim_v);
   bool const is_plain = !(features_of(p) & feature::kMods);
+  // Without rows no launch would clear the counters that the kernel takes its tiles by.
+  if (p.n_q == 0 || p.stored_rows() == 0) return false;
   if (is_plain && !deterministic) return true;
   int const too_few = columns <= 64 ? 128 : columns <= 96 || !is_plain ? 32 : columns <= 192 ? 256 : 512;
   return p.n_q > too_few;

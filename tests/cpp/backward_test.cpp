@@ -398,6 +398,7 @@ TEST(BackwardPlan, AddsToQueriesWhereItIsFasterAndTheOrderIsFree) {
   EXPECT_EQ(line_of(Call(2, 8192, 8192, 8, 4, 128).in_any_order()), "all sm90 64x128 d128, 512 tiles");
   EXPECT_EQ(line_of(Call(1, 16, 1024, 8, 4, 128).in_any_order()), "all sm90 64x128 d128, 32 tiles");
   EXPECT_EQ(line_of(Call(1, 16, 1024, 8, 4, 128)).substr(0, 9), "keys sm90") << "bits are fixed";
+  EXPECT_EQ(line_of(Call(1, 0, 1024, 8, 4, 128).in_any_order()).substr(0, 9), "keys sm90") << "nobody clears counters";
   EXPECT_EQ(line_of(Call(32, 32, 512, 16, 16, 128).in_any_order().dropout()).substr(0, 4), "keys");
   EXPECT_EQ(line_of(Call(4, 257, 512, 16, 16, 128).in_any_order()), "all sm90 64x128 d128, 256 tiles");
   EXPECT_EQ(line_of(Call(32, 33, 512, 16, 16, 128).in_any_order().dropout()), "all sm90 64x128 d128, 2048 tiles");
