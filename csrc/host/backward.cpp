@@ -79,7 +79,8 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   launch.cluster = cluster_of(*kernel, p);
   int64_t const resident = resident_tiles(*kernel, p, device);
   if (kernel->loop.splits && allowed.splits)
-    launch.splits = gradient_splits(p, *kernel, of_keys, static_cast<int>(resident));
+    launch.splits =
+        gradient_splits(p, *kernel, gradient_costs_of(*kernel, allowed.order), of_keys, static_cast<int>(resident));
   int64_t const tiles = int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all();
   launch.is_ordered =
       allowed.order && kernel->loop.in_order && adds_in_order(p, *kernel, launch.splits.all(), resident);
@@ -199,7 +200,14 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   }
   if (wants_hopper(kernel) && params.mask.bits) prepare_mask(kernel, params, stream, allocate);
   kernel.launch(params, {dim3(static_cast<unsigned>(gradients.ctas)), gradients.cluster}, stream);
-  if (params.splits() > 1) finish_splits(kernel, params, stream);
+  int64_t head0 = 0;
+  if (gradients.fuses_postprocess) {  // the last section is left
+    int const last = params.scheduler.sections() - 1;
+    int64_t const heads_a_section = int64_t(params.scheduler.pairs_a_section()) * params.heads_per_kv.divisor;
+    head0 = last * heads_a_section;
+    params.dq_sums += last % kSectionsOfSums * heads_a_section * params.rows_a_head * kernel.head_dim;
+  }
+  finish_gradients(kernel, params, head0, stream);
 }
 
 /// Kernels that multiply float32 in parts, where they take the call, and those on CUDA cores for what parts do not
@@ -239,18 +247,16 @@ BackwardPlan plan_backward(BackwardParams const& params, Request const& request)
     if (plan && (asks_for_parts(request) || parts_pay(params, *plan.of_keys.kernel, any.device))) return plan;
   }
   BackwardPlan plan;
+  Kernel const* const of_all = kernel_of(call, Kind::AllGradients);
+  if (of_all && adds_to_queries(call, *of_all, request.precision)) {
+    GradientLaunch const launch =
+        launch_with(of_all, params, any.device, {request.deterministic, takes_rows_of_dq(params)});
+    if (!request.deterministic || launch.is_ordered || adds_once(*of_all, params)) plan.of_keys = launch;
+  }
   Kernel const* const of_heads = kernel_of(call, Kind::HeadGradients);
   if (of_heads && whole_heads_pay(params, *of_heads, resident_tiles(*of_heads, params, any.device),
-                                  resident_ctas(*of_heads, any.device), request.deterministic))
+                                  resident_ctas(*of_heads, any.device), request.deterministic, plan.of_keys.splits))
     plan.of_keys = launch_with(of_heads, params, any.device);
-  if (!plan.of_keys.kernel) {
-    Kernel const* const of_all = kernel_of(call, Kind::AllGradients);
-    if (of_all && adds_to_queries(call, *of_all, request.precision)) {
-      GradientLaunch const launch =
-          launch_with(of_all, params, any.device, {request.deterministic, takes_rows_of_dq(params)});
-      if (!request.deterministic || launch.is_ordered || adds_once(*of_all, params)) plan.of_keys = launch;
-    }
-  }
   if (!plan.of_keys.kernel) {
     plan.of_keys = launch_of(call, Kind::KeyGradients);
     plan.of_queries = launch_of(call, Kind::QueryGradients);
@@ -356,18 +362,7 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   if (of_first_heads) params.scheduler = scheduler;
   compute_row_statistics(dtype, params, of_first_heads ? plan.of_keys.ctas : 0, to_clear, cleared, stream);
   make_dbias();
-  if (plan.is_one()) {
-    launch(plan.of_keys, params, stream, allocate);
-    if (!adds_in_workspace) return;
-    int64_t head0 = 0;
-    if (fuses_postprocess) {  // the last section is left
-      int const last = scheduler.sections() - 1;
-      head0 = last * heads_a_section;
-      params.dq_sums += last % kSectionsOfSums * rows_a_section * plan.of_keys.kernel->head_dim;
-    }
-    finish_dq(*plan.of_keys.kernel, params, head0, stream);
-    return;
-  }
+  if (plan.is_one()) return launch(plan.of_keys, params, stream, allocate);
   std::optional<BackwardParams> exact;
   if (plan.out_of_range) {
     int const cols = plan.of_keys.kernel->head_dim, cols_v = plan.of_keys.kernel->head_dim_v;

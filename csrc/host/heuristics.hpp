@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <numeric>
 
 #include "../fmha/backward/params.hpp"
 #include "../fmha/decode/params.hpp"
@@ -492,6 +491,35 @@ inline bool takes_mirrored(Params const& p, int block, int splits, int64_t bytes
   return 8 * std::abs(outer - inner) <= std::max(outer, inner) + 8;
 }
 
+/// Splits of the tiles in hand of a launch of gradients: of the query heads that a tile goes through, and of the tiles
+/// for each.
+struct GradientSplits {
+  int heads = 1, tiles = 1;
+  double us = 0;  // that the launch is to take with the sums of its splits; 0: it is not known
+  int all() const { return heads * tiles; }
+};
+
+/// What a launch of gradients takes, in us: each CTA, each tile that passes by, and so much more for a million products
+/// of a row, a key and a column; for dQ alone a part of both. Where CTAs differ it takes so many times their mean. Sums
+/// of splits take a launch more, and so many bytes a microsecond; and it has to be worth it.
+struct GradientCosts {
+  double cta, turn, a_million, of_rows, level, apart, bytes, worth;
+
+  double turn_of(Kernel const& kernel, int cluster) const {
+    double const columns = kernel.head_dim + kernel.head_dim_v;
+    return turn + a_million * 1e-6 * kernel.block_r * kernel.block_c * columns / cluster;
+  }
+};
+/// Of Hopper's kernels for all gradients, where any tile may add to dQ at any time. Fitted to 1,886 random calls of up
+/// to 150 us, each in up to 14 numbers of splits, on an H200: those chosen so take 1.005 of the fastest.
+constexpr GradientCosts kOfOneKernel{3.1, 0.67, 0.8, 0, 1.16, 1.1, 3.7e6, 1};
+constexpr GradientCosts kOfTwoKernels{3, 0.35, 0.8, 2 / 3., 1.03, 4, 2.5e6, 0.9},
+    kOnCudaCores{3, 0.5, 27, 3 / 4., 1.03, 4, 2.5e6, 0.9};
+inline GradientCosts const& gradient_costs_of(Kernel const& kernel, bool in_order) {
+  if (!wants_hopper(kernel)) return kOnCudaCores;
+  return kernel.kind == Kind::AllGradients && !in_order ? kOfOneKernel : kOfTwoKernels;
+}
+
 /// Whether a CTA, or a cluster, is to have all tiles of a head, so that dQ needs no sums in memory: where heads fill
 /// the GPU nearly as well as tiles do. It is worth a fifth to a third, and half of the time of two kernels, which fixed
 /// bits want otherwise; an H200's ms, there and else: (32, 512, 32, 64) 0.469 and 0.536, causal 0.364 and 0.448, (128,
@@ -499,27 +527,39 @@ inline bool takes_mirrored(Params const& p, int block, int splits, int64_t bytes
 /// and 0.190; with fixed bits (32, 512, 32, 64) 0.469 and 0.675.
 ///
 /// Where each tile of a head is another CTA's, of a cluster, few heads are faster so, too: no launch adds anything up.
-/// But CTAs of many turns are to be busy, all of them, or several would rather share a tile. A GPU of 132
-/// multiprocessors has room for 66 clusters of two, 39 of three and 30 of four. An H200's ms, there and else: (64, 256,
-/// 16, 128) 0.279 and 0.384, causal 0.247 and 0.350, (128, 197, 16, 80) 0.435 and 0.549, (40, 350, 16, 128) 0.375 and
-/// 0.406, (2, 256, 16, 128) 0.022 and 0.025; but (40, 512, 16, 80), of four tiles, 0.549 and 0.495, and (1, 256, 8
-/// heads on 1, 128), 32 turns of two CTAs, 0.090 and 0.035. With fixed bits the other way takes longer: (32, 512, 16,
-/// 128) 0.556 and 0.612, but (16, 1024, 16, 128), of eight tiles, 1.010 and 0.960.
+/// A GPU of 132 multiprocessors has room for 66 clusters of two, 39 of three and 30 of four. An H200's ms, there and
+/// else: (64, 256, 16, 128) 0.279 and 0.384, causal 0.247 and 0.350, (128, 197, 16, 80) 0.435 and 0.549, (40, 350, 16,
+/// 128) 0.375 and 0.406, (2, 256, 16, 128) 0.022 and 0.025; but (40, 512, 16, 80), of four tiles, 0.549 and 0.495. With
+/// fixed bits the other way takes longer: (32, 512, 16, 128) 0.556 and 0.612, but (16, 1024, 16, 128), of eight
+/// tiles, 1.010 and 0.960.
+///
+/// Where that leaves CTAs idle several may rather share a tile, if the launch of `otherwise` is faster with its sums,
+/// by more than what comes before and after it: a CTA has all turns of a head one after the other. Of 729 random calls
+/// whole heads for up to 8 turns, the rule before, take 1.11 of the faster way, this one 1.01: (1, 256, 8 heads on 1,
+/// 128), 32 turns of two CTAs, 0.090 and 0.035 ms, (1, 16, 8 on 1, 128), 8 turns, 0.030 and 0.015.
 inline bool whole_heads_pay(Params const& p, Kernel const& kernel, int64_t resident_heads, int64_t resident_ctas,
-                            bool deterministic) {
+                            bool deterministic, GradientSplits const& otherwise) {
   constexpr int kFewTurns = 8;
+  constexpr double kAround = 3;  // us
   int64_t const heads = int64_t(p.batch) * p.heads_kv, tiles = Scheduler::tiles_of(p.n_kv, kernel.block_c);
   if (p.n_q == 0 || heads * tiles == 0 || resident_heads == 0) return false;
+  bool const by_clusters = kernel.loop.dq_through_cluster;
+  if (by_clusters && tiles > (deterministic ? 4 : 3)) return false;
   int64_t const waves_of_heads = ceil_div(heads, resident_heads);
   int64_t all = heads * tiles;
-  if (kernel.loop.dq_through_cluster) {
+  if (by_clusters && p.packed())
+    all = std::min(all, p.heads_kv * (int64_t(p.stored_keys()) / kernel.block_c + p.batch));
+  if (5 * all < 4 * waves_of_heads * resident_ctas) {
     int64_t const turns = int64_t(p.heads_q / p.heads_kv) * Scheduler::tiles_of(p.n_q, kernel.block_r);
-    if (p.packed()) all = std::min(all, p.heads_kv * (int64_t(p.stored_keys()) / kernel.block_c + p.batch));
-    if (tiles > (deterministic ? 4 : 3) || (turns > kFewTurns && 5 * all < 4 * waves_of_heads * resident_ctas))
+    if (!deterministic && otherwise.us > 0) {
+      double const us =
+          waves_of_heads * (kOfOneKernel.cta + kOfOneKernel.turn_of(kernel, 1) * turns * (by_clusters ? 1 : tiles));
+      if (us > otherwise.us + kAround) return false;
+    } else if (by_clusters && turns > kFewTurns) {
       return false;
+    }
   }
-  return 5 * (kernel.loop.dq_through_cluster ? 1 : tiles) * waves_of_heads <=
-         (deterministic ? 7 : 6) * ceil_div(all, resident_ctas);
+  return 5 * (by_clusters ? 1 : tiles) * waves_of_heads <= (deterministic ? 7 : 6) * ceil_div(all, resident_ctas);
 }
 
 /// Tiles in hand of a head, and the tiles that pass by them: all, and by the one that sees most.
@@ -539,36 +579,20 @@ inline Turns turns_of_tiles(Params const& p, bool of_keys, int block, int step) 
   return turns;
 }
 
-/// Splits of the tiles in hand of a launch of gradients: of the query heads that a tile goes through, and of the tiles
-/// for each.
-struct GradientSplits {
-  int heads = 1, tiles = 1;
-  int all() const { return heads * tiles; }
-};
-
-/// What a CTA of a launch of gradients takes for a tile that passes by, in us: so much, and so much for a million
-/// products of a row, a key and a column; for dQ alone a part of both.
-struct TurnCosts {
-  double fixed, a_million, of_rows;
-};
-inline TurnCosts turn_costs_of(Kernel const& kernel) {
-  if (wants_hopper(kernel)) return {0.35, 0.8, 2 / 3.};
-  return {0.5, 27, 3 / 4.};  // on CUDA cores
-}
-
 /// Columns of workspace that a split has: with those of dK come dV's, with dQ's of float32 what P of a row sums up to.
 inline int columns_of_splits(Kernel const& kernel, bool of_keys) {
   return kernel.head_dim + (of_keys ? kernel.head_dim_v : kernel.dtype == DType::Float32);
 }
 
-/// How many, where CTAs are few, or one works longer than it takes all together: of the heads first, which all have the
-/// same work. Each split writes sums in float32, in workspace of at most kMostBytes, which a launch adds up. A model
-/// of tiles taken longest first: turns as above; 3 us for each CTA, 1 where packed sequences leave it nothing; bytes at
-/// 2.5 TB/s. (2, 4096, 16 on 1 head, 256), causal, has 128 tiles of keys, the longest of 1024 turns, the mean of 520.
-/// Calls of few tiles are 1.15 to 3.0 times as fast for it, (1, 512, 32 on 4, 128) 54 us for 120.
-inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, bool of_keys, int resident_tiles) {
+/// How many, where CTAs are few, or one works longer than it takes all together: of what takes as long the most of the
+/// heads, which all have the same work. Each split writes sums in float32, in workspace of at most kMostBytes, which a
+/// launch adds up. A model of tiles taken longest first: each CTA and its turns as above, and 1 us where packed
+/// sequences leave it nothing. (2, 4096, 16 on 1 head, 256), causal, has 128 tiles of keys, the longest of 1024 turns,
+/// the mean of 520. Calls of few tiles are 1.15 to 3.0 times as fast for it, (1, 512, 32 on 4, 128) 54 us for 120.
+inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, GradientCosts const& costs, bool of_keys,
+                                      int resident_tiles) {
   constexpr int64_t kMostBytes = 64 << 20, kTilesACta = 6;
-  constexpr double kCta = 3, kEmpty = 1, kLevel = 1.03, kLaunch = 4, kBytes = 2.5e6, kGain = 0.9;
+  constexpr double kEmpty = 1;
   int const block = of_keys ? kernel.block_c : kernel.block_r, step = of_keys ? kernel.block_r : kernel.block_c;
   int const stored = of_keys ? p.stored_keys() : p.stored_rows(),
             tiles = Scheduler::tiles_of(std::min(of_keys ? p.n_kv : p.n_q, stored), block);
@@ -577,30 +601,32 @@ inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, boo
                 in_all = heads_held * (p.packed() ? std::min<int64_t>(of_a_head, stored / block + p.batch) : of_a_head);
   if (in_all == 0 || 2 * in_all >= kTilesACta * resident_tiles) return {};
   auto const [of_tiles, sum, longest] = turns_of_tiles(p, of_keys, block, step);
-  TurnCosts const costs = turn_costs_of(kernel);
-  double const columns = kernel.head_dim + kernel.head_dim_v,
-               turn =
-                   (of_keys ? 1 : costs.of_rows) * (costs.fixed + costs.a_million * 1e-6 * kernel.block_r *
-                                                                      kernel.block_c * columns / kernel.loop.cluster),
+  double const turn = (of_keys ? 1 : costs.of_rows) * costs.turn_of(kernel, kernel.loop.cluster),
                turns = double(sum) / tiles * in_all * heads;
   bool const alike = 4 * longest * tiles <= 5 * sum;
-  int64_t const bytes_a_split =
-      SplitSums(p, of_keys ? Axis::Keys : Axis::Rows).size(1, columns_of_splits(kernel, of_keys)) * sizeof(float);
+  int const columns = columns_of_splits(kernel, of_keys);
+  int64_t const workspace = SplitSums(p, of_keys ? Axis::Keys : Axis::Rows).size(1, columns) * sizeof(float);
+  double const bytes = 4. * columns * heads_held * (p.packed() ? 1 : p.batch) * stored;  // of rows that there are
   GradientSplits best;
-  double least = 0;
-  for (int wanted = 1; wanted == 1 || wanted < 2 * heads * longest; wanted *= 2) {
-    GradientSplits splits;
-    splits.heads = std::gcd(wanted, heads);
-    int64_t const turns_of_a_head = ceil_div(longest, wanted / splits.heads);
-    if (longest > 0) splits.tiles = static_cast<int>(ceil_div(longest, turns_of_a_head));
-    int64_t const ctas = splits.all() * in_all, bytes = splits.all() * bytes_a_split;
-    if (wanted > 1 && (ctas > kTilesACta * resident_tiles || bytes > kMostBytes)) break;
-    double const one = kCta + turn * heads / splits.heads * turns_of_a_head,
-                 mean = (kCta * ctas + turn * turns) / resident_tiles,
-                 us = alike ? ceil_div(ctas, resident_tiles) * one : std::max(one, kLevel * mean),
+  auto const consider = [&](int of_heads, int of_tiles) {
+    int64_t const turns_of_a_head = ceil_div(longest, of_tiles);
+    GradientSplits splits{of_heads, longest > 0 ? static_cast<int>(ceil_div(longest, turns_of_a_head)) : 1};
+    bool const whole = splits.all() == 1;
+    int64_t const ctas = splits.all() * in_all;
+    if (!whole && (ctas > kTilesACta * resident_tiles || splits.all() * workspace > kMostBytes)) return;
+    double const one = costs.cta + turn * ceil_div(heads, of_heads) * turns_of_a_head,
+                 mean = (costs.cta * ctas + turn * turns) / resident_tiles,
+                 us = alike ? ceil_div(ctas, resident_tiles) * one : std::max(one, costs.level * mean),
                  empty = kEmpty * splits.all() * (heads_held * of_a_head - in_all) / resident_tiles,
-                 apart = wanted > 1 ? kLaunch + 2 * bytes / kBytes : 0, all = us + empty + apart;
-    if (wanted == 1 || all < least) best = splits, least = (wanted == 1 ? kGain : 1) * all;
+                 apart = whole ? 0 : costs.apart + 2 * splits.all() * bytes / costs.bytes;
+    splits.us = (whole ? costs.worth : 1) * (us + empty + apart);
+    if (best.us == 0 || splits.us < best.us) best = splits;
+  };
+  for (int heads_a_split = 1, last = 0; heads_a_split <= heads; ++heads_a_split) {
+    int const of_heads = static_cast<int>(ceil_div(heads, heads_a_split));
+    if (of_heads == last) continue;
+    last = of_heads;
+    for (int of_tiles = 1; of_tiles == 1 || of_tiles < 2 * longest; of_tiles *= 2) consider(of_heads, of_tiles);
   }
   return best;
 }

@@ -13,10 +13,7 @@
 
 namespace cutlass_ext {
 
-constexpr int kSumsColumns = 64, kSumsWarps = 4;
-
-/// Rows of a CTA: of splits its warps share the same 16.
-constexpr int sums_rows(bool of_splits) { return of_splits ? 16 : 16 * kSumsWarps; }
+constexpr int kSumsColumns = 64, kSumsWarps = kSumsColumns / 8, kSumsCtas = 3;  // the latter of a multiprocessor
 
 /// One gradient: where its sums lie, and where it goes.
 struct SummedGradient {
@@ -28,96 +25,98 @@ struct SummedGradient {
   CUTE_HOST_DEVICE int panels() const { return (cols + kSumsColumns - 1) / kSumsColumns; }
 };
 
-/// What a launch finishes, of rows of one side: one gradient, or two; of heads, all sequences' counted, from `head0`
-/// on, which the sums begin with.
+/// What a launch finishes of the rows of one side: one gradient, or two; of heads, all sequences' counted, from `head0`
+/// on, which the sums begin with. A CTA has 64 columns, of which each warp has 16 rows or, of splits, eight of the
+/// same 16 rows: a thread then reads the same numbers of eight splits at once.
 struct GradientSums {
-  Axis side;
   int64_t head0 = 0;
-  unsigned ctas_a_head = 1;
+  unsigned ctas = 0, ctas_a_head = 1;
   int splits = 1;
   int64_t of_a_split = 0;  // rows
   float scale = 1.f;
-  SumsOfTile::Order order = SumsOfTile::Order::Vectors;
+  SumsOfTile::Order order = SumsOfTile::Order::Vectors;  // of splits, too
   SummedGradient first, second;
+  CUTE_HOST_DEVICE int panels() const { return first.panels() + second.panels(); }
+  CUTE_HOST_DEVICE bool of_splits() const { return splits > 1; }
+  CUTE_HOST_DEVICE int rows_a_cta() const { return of_splits() ? 16 : 16 * kSumsWarps; }
 };
 
-/// A CTA scales and rounds some rows and 64 columns of a head: sums, or those of splits, of which a warp adds up every
-/// fourth, and the first one theirs, always in the same order. A warp takes 1 us to read four: where each had all of
-/// its rows, (1, 361 on 37, 8 heads on 1, 64) took 37 us for it.
-template <class Element, bool OfSplits>
-__global__ void __launch_bounds__(kSumsWarps * 32)
-    gradient_sums_kernel(__grid_constant__ BackwardParams const params,
-                         __grid_constant__ GradientSums const gradients) {
-  constexpr int kRows = sums_rows(OfSplits), kTileRows = SumsOfTile::kRows;
-  static_assert(kTileRows == 16 * kSumsWarps && SumsOfTile::kPanel == kSumsColumns, "a warp takes 16 rows");
-  constexpr int kVectors = kSumsColumns / 8;  // of a thread
-  constexpr int kPitch = kSumsColumns + 8;    // of a row in shared memory: 16 bytes more spread rows over the banks
-  __shared__ __align__(16) Element tile[kRows * kPitch];
-  int const panels = gradients.first.panels() + gradients.second.panels();
-  bool const of_keys = gradients.side == Axis::Keys;
-  unsigned const head_of_launch = blockIdx.x / gradients.ctas_a_head,
-                 cta = blockIdx.x - head_of_launch * gradients.ctas_a_head;
-  int const heads = of_keys ? params.heads_kv : params.heads_q, row0 = cta / panels * kRows, panel = cta % panels;
-  int64_t const head_of_all = gradients.head0 + head_of_launch;
-  int const b = head_of_all / heads, head = head_of_all - int64_t(b) * heads;
+/// Adds up, scales and rounds `of_keys` and, by CTAs behind them, `of_rows`. Splits are added in their order.
+template <class Element>
+__global__ void __launch_bounds__(kSumsWarps * 32, kSumsCtas)
+    gradient_sums_kernel(__grid_constant__ BackwardParams const params, __grid_constant__ GradientSums const of_keys,
+                         __grid_constant__ GradientSums const of_rows) {
+  constexpr int kTileRows = SumsOfTile::kRows, kVectors = kSumsColumns / 8;  // of 16 rows, eight columns each
+  static_assert(SumsOfTile::kPanel == kSumsColumns && 16 * kSumsWarps % kTileRows == 0);
+  constexpr int kPitch = kSumsColumns + 8;  // of a row in shared memory: 16 bytes more spread rows over the banks
+  __shared__ __align__(16) Element tile[16 * kSumsWarps * kPitch];
+  bool const is_of_keys = blockIdx.x < of_keys.ctas;
+  GradientSums const& gradients = is_of_keys ? of_keys : of_rows;
+  bool const of_splits = gradients.of_splits();
+  unsigned const cta_of_side = blockIdx.x - (is_of_keys ? 0 : of_keys.ctas),
+                 head_of_launch = cta_of_side / gradients.ctas_a_head,
+                 cta = cta_of_side - head_of_launch * gradients.ctas_a_head, panels = gradients.panels(),
+                 heads = is_of_keys ? params.heads_kv : params.heads_q,
+                 head_of_all = static_cast<unsigned>(gradients.head0) + head_of_launch;
+  int const row0 = cta / panels * gradients.rows_a_cta(), panel = cta % panels, b = head_of_all / heads,
+            head = head_of_all % heads;
   bool const is_second = panel >= gradients.first.panels();
   SummedGradient const of = is_second ? gradients.second : gradients.first;
   int const panel_of = panel - (is_second ? gradients.first.panels() : 0);
   Sequence const sequence = sequence_of(params, b);
-  int const rows = (of_keys ? sequence.visibility.len_kv : sequence.visibility.n_q) - row0;
+  int const rows = (is_of_keys ? sequence.visibility.len_kv : sequence.visibility.n_q) - row0;
   if (rows <= 0) return;
-  TiledRows const tiled(params, gradients.side);
-  int64_t const first =
-      tiled.first(params, sequence, b, head) - gradients.head0 * tiled.of_a_head + row0 / kTileRows * kTileRows;
-  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, sixteen = OfSplits ? row0 % kTileRows / 16 : warp;
-  auto const* from =
-      reinterpret_cast<float4 const*>(of.sums + first * of.columns) + SumsOfTile::first(of.columns, panel_of, sixteen);
-  auto const vector = [&](int i) {
-    if (gradients.order == SumsOfTile::Order::Vectors) return from[i * 32 + lane];
-    auto const* const x = reinterpret_cast<float const*>(from + i * 32) + lane;
-    return make_float4(x[0], x[32], x[64], x[96]);
-  };
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_row = of_splits ? 0 : warp * 16,
+            vector0 = of_splits ? warp : 0;
+  TiledRows const tiled(params, is_of_keys ? Axis::Keys : Axis::Rows);
+  int64_t const first = tiled.first(params, sequence, b, head) - gradients.head0 * tiled.of_a_head +
+                        (row0 + warp_row) / kTileRows * kTileRows;
+  float4 const* from = reinterpret_cast<float4 const*>(of.sums + first * of.columns) +
+                       SumsOfTile::first(of.columns, panel_of, (row0 + warp_row) % kTileRows / 16) + vector0 * 32;
+  int const vectors = (of.columns - panel_of * kSumsColumns) / 8 - vector0;  // that there are from the first on
   float4 sums[kVectors] = {};
-  auto const add = [&](int i, float4 const& x) {
-    sums[i] = make_float4(sums[i].x + x.x, sums[i].y + x.y, sums[i].z + x.z, sums[i].w + x.w);
-  };
-  int const vectors = (of.columns - panel_of * kSumsColumns) / 8;  // that there are
-  int64_t const of_a_split = gradients.of_a_split * of.columns / 4;
-  if constexpr (OfSplits) from += warp * of_a_split;
-#pragma unroll 4
-  for (int split = OfSplits ? warp : 0; split < gradients.splits;
-       split += kSumsWarps, from += kSumsWarps * of_a_split) {
-    CUTE_UNROLL
-    for (int i = 0; i < kVectors; ++i) add(i, i < vectors ? vector(i) : float4{});
-  }
-  if constexpr (OfSplits) {
-    __shared__ float4 of_warps[kSumsWarps][kVectors][32];
-    CUTE_UNROLL
-    for (int i = 0; i < kVectors; ++i) of_warps[warp][i][lane] = sums[i];
-    __syncthreads();
-    CUTE_UNROLL
-    for (int w = 1; w < kSumsWarps; ++w) {
+  if (of_splits) {
+    int64_t const of_a_split = gradients.of_a_split * of.columns / 4;
+    auto const add = [&](auto count) {  // all are read before the first is added
+      float4 x[decltype(count)::value];
       CUTE_UNROLL
-      for (int i = 0; i < kVectors; ++i) add(i, of_warps[w][i][lane]);
-    }
-  }
-  if (!OfSplits || warp == 0) {
-    int const row = (OfSplits ? 0 : warp * 16) + lane / 4;
+      for (int i = 0; i < count; ++i, from += of_a_split) x[i] = from[lane];
+      CUTE_UNROLL
+      for (int i = 0; i < count; ++i)
+        sums[0] = make_float4(sums[0].x + x[i].x, sums[0].y + x[i].y, sums[0].z + x[i].z, sums[0].w + x[i].w);
+    };
+    int const splits = vectors > 0 ? gradients.splits : 0;
+    CUTE_NO_UNROLL
+    for (int i = splits / 8; i > 0; --i) add(cute::Int<8>{});
+    if (splits & 4) add(cute::Int<4>{});
+    if (splits & 2) add(cute::Int<2>{});
+    if (splits & 1) add(cute::Int<1>{});
+  } else if (warp_row < rows) {
     CUTE_UNROLL
     for (int i = 0; i < kVectors; ++i) {
-      float4 const x = sums[i];
-      float const scale = gradients.scale;
-      auto* const to = reinterpret_cast<uint32_t*>(tile + row * kPitch + i * 8 + lane % 4 * 2);
-      to[0] = pack<Element>(x.x * scale, x.y * scale);
-      to[8 * kPitch / 2] = pack<Element>(x.z * scale, x.w * scale);
+      if (i >= vectors) break;
+      float4 const* const at = from + i * 32;
+      auto const* const x = reinterpret_cast<float const*>(at) + lane;
+      sums[i] = gradients.order == SumsOfTile::Order::Vectors ? at[lane] : make_float4(x[0], x[32], x[64], x[96]);
     }
   }
+  CUTE_UNROLL
+  for (int i = 0; i < kVectors; ++i) {
+    if (of_splits && i > 0) break;
+    float4 const x = sums[i];
+    float const scale = gradients.scale;
+    auto* const to =
+        reinterpret_cast<uint32_t*>(tile + (warp_row + lane / 4) * kPitch + (vector0 + i) * 8 + lane % 4 * 2);
+    to[0] = pack<Element>(x.x * scale, x.y * scale);
+    to[8 * kPitch / 2] = pack<Element>(x.z * scale, x.w * scale);
+  }
   __syncthreads();
-  auto* const to =
-      row_at<Element>(of.to, of.stride, sequence.batch, (of_keys ? sequence.k_row0 : sequence.q_row0) + row0, head);
-  for (int i = threadIdx.x; i < kRows * kSumsColumns / 8; i += kSumsWarps * 32) {
+  int64_t const first_row = (is_of_keys ? sequence.k_row0 : sequence.q_row0) + row0;
+  auto* const to = row_at<Element>(of.to, of.stride, sequence.batch, first_row, head);
+  int const end = cute::min(rows, gradients.rows_a_cta()) * kSumsColumns / 8;
+  for (int i = threadIdx.x; i < end; i += kSumsWarps * 32) {
     int const to_row = i / (kSumsColumns / 8), at = i % (kSumsColumns / 8) * 8, col = panel_of * kSumsColumns + at;
-    if (to_row < rows && col < of.cols)
+    if (col < of.cols)
       *reinterpret_cast<uint4*>(to + to_row * of.stride.row + col) =
           *reinterpret_cast<uint4 const*>(tile + to_row * kPitch + at);
   }
