@@ -7,7 +7,7 @@
 #include <string>
 
 #include "../fmha/backward/params.hpp"
-#include "heuristics.hpp"
+#include "backward_heuristics.hpp"
 #include "plan.hpp"
 
 namespace cutlass_ext {

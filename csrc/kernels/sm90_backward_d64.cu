@@ -1,5 +1,5 @@
 // Gradients of fp16 and bf16 on Hopper's tensor cores (WGMMA), head_dim up to 64. Of those that add to dQ in memory
-// the ones of three warpgroups are for long calls (duration_of_gradients in csrc/host/heuristics.hpp).
+// the ones of three warpgroups are for long calls (duration_of_gradients in csrc/host/backward_heuristics.hpp).
 #include "../fmha/backward/sm90/kernel.hpp"
 #include "kernel.hpp"
 #include "tensor_maps.hpp"

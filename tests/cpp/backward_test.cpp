@@ -291,9 +291,9 @@ TEST(BackwardPlan, MakesDqBesideTilesThatTakeLongEnough) {
   auto const fuses_postprocess = [](Call const& call) {
     BackwardParams p;
     BackwardPlan const plan = plan_of(call, &p);
-    // A wave of tiles.
-    if (plan.of_keys.fuses_postprocess) EXPECT_GE(plan.of_keys.scheduler.items_a_section(), 132 - 15);
-    return plan.of_keys.fuses_postprocess;
+    if (!plan.of_keys.fuses_postprocess) return false;
+    EXPECT_GE(plan.of_keys.scheduler.items_a_section(), 132 - 15) << "a wave of tiles";
+    return true;
   };
   auto const of = [](int batch, int n, int heads, int heads_kv, int head_dim) {
     return Call(batch, n, n, heads, heads_kv, head_dim).in_any_order();
