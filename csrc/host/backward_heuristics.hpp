@@ -64,9 +64,7 @@ inline bool adds_to_queries_on_cuda_cores(Params const& p, Kernel const& kernel,
   constexpr int kManyKeys = 256;
   if (has_all_keys(p, kernel)) return true;
   if (asks_for_highest) return false;
-  int const keys = p.packed() && p.batch > 0 ? p.total_k / p.batch : p.n_kv,
-            of_window = p.window_left < 0 || p.window_right < 0 ? keys : p.window_left + p.window_right + 1;
-  return std::min(keys, of_window) >= kManyKeys;
+  return keys_through_window(p, p.packed() && p.batch > 0 ? p.total_k / p.batch : p.n_kv, 1) >= kManyKeys;
 }
 
 /// How long a launch over tiles of keys that adds to dQ takes, in units of a tile of 128 keys that sees all rows. Three
@@ -81,12 +79,6 @@ inline double duration_of_gradients(Params const& p, Kernel const& kernel, int64
   return waves * (kernel.block_c > 128 ? kOfThree : 1);
 }
 
-/// Whether all sequences have the same rows, keys and positions, as far as the host knows.
-inline bool have_one_length(Params const& p) { return !(features_of(p) & (feature::Packed | feature::kUnlike)); }
-
-/// Whether tiles of keys come by all pairs, as far as the host knows.
-inline bool sees_all_pairs(Params const& p) { return p.window_left < 0 && p.window_right < 0 && have_one_length(p); }
-
 /// Waves of CTAs that a section of causal tiles is to have, longest first. Those of one come by the same rows together;
 /// of several the last ones end together. An H100's ms with three and with one: (2, 4096, 32 on 8, 128) 1.75 and 1.28,
 /// (2, 8192, 32 on 8, 128) 5.5 and 4.7, (16, 1024, 16, 128) 0.67 and 0.56, (32, 1024, 12, 64) 0.483 and 0.465, (2,
@@ -94,7 +86,7 @@ inline bool sees_all_pairs(Params const& p) { return p.window_left < 0 && p.wind
 /// 4096 rows 10.2, 9.7, 9.7, but 60 of 200 and one of 6000 0.731, 0.737, 0.765. Windows make tiles alike: (1, 16384, 32
 /// on 8, 64) of 1024 keys 0.866 and 0.911. Other kernels than Hopper's lose 2% with one at worst, and win 1%.
 inline int waves_a_section(Params const& p, bool is_hopper) {
-  if (!is_hopper || p.window_left >= 0) return 3;
+  if (!is_hopper || hides_first_keys(p)) return 3;
   return have_one_length(p) ? 1 : 2;
 }
 
@@ -108,7 +100,7 @@ inline int waves_a_section(Params const& p, bool is_hopper) {
 /// 128) 11.3 and 11.9; but where there is twice as much under way (8, 4096, 28 on 4, 128) 5.4 and 4.6.
 inline bool takes_mirrored(Params const& p, int block, int splits, int64_t bytes, int64_t resident_ctas,
                            Device const& device) {
-  if (!has_unequal_tiles(p) || p.window_left >= 0 || !have_one_length(p)) return false;
+  if (!has_unequal_tiles(p) || hides_first_keys(p) || !have_one_length(p)) return false;
   int const tiles = Scheduler::tiles_of(p.n_kv, block), pairs = ceil_div(tiles, 2);
   int64_t const groups = int64_t(p.batch) * p.heads_kv, ctas = int64_t(tiles) * splits, twos = groups * pairs * splits;
   if (twos == 0) return false;

@@ -17,6 +17,31 @@ namespace cutlass_ext {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// ------------------------------------------------------------------------------------------ what a call is like
+/// Keys of the longest sequence, as far as the host knows.
+inline int64_t longest_keys(Params const& p) { return p.longest_kv > 0 ? p.longest_kv : p.n_kv; }
+
+/// Whether what comes before a row's window is hidden from it.
+inline bool hides_first_keys(Params const& p) { return p.window_left >= 0; }
+
+/// Whether what comes after a row may be hidden from it, as under a causal mask: tiles of a head then have unequal
+/// work.
+inline bool has_unequal_tiles(Params const& p) { return p.window_right >= 0; }
+
+/// Keys of `keys` that `rows` rows next to each other see through a window with two ends.
+inline int64_t keys_through_window(Params const& p, int64_t keys, int64_t rows) {
+  return hides_first_keys(p) && has_unequal_tiles(p) ? std::min(keys, int64_t(p.window_left) + p.window_right + rows)
+                                                     : keys;
+}
+
+/// Whether all sequences have the same rows, keys and positions, as far as the host knows.
+inline bool have_one_length(Params const& p) { return !(features_of(p) & (feature::Packed | feature::kUnlike)); }
+
+/// Whether all rows see all keys, as far as the host knows.
+inline bool sees_all_pairs(Params const& p) {
+  return !hides_first_keys(p) && !has_unequal_tiles(p) && have_one_length(p);
+}
+
 // ------------------------------------------------------------------------------------------ packed heads
 /// Whether query tiles of `block` rows are to hold those of all heads that share a KV head: where that makes fewer
 /// tiles. Packed sequences of different lengths nearly always have fewer. ALiBi's slopes are of one head, and so is
@@ -87,9 +112,6 @@ inline bool small_heads_pay(Params const& p, Device const& device) {
   return 3 * int64_t(p.batch) * p.heads_q <= 8 * tiles + 13 * device.multiprocessors;
 }
 
-/// Keys of the longest sequence, as far as the host knows.
-inline int64_t longest_keys(Params const& p) { return p.longest_kv > 0 ? p.longest_kv : p.n_kv; }
-
 /// Whether a kernel computes float32 faster in two fp16 parts than those of CUDA cores do: products at 220 TFLOP/s, by
 /// mma.sync 80, for 35, against reading q, k and v twice and writing them once at 2.5 TB/s, and 12 us of launches.
 /// Milliseconds of an H200: (2, 8192, 16, 64) 2.28 for 12.9, (8, 512, 16, 64) causal 0.12 for 0.22, (1, 1024, 8, 64)
@@ -106,11 +128,9 @@ inline bool parts_pay(Params const& p, Kernel const& kernel, Device const& devic
   constexpr int kLeastKeys = 192;
   double const of_kernel = wants_hopper(kernel) ? 220e6 : 80e6, products = kernel.kind == Kind::KeyGradients ? 5 : 2;
   if (p.paged() && int64_t(p.batch) * p.n_kv > int64_t(p.pages) * p.page_rows.divisor) return false;
-  double seen = static_cast<double>(longest_keys(p));
-  if (p.window_left >= 0 && p.window_right >= 0)
-    seen = std::min<double>(seen, double(p.window_left) + p.window_right + 1);
+  double seen = static_cast<double>(keys_through_window(p, longest_keys(p), 1));
   if (seen < kLeastKeys) return false;
-  if (p.window_left < 0 && p.window_right >= 0) seen = std::max(seen / 2, seen - p.n_q / 2.);
+  if (!hides_first_keys(p) && has_unequal_tiles(p)) seen = std::max(seen / 2, seen - p.n_q / 2.);
   double const rows = double(p.stored_batch()) * p.stored_rows(),
                stored_keys = p.paged() ? double(p.batch) * longest_keys(p) : double(p.stored_batch()) * p.stored_keys();
   double const columns = p.head_dim + p.head_dim_v, pairs = p.heads_q * rows * seen,
@@ -187,8 +207,7 @@ inline int cluster_of(Params const& p, Occupancy const& occupancy) {
   if (size == 0) return 0;
   int64_t keys = p.n_kv;
   // Beside what a window shows a cluster goes through the new keys, which lie next to it, or anywhere.
-  if (p.window_left >= 0 && p.window_right >= 0 && (p.n_new == 0 || p.start_pos_kind == StartPos::End))
-    keys = std::min<int64_t>(keys, int64_t(p.window_left) + p.window_right + p.n_q + p.n_new);
+  if (p.n_new == 0 || p.start_pos_kind == StartPos::End) keys = keys_through_window(p, keys, p.n_q + p.n_new);
   bool const alike = (p.batch == 1 || all_alike(p)) && wanted * size >= kEnoughCtas;
   int64_t const most = decode::cluster_keys(size);
   return keys <= (alike ? most : most * kTurnsOfUnlike / decode::kClusterTurns) ? size : 0;
@@ -227,10 +246,6 @@ inline bool leads_rows(Params const& p, Strides const& stride, int columns) {
          (places == 1 || stride.batch % 16 == 0);
 }
 
-/// Whether what comes after a row may be hidden from it, as under a causal mask: tiles of a head then have unequal
-/// work.
-inline bool has_unequal_tiles(Params const& p) { return p.window_right >= 0; }
-
 /// Whether `tiles` query tiles fill the CTAs that the GPU holds at once. Under a causal mask the tiles of a sequence
 /// differ in length, and a single wave lasts as long as its longest: (1, 2048, 16, 64) took 341 us in 256 tiles of 128
 /// rows for 264 CTAs, 266 in 1024 of 32 for 528.
@@ -241,10 +256,7 @@ inline bool fills(Params const& p, int block_r, int64_t tiles, int64_t resident_
 // ------------------------------------------------------------------------------------------ how many splits
 /// Key tiles that the busiest query tile visits, as far as the host knows.
 inline int64_t key_tiles(Params const& p, Kernel const& kernel) {
-  int64_t keys = longest_keys(p);
-  if (p.window_left >= 0 && p.window_right >= 0)
-    keys = std::min<int64_t>(keys, int64_t(p.window_left) + p.window_right + kernel.block_r);
-  return ceil_div(keys, kernel.block_c);
+  return ceil_div(keys_through_window(p, longest_keys(p), kernel.block_r), kernel.block_c);
 }
 
 /// Microseconds of a launch of Hopper's persistent kernels and of its merge, if its keys are in `splits`: as many turns
@@ -266,7 +278,7 @@ inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles 
                copies = double(kernel.block_c) * (p.head_dim + p.head_dim_v) * p.element_bytes / 94e3,
                a_tile = tiles.of_a_head() == 1 ? std::max(products, copies) : products;
   int64_t const keys = longest_keys(p), longest = key_tiles(p, kernel);
-  double const shown = p.window_right < 0 || keys == 0 ? 1 : std::max(0.5, 1 - 0.5 * p.n_q / keys);
+  double const shown = !has_unequal_tiles(p) || keys == 0 ? 1 : std::max(0.5, 1 - 0.5 * p.n_q / keys);
   constexpr double kItem = 0.8, kMeanLength = 0.6, kTail = 0.3, kRagged = 0.35;
   auto const item = [&](double key_tiles) { return kItem + a_tile * key_tiles; };
   double const turns = static_cast<double>(ceil_div(tiles.all * splits, resident_ctas)),

@@ -541,8 +541,7 @@ TEST(BackwardPlan, SplitsTilesWhereCtasAreFew) {
   EXPECT_EQ(line_of(Call(1, 4096, 4096, 1, 1, 128).in_any_order()), "all sm90 64x128 d128, 32 tiles in 1 by 4");
   EXPECT_EQ(line_of(Call(1, 4096, 4096, 6, 1, 128).in_any_order()), "all sm90 64x128 d128, 32 tiles in 2 by 2");
   EXPECT_EQ(line_of(Call(2, 128, 128, 7, 1, 128).in_any_order()), "all sm90 64x128 d128, 2 tiles in 7 by 2");
-  EXPECT_EQ(line_of(Call(8, 1378, 1378, 7, 1, 128).causal().in_any_order()),
-            "all sm90 64x128 d128, 88 tiles in 3 by 1")
+  EXPECT_EQ(line_of(Call(8, 1378, 1378, 7, 1, 128).causal().in_any_order()), "all sm90 64x128 d128, 88 tiles in 3 by 1")
       << "seven would ask for more workspace";
   EXPECT_EQ(line_of(Call(1, 16, 16, 8, 1, 128).in_any_order()), "all sm90 64x128 d128, 1 tiles in 8 by 1")
       << "a head's own CTA would have its turns one after the other";
