@@ -117,6 +117,23 @@ inline bool takes_mirrored(Params const& p, int block, int splits, int64_t bytes
   return 8 * std::abs(outer - inner) <= std::max(outer, inner) + 8;
 }
 
+/// Tiles in hand of a head, and the tiles that pass by them: all, and by the one that sees most.
+struct Turns {
+  int tiles;
+  int64_t sum = 0, longest = 0;
+};
+inline Turns turns_of_tiles(Params const& p, bool of_keys, int block, int step) {
+  Turns turns{
+      Scheduler::tiles_of(of_keys ? std::min(p.n_kv, p.stored_keys()) : std::min(p.n_q, p.stored_rows()), block)};
+  Visibility const visibility = visibility_of_longest(p);
+  for (int tile = 0; tile < turns.tiles; ++tile) {
+    int64_t const seen = of_keys ? visibility.row_tiles_of(tile * block, block, step).size()
+                                 : visibility.tiles_of(tile * block, block, step).size();
+    turns.sum += seen, turns.longest = std::max(turns.longest, seen);
+  }
+  return turns;
+}
+
 /// Splits of the tiles in hand of a launch of gradients: of the query heads that a tile goes through, and of the tiles
 /// for each.
 struct GradientSplits {
@@ -176,7 +193,7 @@ inline bool whole_heads_pay(Params const& p, Kernel const& kernel, int64_t resid
   if (by_clusters && p.packed())
     all = std::min(all, p.heads_kv * (int64_t(p.stored_keys()) / kernel.block_c + p.batch));
   if (5 * all < 4 * waves_of_heads * resident_ctas) {
-    int64_t const turns = int64_t(p.heads_q / p.heads_kv) * Scheduler::tiles_of(p.n_q, kernel.block_r);
+    int64_t const turns = turns_of_tiles(p, true, kernel.block_c, kernel.block_r).longest * (p.heads_q / p.heads_kv);
     if (!deterministic && otherwise.us > 0) {
       double const us =
           waves_of_heads * (kOfOneKernel.cta + kOfOneKernel.turn_of(kernel, 1) * turns * (by_clusters ? 1 : tiles));
@@ -186,23 +203,6 @@ inline bool whole_heads_pay(Params const& p, Kernel const& kernel, int64_t resid
     }
   }
   return 5 * (by_clusters ? 1 : tiles) * waves_of_heads <= (deterministic ? 7 : 6) * ceil_div(all, resident_ctas);
-}
-
-/// Tiles in hand of a head, and the tiles that pass by them: all, and by the one that sees most.
-struct Turns {
-  int tiles;
-  int64_t sum = 0, longest = 0;
-};
-inline Turns turns_of_tiles(Params const& p, bool of_keys, int block, int step) {
-  Turns turns{
-      Scheduler::tiles_of(of_keys ? std::min(p.n_kv, p.stored_keys()) : std::min(p.n_q, p.stored_rows()), block)};
-  Visibility const visibility = visibility_of_longest(p);
-  for (int tile = 0; tile < turns.tiles; ++tile) {
-    int64_t const seen = of_keys ? visibility.row_tiles_of(tile * block, block, step).size()
-                                 : visibility.tiles_of(tile * block, block, step).size();
-    turns.sum += seen, turns.longest = std::max(turns.longest, seen);
-  }
-  return turns;
 }
 
 /// Columns of workspace that a split has: with those of dK come dV's, with dQ's of float32 what P of a row sums up to.
