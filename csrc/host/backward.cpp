@@ -181,9 +181,9 @@ void prepare_mask(Kernel const& kernel, BackwardParams& params, cudaStream_t str
 
 void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_t stream, Allocate const& allocate) {
   params.scheduler = gradients.scheduler;
+  params.split(gradients.splits.heads, gradients.splits.tiles);
   if (params.scheduler.size() == 0) return;
   Kernel const& kernel = *gradients.kernel;
-  params.split(gradients.splits.heads, gradients.splits.tiles);
   params.is_mirrored = gradients.is_mirrored;
   params.by_rows = gradients.is_mirrored || gradients.is_ordered;
   params.is_waited_for = gradients.fuses_postprocess || gradients.is_ordered;
@@ -200,14 +200,14 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   }
   if (wants_hopper(kernel) && params.mask.bits) prepare_mask(kernel, params, stream, allocate);
   kernel.launch(params, {dim3(static_cast<unsigned>(gradients.ctas)), gradients.cluster}, stream);
-  int64_t head0 = 0;
-  if (gradients.fuses_postprocess) {  // the last section is left
-    int const last = params.scheduler.sections() - 1;
-    int64_t const heads_a_section = int64_t(params.scheduler.pairs_a_section()) * params.heads_per_kv.divisor;
-    head0 = last * heads_a_section;
-    params.dq_sums += last % kSectionsOfSums * heads_a_section * params.rows_a_head * kernel.head_dim;
+}
+
+/// The two launches of a plan that has as many: dQ first, since that of float32 leaves a better lse.
+void launch_both(BackwardPlan const& plan, BackwardParams& params, cudaStream_t stream, Allocate const& allocate) {
+  for (GradientLaunch const* gradients : {&plan.of_queries, &plan.of_keys}) {
+    launch(*gradients, params, stream, allocate);
+    finish_gradients(*gradients->kernel, params, 0, stream);
   }
-  finish_gradients(kernel, params, head0, stream);
 }
 
 /// Kernels that multiply float32 in parts, where they take the call, and those on CUDA cores for what parts do not
@@ -287,7 +287,7 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   bool const adds_in_place = plan.adds_to_queries() && dtype == DType::Float32,
              adds_in_workspace = plan.adds_to_queries() && !adds_in_place;
   if (adds_in_workspace) {  // what the last launch needs is known before the first
-    int const tiles = Scheduler::tiles_of(params.n_q, SumsOfTile::kRows),
+    int const tiles = Scheduler::tiles_of(params.n_q, TiledRows::kTile),
               panels = ceil_div(params.head_dim, SumsOfTile::kPanel);
     grid_of(int64_t(params.batch) * params.heads_q * tiles * panels, "q");
   }
@@ -362,7 +362,16 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
   if (of_first_heads) params.scheduler = scheduler;
   compute_row_statistics(dtype, params, of_first_heads ? plan.of_keys.ctas : 0, to_clear, cleared, stream);
   make_dbias();
-  if (plan.is_one()) return launch(plan.of_keys, params, stream, allocate);
+  if (plan.is_one()) {
+    launch(plan.of_keys, params, stream, allocate);
+    int64_t head0 = 0;
+    if (fuses_postprocess) {  // the last section is left
+      int const last = scheduler.sections() - 1;
+      head0 = last * heads_a_section;
+      params.dq_sums += last % kSectionsOfSums * rows_a_section * plan.of_keys.kernel->head_dim;
+    }
+    return finish_gradients(*plan.of_keys.kernel, params, head0, stream);
+  }
   std::optional<BackwardParams> exact;
   if (plan.out_of_range) {
     int const cols = plan.of_keys.kernel->head_dim, cols_v = plan.of_keys.kernel->head_dim_v;
@@ -371,11 +380,8 @@ void run_backward(BackwardPlan const& plan, BackwardParams params, cudaStream_t 
     exact->out_of_range = params.out_of_range;
     exact->if_out_of_range = true;
   }
-  launch(plan.of_queries, params, stream, allocate);  // first: that of float32 leaves a better lse
-  launch(plan.of_keys, params, stream, allocate);
-  if (!exact) return;
-  launch(plan.out_of_range->of_queries, *exact, stream, allocate);
-  launch(plan.out_of_range->of_keys, *exact, stream, allocate);
+  launch_both(plan, params, stream, allocate);
+  if (exact) launch_both(*plan.out_of_range, *exact, stream, allocate);
 }
 
 }  // namespace cutlass_ext

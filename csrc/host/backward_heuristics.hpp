@@ -138,15 +138,20 @@ inline Turns turns_of_tiles(Params const& p, bool of_keys, int block, int step) 
 /// for each.
 struct GradientSplits {
   int heads = 1, tiles = 1;
-  double us = 0;  // that the launch is to take with the sums of its splits; 0: it is not known
+  double us = 0;  // that the launch is to take, sums of splits and all; 0: it is not known
   int all() const { return heads * tiles; }
 };
 
-/// What a launch of gradients takes, in us: each CTA, each tile that passes by, and so much more for a million products
-/// of a row, a key and a column; for dQ alone a part of both. Where CTAs differ it takes so many times their mean. Sums
-/// of splits take a launch more, and so many bytes a microsecond; and it has to be worth it.
+/// What a launch of gradients takes, in us.
 struct GradientCosts {
-  double cta, turn, a_million, of_rows, level, apart, bytes, worth;
+  double cta;        // each CTA
+  double turn;       // each tile that passes by a CTA, ...
+  double a_million;  // ... and so much more for a million products of a row, a key and a column
+  double of_rows;    // of a tile that passes by, the part that dQ alone takes
+  double level;      // of CTAs that differ: how often their mean the launch takes
+  double apart;      // the launch that adds up splits, ...
+  double bytes;      // ... so many a microsecond
+  double worth;      // splits have to take less than so much of what none takes
 
   double turn_of(Kernel const& kernel, int cluster) const {
     double const columns = kernel.head_dim + kernel.head_dim_v;
@@ -155,12 +160,13 @@ struct GradientCosts {
 };
 /// Of Hopper's kernels for all gradients, where any tile may add to dQ at any time. Fitted to 1,886 random calls of up
 /// to 150 us, each in up to 14 numbers of splits, on an H200: those chosen so take 1.005 of the fastest.
-constexpr GradientCosts kOfOneKernel{3.1, 0.67, 0.8, 0, 1.16, 1.1, 3.7e6, 1};
-constexpr GradientCosts kOfTwoKernels{3, 0.35, 0.8, 2 / 3., 1.03, 4, 2.5e6, 0.9},
+constexpr GradientCosts kInAnyOrder{3.1, 0.67, 0.8, 0, 1.16, 1.1, 3.7e6, 1};
+/// Of two kernels, and where tiles add in their order. Fitted when sums took longer, and to whole tiles of them.
+constexpr GradientCosts kOfFixedBits{3, 0.35, 0.8, 2 / 3., 1.03, 4, 2.5e6, 0.9},
     kOnCudaCores{3, 0.5, 27, 3 / 4., 1.03, 4, 2.5e6, 0.9};
 inline GradientCosts const& gradient_costs_of(Kernel const& kernel, bool in_order) {
   if (!wants_hopper(kernel)) return kOnCudaCores;
-  return kernel.kind == Kind::AllGradients && !in_order ? kOfOneKernel : kOfTwoKernels;
+  return kernel.kind == Kind::AllGradients && !in_order ? kInAnyOrder : kOfFixedBits;
 }
 
 /// Whether a CTA, or a cluster, is to have all tiles of a head, so that dQ needs no sums in memory: where heads fill
@@ -195,8 +201,8 @@ inline bool whole_heads_pay(Params const& p, Kernel const& kernel, int64_t resid
   if (5 * all < 4 * waves_of_heads * resident_ctas) {
     int64_t const turns = turns_of_tiles(p, true, kernel.block_c, kernel.block_r).longest * (p.heads_q / p.heads_kv);
     if (!deterministic && otherwise.us > 0) {
-      double const us =
-          waves_of_heads * (kOfOneKernel.cta + kOfOneKernel.turn_of(kernel, 1) * turns * (by_clusters ? 1 : tiles));
+      // A kernel of mma.sync for small heads was among those calls.
+      double const us = waves_of_heads * (kInAnyOrder.cta + kInAnyOrder.turn_of(kernel, 1) * turns);
       if (us > otherwise.us + kAround) return false;
     } else if (by_clusters && turns > kFewTurns) {
       return false;
@@ -234,6 +240,7 @@ inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, Gra
   int64_t const workspace = SplitSums(p, of_keys ? Axis::Keys : Axis::Rows).size(1, columns) * sizeof(float);
   double const bytes = 4. * columns * heads_held * (p.packed() ? 1 : p.batch) * stored;  // of rows that there are
   GradientSplits best;
+  double least = INFINITY;
   auto const consider = [&](int of_heads, int of_tiles) {
     int64_t const turns_of_a_head = ceil_div(longest, of_tiles);
     GradientSplits splits{of_heads, longest > 0 ? static_cast<int>(ceil_div(longest, turns_of_a_head)) : 1};
@@ -245,8 +252,9 @@ inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, Gra
                  us = alike ? ceil_div(ctas, resident_tiles) * one : std::max(one, costs.level * mean),
                  empty = kEmpty * splits.all() * (heads_held * of_a_head - in_all) / resident_tiles,
                  apart = whole ? 0 : costs.apart + 2 * splits.all() * bytes / costs.bytes;
-    splits.us = (whole ? costs.worth : 1) * (us + empty + apart);
-    if (best.us == 0 || splits.us < best.us) best = splits;
+    splits.us = us + empty + apart;
+    double const compared = (whole ? costs.worth : 1) * splits.us;
+    if (compared < least) best = splits, least = compared;
   };
   for (int heads_a_split = 1, last = 0; heads_a_split <= heads; ++heads_a_split) {
     int const of_heads = static_cast<int>(ceil_div(heads, heads_a_split));

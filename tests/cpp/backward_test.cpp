@@ -274,6 +274,7 @@ TEST(BackwardPlan, MirrorsTilesWhereGroupsAreLargerThanL2) {
   EXPECT_TRUE(is_mirrored(causal(4, 2048, 28, 4, 128)));
   EXPECT_TRUE(is_mirrored(causal(2, 4096, 40, 8, 128)));
   EXPECT_TRUE(is_mirrored(causal(2, 4096, 16, 1, 128))) << "whose tiles are split";
+  EXPECT_TRUE(is_mirrored(causal(3, 2048, 24, 1, 128))) << "whose splits have 5 and 4 heads";
   EXPECT_TRUE(is_mirrored(causal(4, 2047, 28, 4, 128)));
   EXPECT_TRUE(is_mirrored(causal(86, 513, 5, 1, 128))) << "of five tiles one has no image";
   EXPECT_FALSE(is_mirrored(Call(4, 2048, 2048, 28, 4, 128).in_any_order()));
@@ -543,6 +544,9 @@ TEST(BackwardPlan, SplitsTilesWhereCtasAreFew) {
   EXPECT_EQ(line_of(Call(2, 128, 128, 7, 1, 128).in_any_order()), "all sm90 64x128 d128, 2 tiles in 7 by 2");
   EXPECT_EQ(line_of(Call(8, 1378, 1378, 7, 1, 128).causal().in_any_order()), "all sm90 64x128 d128, 88 tiles in 3 by 1")
       << "seven would ask for more workspace";
+  EXPECT_EQ(line_of(Call(3, 2048, 2048, 24, 1, 128).causal().in_any_order()),
+            "all sm90 64x128 d128, 24 twos in 5 by 1");
+  EXPECT_EQ(line_of(Call(16, 1000, 1000, 7, 1, 128).causal()), "all sm90 64x128 d128, 128 tiles in 2 by 1");
   EXPECT_EQ(line_of(Call(1, 16, 16, 8, 1, 128).in_any_order()), "all sm90 64x128 d128, 1 tiles in 8 by 1")
       << "a head's own CTA would have its turns one after the other";
   EXPECT_EQ(line_of(Call(1, 128, 128, 8, 8, 128).in_any_order()), "heads sm90 64x128 d128, 8 tiles");
@@ -891,12 +895,12 @@ TEST(BackwardRun, MakesPartsAndHasLaunchesStandBy) {
 
 TEST(BackwardRun, RefusesWhatItsLastLaunchHasNoRoomForBeforeTheFirst) {
   BackwardParams p;
-  BackwardPlan const plan = plan_of(Call(1 << 16, 1 << 20, 4096, 1, 1, 128).in_any_order(), &p);
+  BackwardPlan const plan = plan_of(Call(1 << 17, 1 << 20, 4096, 1, 1, 128).in_any_order(), &p);
   ASSERT_TRUE(plan.adds_to_queries());
   done.clear();
   try {
     run_backward(plan, p, nullptr, [](size_t) { return somewhere<void>(); });
-    FAIL() << "2^16 sequences of 2^14 tiles of rows, two panels of dQ each";
+    FAIL() << "2^17 sequences of 2^13 tiles of rows, two panels of dQ each";
   } catch (std::runtime_error const& error) {
     EXPECT_EQ(std::string(error.what()),
               "cutlass_ext.ValueError: q: asks for 2147483648 CTAs; a launch has room for fewer than 2^31");
@@ -940,6 +944,7 @@ TEST(BackwardRun, LaunchesWhatThereIs) {
   EXPECT_EQ(run_of(Call(2, 0, 100, 8, 4, 128), &workspace), "statistics, keys");
   EXPECT_EQ(workspace, 0u);
   EXPECT_EQ(run_of(Call(2, 100, 0, 8, 4, 128), &workspace), "statistics, rows");
+  EXPECT_EQ(run_of(Call(2, 100, 0, 8, 4, 128).in_any_order(), &workspace), "statistics, dQ") << "which is of no sums";
   EXPECT_EQ(run_of(Call(0, 100, 100, 8, 4, 128), &workspace), "statistics");
   EXPECT_EQ(workspace, 0u);
 }

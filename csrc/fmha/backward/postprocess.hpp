@@ -13,7 +13,11 @@
 
 namespace cutlass_ext {
 
-constexpr int kSumsColumns = 64, kSumsWarps = kSumsColumns / 8, kSumsCtas = 3;  // the latter of a multiprocessor
+constexpr int kSumsColumns = 64, kSumsWarps = kSumsColumns / 8;
+static_assert(16 * kSumsWarps == TiledRows::kTile);
+/// CTAs of a multiprocessor, which leaves 85 registers a thread. With 64 ptxas puts each addition behind its load,
+/// which takes 0.7 us a split.
+constexpr int kSumsCtas = 3;
 
 /// One gradient: where its sums lie, and where it goes.
 struct SummedGradient {
@@ -26,19 +30,19 @@ struct SummedGradient {
 };
 
 /// What a launch finishes of the rows of one side: one gradient, or two; of heads, all sequences' counted, from `head0`
-/// on, which the sums begin with. A CTA has 64 columns, of which each warp has 16 rows or, of splits, eight of the
-/// same 16 rows: a thread then reads the same numbers of eight splits at once.
+/// on, which the sums begin with. A CTA makes 64 columns. Without splits each of its warps has 16 rows of its own; of
+/// splits all have the same 16, and each warp eight columns, which a thread reads of eight splits at once.
 struct GradientSums {
   int64_t head0 = 0;
   unsigned ctas = 0, ctas_a_head = 1;
   int splits = 1;
   int64_t of_a_split = 0;  // rows
   float scale = 1.f;
-  SumsOfTile::Order order = SumsOfTile::Order::Vectors;  // of splits, too
+  SumsOfTile::Order order = SumsOfTile::Order::Vectors;  // without splits; theirs are vectors
   SummedGradient first, second;
   CUTE_HOST_DEVICE int panels() const { return first.panels() + second.panels(); }
   CUTE_HOST_DEVICE bool of_splits() const { return splits > 1; }
-  CUTE_HOST_DEVICE int rows_a_cta() const { return of_splits() ? 16 : 16 * kSumsWarps; }
+  CUTE_HOST_DEVICE int rows_a_cta() const { return of_splits() ? 16 : TiledRows::kTile; }
 };
 
 /// Adds up, scales and rounds `of_keys` and, by CTAs behind them, `of_rows`. Splits are added in their order.
@@ -47,9 +51,9 @@ __global__ void __launch_bounds__(kSumsWarps * 32, kSumsCtas)
     gradient_sums_kernel(__grid_constant__ BackwardParams const params, __grid_constant__ GradientSums const of_keys,
                          __grid_constant__ GradientSums const of_rows) {
   constexpr int kTileRows = SumsOfTile::kRows, kVectors = kSumsColumns / 8;  // of 16 rows, eight columns each
-  static_assert(SumsOfTile::kPanel == kSumsColumns && 16 * kSumsWarps % kTileRows == 0);
+  static_assert(SumsOfTile::kPanel == kSumsColumns && TiledRows::kTile % kTileRows == 0);
   constexpr int kPitch = kSumsColumns + 8;  // of a row in shared memory: 16 bytes more spread rows over the banks
-  __shared__ __align__(16) Element tile[16 * kSumsWarps * kPitch];
+  __shared__ __align__(16) Element tile[TiledRows::kTile * kPitch];
   bool const is_of_keys = blockIdx.x < of_keys.ctas;
   GradientSums const& gradients = is_of_keys ? of_keys : of_rows;
   bool const of_splits = gradients.of_splits();
