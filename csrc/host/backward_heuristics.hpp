@@ -1,5 +1,5 @@
 // What was measured about the backward pass: one kernel or two, how many CTAs share a tile, and in which order tiles
-// go. As heuristics.hpp, which has the forward's; called by backward.cpp and by the tests.
+// go. As heuristics.hpp, which has the forward's and what both ask of a call. Called by backward.cpp and by the tests.
 #pragma once
 
 #include <algorithm>
