@@ -28,6 +28,11 @@ inline bool hides_first_keys(Params const& p) { return p.window_left >= 0; }
 /// work.
 inline bool has_unequal_tiles(Params const& p) { return p.window_right >= 0; }
 
+/// Whether a window hides nothing of what lies before a row, or little of what lies after it: tiles of keys then differ
+/// as they do without it.
+inline bool shows_first_keys(Params const& p) { return !hides_first_keys(p) || p.window_left >= p.n_kv; }
+inline bool shows_last_keys(Params const& p) { return !has_unequal_tiles(p) || p.window_right >= p.n_q / 4. * 3; }
+
 /// Keys of `keys` that `rows` rows next to each other see through a window with two ends.
 inline int64_t keys_through_window(Params const& p, int64_t keys, int64_t rows) {
   return hides_first_keys(p) && has_unequal_tiles(p) ? std::min(keys, int64_t(p.window_left) + p.window_right + rows)

@@ -87,6 +87,7 @@ struct Call {
   Call& on(fake::Gpu other) { return gpu = other, *this; }
   Call& head_dim_v(int d_v) { return p.head_dim_v = d_v, *this; }
   Call& causal() { return p.window_right = 0, *this; }
+  Call& window(int left, int right) { return p.window_left = left, p.window_right = right, *this; }
   Call& scale(float x) { return p.softmax_scale = x, *this; }
   Call& softcap() { return p.softcap = 30.f, *this; }
   Call& alibi() { return p.alibi_slopes = somewhere<float>(), *this; }
@@ -276,6 +277,8 @@ TEST(BackwardPlan, MirrorsTilesWhereGroupsAreLargerThanL2) {
   EXPECT_TRUE(is_mirrored(causal(2, 4096, 16, 1, 128))) << "whose tiles are split";
   EXPECT_TRUE(is_mirrored(causal(3, 2048, 24, 1, 128))) << "whose splits have 5 and 4 heads";
   EXPECT_TRUE(is_mirrored(causal(4, 2047, 28, 4, 128)));
+  EXPECT_TRUE(is_mirrored(causal(4, 2048, 28, 4, 128).window(2048, 0))) << "which hides nothing";
+  EXPECT_FALSE(is_mirrored(causal(4, 2048, 28, 4, 128).window(1500, 0)));
   EXPECT_TRUE(is_mirrored(causal(86, 513, 5, 1, 128))) << "of five tiles one has no image";
   EXPECT_FALSE(is_mirrored(Call(4, 2048, 2048, 28, 4, 128).in_any_order()));
   EXPECT_FALSE(is_mirrored(causal(4, 2048, 28, 28, 128)));
