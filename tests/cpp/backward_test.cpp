@@ -478,6 +478,9 @@ TEST(BackwardPlan, HasACtaForAllOfAHeadWhereThatFillsTheGpu) {
   EXPECT_EQ(line_of(Call(32, 512, 512, 32, 32, 64)), heads + "4096 tiles") << "in a fixed order, too";
   EXPECT_EQ(line_of(Call(32, 512, 512, 32, 32, 64).causal().in_any_order()), heads + "4096 tiles");
   EXPECT_EQ(line_of(Call(9, 100, 100, 24, 6, 40)), heads + "54 tiles") << "of one tile, whatever their number";
+  EXPECT_EQ(line_of(Call(44, 500, 65, 3, 3, 24).in_any_order()), heads + "132 tiles");
+  EXPECT_EQ(line_of(Call(9, 500, 65, 3, 3, 24).in_any_order()).substr(0, 3), "all") << "whose eight turns CTAs share";
+  EXPECT_EQ(line_of(Call(60, 200, 250, 4, 2, 120).causal().in_any_order()), "heads sm90 64x128 d128, 240 twos");
   EXPECT_EQ(line_of(Call(32, 100, 200, 24, 6, 64).packed(3000, 5000).sink()), heads + "384 tiles");
   for (Call const& call : {
            Call(32, 513, 512, 32, 32, 64),                  // rows that there is no room for

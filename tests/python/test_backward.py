@@ -411,7 +411,7 @@ WHOLE_HEADS = {
     "rows of eight heads": (16, 64, 300, 64, 8, 64),
     "rows of three heads": (44, 100, 130, 9, 3, 40),
     "more keys than rows": (33, 70, 1000, 4, 4, 64),
-    "more rows than keys": (2, 500, 65, 3, 3, 24),
+    "more rows than keys": (44, 500, 65, 3, 3, 24),
     "several heads a CTA": (45, 197, 197, 12, 12, 64),
     "several heads of few rows a CTA": (90, 40, 100, 8, 4, 40),
     "wide": (3, 300, 300, 12, 12, 128),
@@ -419,7 +419,7 @@ WHOLE_HEADS = {
     "wide, more keys than rows": (9, 70, 380, 4, 4, 72),
     "wide, more rows than keys": (33, 300, 65, 4, 4, 128),
     "wide, a tile of keys": (33, 200, 128, 5, 5, 128),
-    "wide, two heads in turn": (45, 200, 250, 4, 2, 120),
+    "wide, two heads in turn": (60, 200, 250, 4, 2, 120),
     "a panel and a half": (11, 260, 197, 12, 12, 80),
     "a panel and a half, several heads a CTA": (45, 130, 197, 12, 12, 96),
 }
