@@ -325,12 +325,14 @@ def expect_gradients(q, k, v, dout, dlse=None, **options) -> ExpectedGradients:
         return max(norms[norms.isfinite()].tolist(), default=0.0)
 
     scale = options.get("softmax_scale") or q.shape[-1] ** -0.5
-    eps = torch.finfo(q.dtype).eps
+    eps, eps32 = torch.finfo(q.dtype).eps, torch.finfo(torch.float32).eps
     # A difference of two sums of d_v products, of which one is of the rounded O.
-    of_ds = torch.finfo(torch.float32).eps * longest(dout) * longest(v) + eps / 2 * of_row
+    of_ds = eps32 * longest(dout) * longest(v) + eps / 2 * of_row
+    # A row's dS sum to 0, which is dq of keys that are all alike, but for P of rounded scores.
+    of_row_of_ds = of_ds + eps32 * largest * of_row
     rows = q.shape[1] * (q.shape[2] // k.shape[2])
     noise = {
-        "dq": of_ds * scale * longest(k), "dk": of_ds * scale * longest(q) * rows**0.5, "dv": 0.0,
+        "dq": of_row_of_ds * scale * longest(k), "dk": of_ds * scale * longest(q) * rows**0.5, "dv": 0.0,
         "dsink": eps * of_head,
     }  # fmt: skip
     terms, bias = max(q.shape[-1], rows), options.get("bias")
