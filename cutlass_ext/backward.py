@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import autograd
-from ._ops import run
+from ._ops import run, without_defaults
 from .interface import (
     NAMES,
     Backend,
@@ -133,7 +133,8 @@ def fmha_backward(
         precision,
     )  # fmt: skip
     operator = autograd.backward_torch if backend == "torch" else autograd.backward
-    *gradients, dsink, dbias = run(autograd.differentiable(operator), arguments, NAMES)
+    arguments = without_defaults(operator, arguments)
+    *gradients, dsink, dbias = run(autograd.differentiable(operator, arguments), arguments, NAMES)
     if sink is not None:
         gradients.append(dsink)
     if bias is not None and bias_grad:

@@ -276,7 +276,8 @@ def fmha(
         lse = run(operator, (q, k, v, out, *arguments[3:]), names)
         return (out, lse) if return_lse else out
     if needs_grad:
-        operator = autograd.differentiable(autograd.with_grad_torch if backend == "torch" else autograd.with_grad)
+        operator = autograd.with_grad_torch if backend == "torch" else autograd.with_grad
+        operator = autograd.differentiable(operator, arguments)
     else:
         operator = autograd.forward_torch if backend == "torch" else autograd.forward
     out, lse = run(operator, arguments, names)
@@ -293,7 +294,7 @@ class Explanation:
         tile: `(B_r, B_c)`, query rows and keys of a tile; of kernels that decode, rows of all heads that share a KV
             head. `(0, 0)` of `"torch"`.
         splits: parts of a sequence's keys; 0 where the keys of the batch are shared out by the lengths on the device.
-            In a backward pass: CTAs that share a tile of keys.
+            In a backward pass: CTAs that share a tile of keys, or one of the last tiles.
         ctas: of the launch, 0 of `"torch"`.
         reason: why these, in words, which may change from version to version.
     """
