@@ -86,10 +86,12 @@ def progress(total: int, done: int):
 
 
 def discard_all_but_ptx():
-    """Of what nvcc kept, some 20 MB a source."""
+    """Of what nvcc kept, some 20 MB a source; of a source that has it twice the PTX for newer GPUs."""
     for path in PTX.glob("*"):
         if path.suffix != ".ptx":
             path.unlink()
+    for path in sorted(PTX.glob("*.compute_*.ptx")):
+        path.replace(PTX / (path.name.split(".")[0] + ".ptx"))
 
 
 def build_command():

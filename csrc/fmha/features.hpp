@@ -39,6 +39,7 @@ struct TileLoop {
   bool dq_through_cluster = false;  ///< each CTA of a cluster has a tile of a head, and passes sums of dQ on
   bool preprocesses_rows = false;   ///< CTAs make the statistics of rows of their next head
   bool in_order = false;            ///< tiles of keys may add to dQ in their order
+  bool waits = false;               ///< it waits for the launch before it by itself (launch_order.hpp)
   unsigned cluster = 1;             ///< CTAs that have a tile together
 };
 

@@ -78,18 +78,25 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   int64_t const bytes_a_head = rows_a_head * ((p.head_dim + p.head_dim_v) * p.element_bytes + sums_a_row);
   launch.cluster = cluster_of(*kernel, p);
   int64_t const resident = resident_tiles(*kernel, p, device);
+  ChosenSplits chosen;
   if (kernel->loop.splits && allowed.splits)
-    launch.splits =
+    chosen =
         gradient_splits(p, *kernel, gradient_costs_of(*kernel, allowed.order), of_keys, static_cast<int>(resident));
-  int64_t const tiles = int64_t(Scheduler::tiles_of(length, block)) * launch.splits.all();
+  launch.splits = chosen.of_all_tiles;
+  int64_t const tiles = Scheduler::tiles_of(length, block);
   launch.is_ordered =
       allowed.order && kernel->loop.in_order && adds_in_order(p, *kernel, launch.splits.all(), resident);
   launch.last_keys_first =
       launch.is_ordered && kernel->loop.any_order && takes_last_keys_first(p, *kernel, resident, device);
-  launch.is_mirrored = kernel->loop.dq_through_cluster
-                           ? has_unequal_tiles(p) || !have_one_length(p)
-                           : kernel->loop.any_order && !launch.is_ordered &&
-                                 takes_mirrored(p, block, launch.splits.all(), bytes_a_head, resident, device);
+  if (kernel->loop.dq_through_cluster) {
+    launch.is_mirrored = has_unequal_tiles(p) || !have_one_length(p);
+  } else if (!launch.is_ordered) {
+    std::optional<GradientSplits> mirrored;
+    if (kernel->loop.any_order)
+      mirrored = splits_if_mirrored(p, *kernel, launch.splits, bytes_a_head, resident, device);
+    launch.is_mirrored = mirrored.has_value();
+    launch.splits = mirrored.value_or(chosen.best);
+  }
   launch.fuses_postprocess = allowed.postprocess && kernel->loop.fuses_postprocess && !launch.is_mirrored &&
                              !launch.is_ordered && launch.splits.all() == 1 &&
                              fused_postprocess_pays(p, *kernel, device);
@@ -99,20 +106,21 @@ GradientLaunch launch_with(Kernel const* kernel, Params const& p, Device const& 
   if (launch.fuses_postprocess) {
     section = section_of_fused_postprocess(all_heads, tiles, device);
   } else if (launch.is_ordered) {
-    section = section_in_order(p, all_heads, tiles, launch.last_keys_first, resident);
+    section = section_in_order(p, all_heads, tiles * launch.splits.all(), launch.last_keys_first, resident);
   } else if (kind != Kind::HeadGradients && !launch.is_mirrored) {
-    section = gradient_section_for(p, wants_hopper(*kernel), all_heads, tiles * launch.cluster, bytes_a_head, device);
+    section = gradient_section_for(p, wants_hopper(*kernel), all_heads, tiles * launch.splits.all() * launch.cluster,
+                                   bytes_a_head, device);
   }
   // Of mirrored tiles the first half is taken, but where a cluster has all of a head.
   int const taken = launch.is_mirrored && !kernel->loop.dq_through_cluster
                         ? ceil_div(Scheduler::tiles_of(length, block), 2) * block
                         : length;
-  launch.scheduler =
-      Scheduler(p.batch, heads, taken, block, launch.splits.all(), section, of_keys ? Axis::Keys : Axis::Rows);
+  launch.scheduler = Scheduler(p.batch, heads, taken, block, 1, section, of_keys ? Axis::Keys : Axis::Rows);
   if (launch.scheduler.size() > INT32_MAX)
     fail("ValueError", of_keys ? "k" : "q", ": has ", launch.scheduler.size(),
          " tiles of rows; a launch has room for fewer than 2^31");
-  launch.ctas = kind == Kind::HeadGradients ? int64_t(p.batch) * heads : launch.scheduler.size();
+  launch.ctas =
+      kind == Kind::HeadGradients ? int64_t(p.batch) * heads : launch.shared_tiles().ctas(launch.scheduler.size());
   if (kernel->loop.persistent) launch.ctas = std::min(launch.ctas, resident);
   launch.ctas *= launch.cluster;
   return launch;
@@ -134,7 +142,8 @@ bool adds_once(Kernel const& kernel, Params const& p) {
 }
 
 Kernel const* kernel_of(Call const& call, Kind kind) {
-  bool const in_order = kind == Kind::AllGradients && call.request.deterministic;
+  bool const in_order = kind == Kind::AllGradients && call.request.deterministic,
+             by_mma_sync = have_few_rows_for_hopper(call.params, call.device);
   auto const runs = [&](Kernel const& k) {
     return call.runs(k) && (!in_order || k.loop.in_order || adds_once(k, call.params));
   };
@@ -142,11 +151,12 @@ Kernel const* kernel_of(Call const& call, Kind kind) {
     double const duration = kind == Kind::AllGradients && wants_hopper(k)
                                 ? duration_of_gradients(call.params, k, resident_tiles(k, call.params, call.device))
                                 : 0;
-    // Of those for whole heads the smallest, then Hopper's, then what takes more features: of 64 rows and keys by
-    // mma.sync (1024, 49, 6, 32) takes 0.114 ms for 0.202, with dropout 0.119 for 0.225, but of 128 (64, 128, 12, 64)
-    // 0.069 for 0.055, and 0.077 for 0.063.
+    // Of those for whole heads the smallest, then Hopper's, unless rows are too few, then what takes more features: of
+    // 64 rows and keys by mma.sync (1024, 49, 6, 32) takes 0.114 ms for 0.202, with dropout 0.119 for 0.225, but of 128
+    // (64, 128, 12, 64) 0.069 for 0.055, and 0.077 for 0.063.
     int const held_keys = kind == Kind::HeadGradients ? k.block_c : 0;
-    return std::tuple(held_keys, !wants_hopper(k), cost_of(k), duration);
+    bool const is_second_choice = wants_hopper(k) == by_mma_sync;
+    return std::tuple(held_keys, is_second_choice, cost_of(k), duration);
   };
   return cheapest({kind}, call.request.dtype, runs, cost);
 }
@@ -155,9 +165,12 @@ GradientLaunch launch_of(Call const& call, Kind kind) {
   return launch_with(kernel_of(call, kind), call.params, call.device);
 }
 
-/// Whether one launch of `of_all`, which adds to dQ, is faster than two that do not. Hopper's are faster in any number.
+/// Whether one launch of `of_all`, which adds to dQ, is faster than two that do not.
 bool adds_to_queries(Call const& call, Kernel const& of_all, Precision asked) {
-  if (wants_hopper(of_all)) return cutlass_ext::adds_to_queries(call.params, call.request.deterministic);
+  if (wants_hopper(of_all)) {
+    return cutlass_ext::adds_to_queries(call.params, of_all, resident_tiles(of_all, call.params, call.device),
+                                        call.request.deterministic);
+  }
   if (of_all.dtype == DType::Float32)
     return adds_to_queries_on_cuda_cores(call.params, of_all, asked == Precision::Highest);
   Kernel const* const of_keys = kernel_of(call, Kind::KeyGradients);
@@ -181,7 +194,7 @@ void prepare_mask(Kernel const& kernel, BackwardParams& params, cudaStream_t str
 
 void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_t stream, Allocate const& allocate) {
   params.scheduler = gradients.scheduler;
-  params.split(gradients.splits.heads, gradients.splits.tiles);
+  params.shared_tiles = gradients.shared_tiles();
   if (params.scheduler.size() == 0) return;
   Kernel const& kernel = *gradients.kernel;
   params.is_mirrored = gradients.is_mirrored;
@@ -192,11 +205,11 @@ void launch(GradientLaunch const& gradients, BackwardParams& params, cudaStream_
   int const tiles = Scheduler::tiles_of(params.n_kv, kernel.block_c);
   params.mirrored_row0s = ((params.is_mirrored ? 2 * ceil_div(tiles, 2) : tiles) - 1) * kernel.block_c;
   params.rows_a_head = static_cast<int>(StatisticsRows(params).of_a_head);
-  bool const of_keys = kernel.kind != Kind::QueryGradients;
-  if (params.splits() > 1) {
-    int const columns = columns_of_splits(kernel, of_keys);
-    int64_t const sums = SplitSums(params, of_keys ? Axis::Keys : Axis::Rows).size(params.splits(), columns);
-    params.split_sums = static_cast<float*>(allocate(sums * sizeof(float)));
+  if (params.shared_tiles.count > 0) {
+    bool const of_keys = kernel.kind != Kind::QueryGradients;
+    SplitSums const sums(params, of_keys ? Axis::Keys : Axis::Rows, of_keys ? kernel.block_c : kernel.block_r);
+    params.shared_tiles.sums =
+        static_cast<float*>(allocate(sums.size(columns_of_splits(kernel, of_keys)) * sizeof(float)));
   }
   if (wants_hopper(kernel) && params.mask.bits) prepare_mask(kernel, params, stream, allocate);
   kernel.launch(params, {dim3(static_cast<unsigned>(gradients.ctas)), gradients.cluster}, stream);

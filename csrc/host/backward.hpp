@@ -17,6 +17,7 @@ struct GradientLaunch {
   Kernel const* kernel = nullptr;
   Scheduler scheduler;
   GradientSplits splits;
+  SharedTiles shared_tiles() const { return splits.of(scheduler); }
   int64_t ctas = 0;
   unsigned cluster = 1;            // CTAs of a cluster
   bool is_mirrored = false;        // as in Gradients

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 
 #include "../fmha/backward/params.hpp"
 #include "heuristics.hpp"
@@ -20,15 +21,30 @@ namespace cutlass_ext {
 /// 0.551 and 0.543; (32, 512, 8, 256) 0.621 and 0.595, (8, 2048, 8, 256) 1.58 and 1.80. But of 558 random plain calls
 /// of up to 0.3 ms in any order, 16 to 4096 rows and 16 to 8192 keys, one kernel takes 1.007 of the faster way, and
 /// what the other numbers say 1.089: few rows beside many keys leave a kernel of rows few tiles, (1, 23 on 2326, 2
-/// heads of 128) 55 us.
-inline bool adds_to_queries(Params const& p, bool deterministic) {
+/// heads of 128) 55 us. Of wide heads with more tiles than the GPU has room for two kernels are 1.117 times as fast,
+/// where there are no more keys than twice the rows: of 5,378 random calls of up to 400 rows that takes 1.012 of the
+/// faster way, one kernel always 1.046, two 1.100. us in one and in two: (32, 64, 16, 192) 97 and 76, (128, 64, 8, 256)
+/// 182 and 163; but (64, 16 on 512, 8, 192) 220 and 286.
+inline bool adds_to_queries(Params const& p, Kernel const& of_all, int64_t resident_tiles, bool deterministic) {
   int const columns = std::max(p.head_dim, p.head_dim_v);
   bool const is_plain = !(features_of(p) & feature::kMods);
   // Without rows no launch would clear the counters that the kernel takes its tiles by.
   if (p.n_q == 0 || p.stored_rows() == 0) return false;
-  if (is_plain && !deterministic) return true;
+  int64_t const tiles = int64_t(p.batch) * p.heads_kv * Scheduler::tiles_of(p.n_kv, of_all.block_c);
+  bool const are_many_wide_heads = columns > 128 && 4 * tiles > 5 * resident_tiles && p.n_kv <= 2 * p.n_q;
+  if (is_plain && !deterministic && !are_many_wide_heads) return true;
   int const too_few = columns <= 64 ? 128 : columns <= 96 || !is_plain ? 32 : columns <= 192 ? 256 : 512;
   return p.n_q > too_few;
+}
+
+/// Whether two kernels of mma.sync, with tiles of 32 rows, are faster than Hopper's two, which have 64: of many wide
+/// heads of few rows. Of 1,015 random calls of those they are 1.207 times as fast, the worst 0.874. us by these and by
+/// Hopper's: (64, 16, 12, 256), causal, 82 and 106, (32, 32, 16, 192), causal, 58 and 72; but (32, 64, 16, 192) 85 and
+/// 76.
+inline bool have_few_rows_for_hopper(Params const& p, Device const& device) {
+  constexpr int kFewRows = 32, kFewKeys = 64;
+  return std::max(p.head_dim, p.head_dim_v) > 128 && p.n_q <= kFewRows && p.n_kv <= kFewKeys &&
+         int64_t(p.batch) * p.heads_kv > 3 * device.multiprocessors / 4 && !(features_of(p) & feature::kMods);
 }
 
 /// The same of a kernel of mma.sync, of which `resident_ctas` are there at once. One makes five parts of what two make
@@ -91,33 +107,6 @@ inline int waves_a_section(Params const& p, bool is_hopper) {
   return have_one_length(p) ? 1 : 2;
 }
 
-/// Whether CTAs are to take tiles of keys by twos, one and its mirror image. Longest first, tiles of a group begin at
-/// different times and with different rows; where the groups under way read and add to more than L2 has, each tile then
-/// finds its rows in DRAM. `block`: keys of a tile; a group of heads reads and adds to `bytes`. An H100's
-/// ms, longest first and mirrored: (4, 2048, 28 on 4, 128) 1.01 and 0.64, (1, 8192, 64 on 8, 128) 6.2 and 4.7, (2,
-/// 4096, 16 on 1, 256) 3.4 and 1.8, (2, 4096, 32 on 8, 128) 1.28 and 1.25. All twos take as long, so their last wave
-/// has to be nearly whole: (4, 4096, 28 on 4, 64), of 1.3 waves, 1.30 and 1.62. Long calls reach the limit of power,
-/// and longest first has room between CTAs: of four waves, (2, 8192, 32 on 8, 128) 4.7 and 5.1, (1, 16384, 40 on 8,
-/// 128) 11.3 and 11.9; but where there is twice as much under way (8, 4096, 28 on 4, 128) 5.4 and 4.6.
-inline bool takes_mirrored(Params const& p, int block, int splits, int64_t bytes, int64_t resident_ctas,
-                           Device const& device) {
-  if (!has_unequal_tiles(p) || !shows_first_keys(p) || !have_one_length(p)) return false;
-  int const tiles = Scheduler::tiles_of(p.n_kv, block), pairs = ceil_div(tiles, 2);
-  int64_t const groups = int64_t(p.batch) * p.heads_kv, ctas = int64_t(tiles) * splits, twos = groups * pairs * splits;
-  if (twos == 0) return false;
-  int64_t const waves = ceil_div(twos, resident_ctas),
-                under_way = std::min(groups * ctas, resident_ctas) * bytes / ctas;
-  if (25 * waves * resident_ctas > 28 * twos || 5 * under_way <= (waves <= 2 ? 5 : 9) * device.l2_bytes) return false;
-  Visibility const visibility = visibility_of_longest(p);
-  auto const rows = [&](int pair) {
-    int const image = 2 * pairs - 1 - pair;
-    return visibility.row_tiles_of(pair * block, block, block).size() +
-           (image < tiles ? visibility.row_tiles_of(image * block, block, block).size() : 0);
-  };
-  int const outer = rows(0), inner = rows(pairs - 1);
-  return 8 * std::abs(outer - inner) <= std::max(outer, inner) + 8;
-}
-
 /// Tiles in hand of a head, and the tiles that pass by them: all, and by the one that sees most.
 struct Turns {
   int tiles;
@@ -135,12 +124,29 @@ inline Turns turns_of_tiles(Params const& p, bool of_keys, int block, int step) 
   return turns;
 }
 
-/// Splits of the tiles in hand of a launch of gradients: of the query heads that a tile goes through, and of the tiles
-/// for each.
+/// Splits of tiles in hand of a launch of gradients: of the query heads that a tile goes through, and of the tiles for
+/// each; and from which of its items in their order on.
 struct GradientSplits {
-  int heads = 1, tiles = 1;
+  int heads = 1, tiles = 1, begin = 0;
   double us = 0;  // that the launch is to take, sums of splits and all; 0: it is not known
   int all() const { return heads * tiles; }
+  /// As the launch is told.
+  SharedTiles of(Scheduler const& scheduler) const {
+    SharedTiles shared;
+    if (all() == 1) return shared;
+    shared.begin = begin;
+    shared.count = static_cast<int>(scheduler.size() - begin);
+    shared.head_splits = cutlass::FastDivmod(heads);
+    shared.tile_splits = cutlass::FastDivmod(tiles);
+    shared.splits = all();
+    // One tile of each head, longest first; the last section may have fewer heads.
+    bool const are_level = scheduler.size() == int64_t(scheduler.sections()) * scheduler.items_a_section();
+    shared.together = cutlass::FastDivmod(begin > 0   ? std::max(shared.count, 1)
+                                          : are_level ? scheduler.pairs_a_section()
+                                                      : 1);
+    shared.ctas_together = cutlass::FastDivmod(shared.together.divisor * all());
+    return shared;
+  }
 };
 
 /// What a launch of gradients takes, in us.
@@ -153,6 +159,7 @@ struct GradientCosts {
   double apart;      // the launch that adds up splits, ...
   double bytes;      // ... so many a microsecond
   double worth;      // splits have to take less than so much of what none takes
+  bool of_last;      // whether tiles of a last wave may be split, and no others
 
   double turn_of(Kernel const& kernel, int cluster) const {
     double const columns = kernel.head_dim + kernel.head_dim_v;
@@ -161,10 +168,10 @@ struct GradientCosts {
 };
 /// Of Hopper's kernels for all gradients, where any tile may add to dQ at any time. Fitted to 1,886 random calls of up
 /// to 150 us, each in up to 14 numbers of splits, on an H200: those chosen so take 1.005 of the fastest.
-constexpr GradientCosts kInAnyOrder{3.1, 0.67, 0.8, 0, 1.16, 1.1, 3.7e6, 1};
+constexpr GradientCosts kInAnyOrder{3.1, 0.67, 0.8, 0, 1.16, 1.1, 3.7e6, 1, true};
 /// Of two kernels, and where tiles add in their order. Fitted when sums took longer, and to whole tiles of them.
-constexpr GradientCosts kOfFixedBits{3, 0.35, 0.8, 2 / 3., 1.03, 4, 2.5e6, 0.9},
-    kOnCudaCores{3, 0.5, 27, 3 / 4., 1.03, 4, 2.5e6, 0.9};
+constexpr GradientCosts kOfFixedBits{3, 0.35, 0.8, 2 / 3., 1.03, 4, 2.5e6, 0.9, false},
+    kOnCudaCores{3, 0.5, 27, 3 / 4., 1.03, 4, 2.5e6, 0.9, false};
 inline GradientCosts const& gradient_costs_of(Kernel const& kernel, bool in_order) {
   if (!wants_hopper(kernel)) return kOnCudaCores;
   return kernel.kind == Kind::AllGradients && !in_order ? kInAnyOrder : kOfFixedBits;
@@ -212,19 +219,31 @@ inline bool whole_heads_pay(Params const& p, Kernel const& kernel, int64_t resid
   return 5 * (by_clusters ? 1 : tiles) * waves_of_heads <= (deterministic ? 7 : 6) * ceil_div(all, resident_ctas);
 }
 
+constexpr int64_t kMostBytesOfSplits = 64 << 20;
+
 /// Columns of workspace that a split has: with those of dK come dV's, with dQ's of float32 what P of a row sums up to.
 inline int columns_of_splits(Kernel const& kernel, bool of_keys) {
   return kernel.head_dim + (of_keys ? kernel.head_dim_v : kernel.dtype == DType::Float32);
 }
 
+/// Those of all tiles or of none that are fastest; and the fastest, be they of the last tiles alone.
+struct ChosenSplits {
+  GradientSplits of_all_tiles, best;
+};
+
 /// How many, where CTAs are few, or one works longer than it takes all together: of what takes as long the most of the
-/// heads, which all have the same work. Each split writes sums in float32, in workspace of at most kMostBytes, which a
-/// launch adds up. A model of tiles taken longest first: each CTA and its turns as above, and 1 us where packed
+/// heads, which all have the same work. Each split writes sums in float32, in workspace of at most kMostBytesOfSplits,
+/// which a launch adds up. A model of tiles taken longest first: each CTA and its turns as above, and 1 us where packed
 /// sequences leave it nothing. (2, 4096, 16 on 1 head, 256), causal, has 128 tiles of keys, the longest of 1024 turns,
 /// the mean of 520. Calls of few tiles are 1.15 to 3.0 times as fast for it, (1, 512, 32 on 4, 128) 54 us for 120.
-inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, GradientCosts const& costs, bool of_keys,
-                                      int resident_tiles) {
-  constexpr int64_t kMostBytes = 64 << 20, kTilesACta = 6;
+///
+/// Of tiles that take as long, in any order, only the last ones may be split, where a last wave is all but empty: of
+/// 128 random calls of up to 5 waves that do so the mean is 1.15 times as fast, (1, 4405, 4, 128) 175 us for 262, the
+/// worst 0.956. Of a single wave of causal tiles the longest alone were tried, too: 0.93 in the mean, since the others
+/// come by other rows then.
+inline ChosenSplits gradient_splits(Params const& p, Kernel const& kernel, GradientCosts const& costs, bool of_keys,
+                                    int resident_tiles) {
+  constexpr int64_t kTilesACta = 6;
   constexpr double kEmpty = 1;
   int const block = of_keys ? kernel.block_c : kernel.block_r, step = of_keys ? kernel.block_r : kernel.block_c;
   int const stored = of_keys ? p.stored_keys() : p.stored_rows(),
@@ -232,38 +251,103 @@ inline GradientSplits gradient_splits(Params const& p, Kernel const& kernel, Gra
   int const heads_held = of_keys ? p.heads_kv : p.heads_q, heads = p.heads_q / heads_held;
   int64_t const of_a_head = int64_t(p.batch) * tiles,
                 in_all = heads_held * (p.packed() ? std::min<int64_t>(of_a_head, stored / block + p.batch) : of_a_head);
-  if (in_all == 0 || 2 * in_all >= kTilesACta * resident_tiles) return {};
+  bool const are_few = 2 * in_all < kTilesACta * resident_tiles;
+  if (in_all == 0 || 2 * in_all >= kTilesACta * resident_tiles * int64_t(kernel.loop.cluster)) return {};
   auto const [of_tiles, sum, longest] = turns_of_tiles(p, of_keys, block, step);
   double const turn = (of_keys ? 1 : costs.of_rows) * costs.turn_of(kernel, kernel.loop.cluster),
                turns = double(sum) / tiles * in_all * heads;
   bool const alike = 4 * longest * tiles <= 5 * sum;
   int const columns = columns_of_splits(kernel, of_keys);
-  int64_t const workspace = SplitSums(p, of_keys ? Axis::Keys : Axis::Rows).size(1, columns) * sizeof(float);
-  double const bytes = 4. * columns * heads_held * (p.packed() ? 1 : p.batch) * stored;  // of rows that there are
-  GradientSplits best;
-  double least = INFINITY;
-  auto const consider = [&](int of_heads, int of_tiles) {
+  int64_t const bytes_a_row = columns * int64_t(sizeof(float)),
+                packed_rows = p.packed() ? TiledRows(p, of_keys ? Axis::Keys : Axis::Rows).size(p) : 0;
+  double const bytes = bytes_a_row * heads_held * (p.packed() ? 1. : p.batch) * stored;  // of rows that there are
+  ChosenSplits chosen;
+  double least = INFINITY, least_of_all = INFINITY;
+  auto const consider = [&](int of_heads, int of_tiles, int64_t begin) {
     int64_t const turns_of_a_head = ceil_div(longest, of_tiles);
-    GradientSplits splits{of_heads, longest > 0 ? static_cast<int>(ceil_div(longest, turns_of_a_head)) : 1};
+    GradientSplits splits{of_heads, longest > 0 ? static_cast<int>(ceil_div(longest, turns_of_a_head)) : 1,
+                          static_cast<int>(begin)};
     bool const whole = splits.all() == 1;
-    int64_t const ctas = splits.all() * in_all;
-    if (!whole && (ctas > kTilesACta * resident_tiles || splits.all() * workspace > kMostBytes)) return;
-    double const one = costs.cta + turn * ceil_div(heads, of_heads) * turns_of_a_head,
+    int64_t const count = in_all - begin, ctas = begin + splits.all() * count,
+                  workspace = splits.all() * (p.packed() ? packed_rows : count * block) * bytes_a_row;
+    if (!whole && (ctas > kTilesACta * resident_tiles || workspace > kMostBytesOfSplits)) return;
+    double const alone = costs.cta + turn * heads * longest,
+                 one = costs.cta + turn * ceil_div(heads, of_heads) * turns_of_a_head,
                  mean = (costs.cta * ctas + turn * turns) / resident_tiles,
-                 us = alike ? ceil_div(ctas, resident_tiles) * one : std::max(one, costs.level * mean),
+                 us = alike ? begin / resident_tiles * alone + ceil_div(ctas - begin, resident_tiles) * one
+                            : std::max(one, costs.level * mean),
                  empty = kEmpty * splits.all() * (heads_held * of_a_head - in_all) / resident_tiles,
-                 apart = whole ? 0 : costs.apart + 2 * splits.all() * bytes / costs.bytes;
+                 apart = whole ? 0 : costs.apart + 2 * splits.all() * (bytes * count / in_all) / costs.bytes;
     splits.us = us + empty + apart;
     double const compared = (whole ? costs.worth : 1) * splits.us;
-    if (compared < least) best = splits, least = compared;
+    if (begin == 0 && compared < least_of_all) chosen.of_all_tiles = splits, least_of_all = compared;
+    if (compared < least) chosen.best = splits, least = compared;
   };
+  int64_t const next = alike && have_one_length(p) && costs.of_last ? resident_tiles : in_all;
   for (int heads_a_split = 1, last = 0; heads_a_split <= heads; ++heads_a_split) {
     int const of_heads = static_cast<int>(ceil_div(heads, heads_a_split));
     if (of_heads == last) continue;
     last = of_heads;
-    for (int of_tiles = 1; of_tiles == 1 || of_tiles < 2 * longest; of_tiles *= 2) consider(of_heads, of_tiles);
+    for (int of_tiles = 1; of_tiles == 1 || of_tiles < 2 * longest; of_tiles *= 2) {
+      if (are_few || of_heads * of_tiles == 1) consider(of_heads, of_tiles, 0);
+      for (int64_t begin = next; begin < in_all && of_heads * of_tiles > 1; begin += resident_tiles)
+        consider(of_heads, of_tiles, begin);
+    }
   }
-  return best;
+  return chosen;
+}
+
+/// Whether CTAs are to take tiles of keys by twos, one and its mirror image, and in which splits; `of_all`: those that
+/// tiles have one by one. Longest first, tiles of a group begin at different times and with different rows; where the
+/// groups under way read and add to more than L2 has, each tile then finds its rows in DRAM. A group of heads reads and
+/// adds to `bytes`. An H100's ms, longest first and mirrored: (4, 2048, 28 on 4, 128) 1.01 and 0.64, (1, 8192, 64 on 8,
+/// 128) 6.2 and 4.7, (2, 4096, 16 on 1, 256) 3.4 and 1.8, (2, 4096, 32 on 8, 128) 1.28 and 1.25. All twos take as long:
+/// where their last wave would be nearly empty it is split, or all are. Of 246 random causal calls of grouped heads, in ms on an
+/// H200: (4, 1792, 64 on 4, 128) 1.65 longest first and 1.13 mirrored, (2, 1981, 32 on 4, 256) 1.22 and 0.81, but (1,
+/// 4480, 32 on 2, 80) 0.60 and 0.77; twos wherever they leave less than 0.3 of the GPU idle take 1.009 of the fastest
+/// way in the mean, less than 0.15 1.027, less than half 1.013, never 1.049. Long calls reach the limit of power, and
+/// longest first has room between CTAs: of four waves, (2, 8192, 32 on 8, 128) 4.7 and 5.1, (1, 16384, 40 on 8, 128)
+/// 11.3 and 11.9; but where there is twice as much under way (8, 4096, 28 on 4, 128) 5.4 and 4.6.
+inline std::optional<GradientSplits> splits_if_mirrored(Params const& p, Kernel const& kernel,
+                                                        GradientSplits const& of_all, int64_t bytes,
+                                                        int64_t resident_tiles, Device const& device) {
+  constexpr double kLeastUtilization = 0.7;
+  if (!has_unequal_tiles(p) || !shows_first_keys(p) || !have_one_length(p)) return std::nullopt;
+  int const block = kernel.block_c, heads = p.heads_q / p.heads_kv;
+  int const tiles = Scheduler::tiles_of(p.n_kv, block), pairs = ceil_div(tiles, 2);
+  int64_t const groups = int64_t(p.batch) * p.heads_kv, twos = groups * pairs;
+  if (twos == 0) return std::nullopt;
+  Visibility const visibility = visibility_of_longest(p);
+  auto const rows = [&](int pair) {
+    int const image = 2 * pairs - 1 - pair;
+    return visibility.row_tiles_of(pair * block, block, block).size() +
+           (image < tiles ? visibility.row_tiles_of(image * block, block, block).size() : 0);
+  };
+  int const outer = rows(0), inner = rows(pairs - 1);
+  if (8 * std::abs(outer - inner) > std::max(outer, inner) + 8) return std::nullopt;
+  // What part of the GPU works, where a two takes as long as its heads.
+  auto const utilization = [&](GradientSplits const& splits) {
+    double const of_split = double(ceil_div(heads, splits.heads)) / splits.tiles,
+                 lasts = splits.begin / resident_tiles * heads +
+                         ceil_div((twos - splits.begin) * splits.all(), resident_tiles) * of_split;
+    return double(twos) * heads / (lasts * resident_tiles);
+  };
+  GradientSplits best = of_all;
+  double most = utilization(best);
+  int const whole_waves = static_cast<int>(twos / resident_tiles * resident_tiles);
+  int64_t const bytes_of_two = 2 * block * columns_of_splits(kernel, true) * int64_t(sizeof(float));
+  for (int of_heads = 2; of_heads <= heads && kernel.loop.splits; ++of_heads) {
+    for (int const begin : {whole_waves, 0}) {
+      GradientSplits const splits{of_heads, 1, begin};
+      if (of_heads * (twos - begin) * bytes_of_two > kMostBytesOfSplits) continue;
+      if (double const of_these = utilization(splits); of_these > most + 0.02) best = splits, most = of_these;
+    }
+  }
+  int64_t const waves = ceil_div(best.begin + (twos - best.begin) * best.all(), resident_tiles),
+                ctas = int64_t(tiles) * (best.begin > 0 ? 1 : best.all()),
+                under_way = std::min(groups * ctas, resident_tiles) * bytes / ctas;
+  bool const is_larger = 5 * under_way > (waves <= 2 ? 5 : 9) * device.l2_bytes;
+  return is_larger && most >= kLeastUtilization ? std::optional(best) : std::nullopt;
 }
 
 /// `heads` fall into sections of `wanted` or a little more: the last one is no shorter.

@@ -20,9 +20,8 @@ void compute_row_statistics(DType dtype, BackwardParams const& params, int64_t c
 void transpose_mask(BackwardParams const& params, cudaStream_t stream);
 void classify_tiles(BackwardParams const& params, bool of_keys, int held, int step, cudaStream_t stream);
 
-/// What `kernel` has left as sums, if it has: dK and dV, or dQ, of the splits of its launch in `params.split_sums`,
-/// where there were several; and dQ in `params.dq_sums`, where that is not null, which begin with head `head0`, those
-/// of all sequences counted.
+/// What `kernel` has left as sums, if it has: dK and dV, or dQ, of the tiles that CTAs share, in `params.shared_tiles`;
+/// and dQ in `params.dq_sums`, where that is not null, which begin with head `head0`, those of all sequences counted.
 void finish_gradients(Kernel const& kernel, BackwardParams const& params, int64_t head0, cudaStream_t stream);
 
 /// `params.dbias`, once the statistics of rows are there, by `hopper`, of Kind::BiasGradients, unless that is null.

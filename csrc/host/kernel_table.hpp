@@ -29,20 +29,28 @@ struct Grid {
   unsigned cluster = 1;  // CTAs of a cluster, along x
 };
 
-/// A launch as the runtime wants it described.
+/// A launch as the runtime wants it described. `waits`: whether the kernel waits for the launch before it by itself
+/// (fmha/launch_order.hpp), and may begin before that has ended.
 struct LaunchConfig {
-  cudaLaunchAttribute cluster{};
+  cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
 
-  LaunchConfig(Grid const& grid, int threads, int shared_bytes, cudaStream_t stream) {
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {grid.cluster, 1, 1};
+  LaunchConfig(Grid const& grid, int threads, int shared_bytes, cudaStream_t stream, bool waits = false) {
     config.gridDim = grid.ctas;
     config.blockDim = threads;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = grid.cluster > 1;
+    config.attrs = attributes;
+    if (grid.cluster > 1) {
+      cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim = {grid.cluster, 1, 1};
+    }
+    if (waits) {
+      cudaLaunchAttribute& order = attributes[config.numAttrs++];
+      order.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      order.val.programmaticStreamSerializationAllowed = 1;
+    }
   }
   LaunchConfig(LaunchConfig const&) = delete;
 };

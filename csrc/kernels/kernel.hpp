@@ -31,8 +31,8 @@ struct Argument<BackwardParams, Traits> {
 
 /// The one launch. A kernel's parameters say by their types what it is given.
 template <class Traits, int SharedBytes, class... Parameters>
-void launch(void (*kernel)(Parameters...), Params const& params, Grid const& grid, cudaStream_t stream) {
-  LaunchConfig const launch(grid, Traits::Threads, SharedBytes, stream);
+void launch(void (*kernel)(Parameters...), Params const& params, Grid const& grid, cudaStream_t stream, bool waits) {
+  LaunchConfig const launch(grid, Traits::Threads, SharedBytes, stream, waits);
   check_cuda(cudaLaunchKernelEx(&launch.config, kernel, Argument<Parameters, Traits>::of(params)...),
              "launching the kernel");
 }
@@ -81,7 +81,7 @@ Kernel kernel_of() {
           reinterpret_cast<void const*>(Fmha::kernel),
           shape_of<Fmha>(0),
           [](Params const& params, Grid const& grid, cudaStream_t stream) {
-            launch<Traits, Fmha::kSharedBytes>(Fmha::kernel, params, grid, stream);
+            launch<Traits, Fmha::kSharedBytes>(Fmha::kernel, params, grid, stream, loop_of<Fmha>(0).waits);
           },
           wants_of<Fmha>(0),
           loop_of<Fmha>(0)};

@@ -197,17 +197,21 @@ void explain(Arguments const& a, StableIValue* results) {
     BackwardPlan const planned = backward_plan_of(a, backward_params_of(a));
     Kernel const& keys = *planned.of_keys.kernel;
     Kernel const& queries = planned.is_one() ? keys : *planned.of_queries.kernel;
-    auto const tile = [](Kernel const& k, int splits) {
+    auto const tile = [](Kernel const& k, GradientLaunch const& launch) {
+      SharedTiles const shared = launch.shared_tiles();
+      std::string const some = shared.count == launch.scheduler.size()
+                                   ? "each"
+                                   : std::to_string(shared.count * (launch.is_mirrored ? 2 : 1)) + " of them";
       return std::string(k.family) + "'s, of " + std::to_string(k.block_r) + " rows and " + std::to_string(k.block_c) +
-             " keys" + (splits > 1 ? ", each in " + std::to_string(splits) + " splits" : "");
+             " keys" + (shared.count > 0 ? ", " + some + " in " + std::to_string(shared.splits) + " splits" : "");
     };
     int const splits = planned.of_keys.splits.all();
-    std::string reason = "dK and dV by tiles that are " + tile(keys, splits) + "; dQ by tiles that are " +
-                         tile(queries, planned.is_one() ? splits : planned.of_queries.splits.all());
+    std::string reason = "dK and dV by tiles that are " + tile(keys, planned.of_keys) + "; dQ by tiles that are " +
+                         tile(queries, planned.is_one() ? planned.of_keys : planned.of_queries);
     if (planned.out_of_range)
       reason +=
           "; operands in two fp16 parts, made by two launches before; where they do not hold the call, by tiles " +
-          ("that are " + tile(*planned.out_of_range->of_keys.kernel, 1));
+          ("that are " + tile(*planned.out_of_range->of_keys.kernel, planned.out_of_range->of_keys));
     return answer(keys.family, kernel_name(keys), keys.block_r, keys.block_c, splits,
                   planned.of_keys.ctas + planned.of_queries.ctas, reason);
   }

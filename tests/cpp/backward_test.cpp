@@ -50,9 +50,10 @@ void compute_dbias(DType, Kernel const* hopper, BackwardParams, cudaStream_t, Al
   done.emplace_back(hopper ? "dBias by " + std::string(hopper->family) : "dBias");
 }
 void finish_gradients(Kernel const&, BackwardParams const& params, int64_t head0, cudaStream_t) {
-  if (params.splits() > 1) {
-    EXPECT_NE(params.split_sums, nullptr);
-    EXPECT_EQ(params.num_splits, params.head_splits.divisor * params.tile_splits.divisor);
+  if (SharedTiles const& tiles = params.shared_tiles; tiles.count > 0) {
+    EXPECT_NE(tiles.sums, nullptr);
+    EXPECT_EQ(tiles.splits, tiles.head_splits.divisor * tiles.tile_splits.divisor);
+    EXPECT_LE(tiles.begin + tiles.count, params.scheduler.size());
     done.emplace_back("splits");
   }
   if (params.dq_sums) done.emplace_back(head0 > 0 ? "dQ from head " + std::to_string(head0) : "dQ");
@@ -140,9 +141,12 @@ std::string line_of(Call const& call) {
       if (!launch->kernel) continue;
       Kernel const& k = *launch->kernel;
       line << (launch == &plan.of_keys ? names.at(k.kind) : ", rows ") << k.family << " " << k.block_r << "x"
-           << k.block_c << " d" << k.head_dim << ", " << launch->scheduler.size() / launch->splits.all()
+           << k.block_c << " d" << k.head_dim << ", " << launch->scheduler.size()
            << (launch->is_mirrored ? " twos" : " tiles");
-      if (launch->splits.all() > 1) line << " in " << launch->splits.heads << " by " << launch->splits.tiles;
+      SharedTiles const shared = launch->shared_tiles();
+      if (shared.count == 0) continue;
+      if (shared.begin > 0) line << ", the last " << shared.count;
+      line << " in " << launch->splits.heads << " by " << launch->splits.tiles;
     }
     return line.str();
   } catch (std::runtime_error const& error) {
@@ -283,7 +287,8 @@ TEST(BackwardPlan, MirrorsTilesWhereGroupsAreLargerThanL2) {
   EXPECT_FALSE(is_mirrored(Call(4, 2048, 2048, 28, 4, 128).in_any_order()));
   EXPECT_FALSE(is_mirrored(causal(4, 2048, 28, 28, 128)));
   EXPECT_FALSE(is_mirrored(causal(1, 2048, 8, 1, 128))) << "17 MB";
-  EXPECT_FALSE(is_mirrored(causal(4, 4096, 28, 4, 64))) << "1.3 waves would last as long as two";
+  EXPECT_EQ(line_of(causal(4, 4096, 28, 4, 64)), "all sm90 64x192 d64, 176 twos, the last 44 in 3 by 1");
+  EXPECT_FALSE(is_mirrored(causal(4, 4096, 24, 12, 64))) << "2.1 waves, of two heads, would last as long as three";
   EXPECT_FALSE(is_mirrored(causal(2, 8192, 32, 8, 128))) << "four waves, and 67 MB under way";
   EXPECT_TRUE(is_mirrored(causal(8, 4096, 28, 4, 128))) << "four waves, and 117 MB";
   EXPECT_FALSE(is_mirrored(Call(4, 2048, 4096, 28, 4, 128).in_any_order().causal())) << "the first tiles see all rows";
@@ -407,6 +412,9 @@ TEST(BackwardPlan, AddsToQueriesWhereItIsFasterAndTheOrderIsFree) {
   EXPECT_EQ(line_of(Call(32, 33, 512, 16, 16, 128).in_any_order().dropout()), "all sm90 64x128 d128, 2048 tiles");
   EXPECT_EQ(line_of(Call(2, 33, 640, 16, 16, 72).in_any_order()), "all sm90 64x128 d96, 160 tiles");
   EXPECT_EQ(line_of(Call(64, 257, 256, 8, 8, 192).in_any_order()), "all sm90 64x128 d192, 1024 tiles");
+  EXPECT_EQ(line_of(Call(64, 256, 256, 8, 8, 192).in_any_order()).substr(0, 9), "keys sm90") << "many wide heads";
+  EXPECT_EQ(line_of(Call(64, 64, 129, 8, 8, 192).in_any_order()).substr(0, 3), "all") << "of many keys";
+  EXPECT_EQ(line_of(Call(10, 64, 64, 8, 8, 192).in_any_order()).substr(0, 3), "all") << "few of them";
 }
 
 TEST(BackwardPlan, AddsToQueriesByMmaSyncWhereTilesOfKeysFillTheGpu) {
@@ -541,6 +549,38 @@ TEST(BackwardPlan, CountsTilesOfPackedSequencesByTheLongest) {
             "keys sm90 64x128 d64, 15 tiles, rows sm90 128x64 d64, 10 tiles");
 }
 
+/// Whose rows are a fraction of a tile of Hopper's.
+TEST(BackwardPlan, TakesWideHeadsOfFewRowsByMmaSync) {
+  auto const of = [](int batch, int n_q, int n_kv, int head_dim) {
+    return Call(batch, n_q, n_kv, 4, 4, head_dim).in_any_order();
+  };
+  for (Call const& call : {of(25, 32, 64, 192), of(200, 1, 1, 136)}) {
+    EXPECT_EQ(line_of(call).substr(0, 9), "keys sm80");
+    Call fixed = call;
+    fixed.request.deterministic = true;
+    EXPECT_EQ(line_of(fixed).substr(0, 9), "keys sm80");
+    EXPECT_EQ(line_of(Call(call).backend("sm90")).substr(0, 9), "keys sm90");
+  }
+  for (Call const& call : {of(24, 32, 64, 192), of(25, 33, 64, 192), of(25, 32, 65, 192), of(25, 32, 64, 128)})
+    EXPECT_NE(line_of(call).find("sm90"), std::string::npos) << line_of(call);
+}
+
+/// Of a last wave that would be all but empty.
+TEST(BackwardPlan, SplitsTheLastTiles) {
+  auto const line = [](Call call) { return line_of(call.in_any_order()); };
+  EXPECT_EQ(line(Call(1, 4605, 4605, 28, 4, 128)), "all sm90 64x128 d128, 144 tiles, the last 12 in 1 by 8");
+  EXPECT_EQ(line(Call(2, 1025, 4352, 32, 4, 128)), "all sm90 64x128 d128, 272 tiles, the last 8 in 8 by 2");
+  EXPECT_EQ(line(Call(1, 4096, 4096, 28, 4, 128)), "all sm90 64x128 d128, 128 tiles") << "all but a wave";
+  EXPECT_EQ(line(Call(27, 900, 600, 4, 1, 80)), "all sm90 64x128 d96, 135 tiles, the last 3 in 2 by 15");
+  EXPECT_EQ(line(Call(27, 1500, 513, 1, 1, 128)), "all sm90 64x128 d128, 135 tiles, the last 3 in 1 by 24");
+  EXPECT_EQ(line(Call(14, 700, 520, 4, 1, 192)), "all sm90 64x128 d192, 70 tiles, the last 4 in 4 by 4");
+  EXPECT_EQ(line(Call(50, 513, 513, 5, 1, 128).causal()), "all sm90 64x128 d128, 150 twos, the last 18 in 5 by 1");
+  Call const call(1, 4605, 4605, 28, 4, 128);
+  for (Call const& unlike : {Call(call).causal(), Call(call).lengths(), Call(call).packed(4605, 4605)})
+    EXPECT_EQ(line(unlike).find("last"), std::string::npos) << line(unlike);
+  EXPECT_EQ(line_of(call).find("last"), std::string::npos) << "of fixed bits";
+}
+
 TEST(BackwardPlan, SplitsTilesWhereCtasAreFew) {
   // Only where that is expected to take less time; of what takes as long the most of the heads.
   EXPECT_EQ(line_of(Call(2, 4096, 4096, 16, 1, 128).causal().in_any_order()),
@@ -589,8 +629,10 @@ TEST(BackwardPlan, BoundsSplits) {
                 EXPECT_LE(launch->splits.heads, of_keys ? group : 1);
                 if (splits == 1) continue;
                 EXPECT_LE(launch->splits.tiles, Scheduler::tiles_of(n, of_keys ? 64 : launch->kernel->block_c));
-                SplitSums const sums(p, of_keys ? Axis::Keys : Axis::Rows);
-                EXPECT_LE(sums.size(splits, of_keys ? 256 : 128) * 4, 64 << 20);
+                p.shared_tiles = launch->shared_tiles(), p.is_mirrored = launch->is_mirrored;
+                SplitSums const sums(p, of_keys ? Axis::Keys : Axis::Rows,
+                                     of_keys ? launch->kernel->block_c : launch->kernel->block_r);
+                EXPECT_LE(sums.size(of_keys ? 256 : 128) * 4, 64 << 20);
               }
             }
           }
@@ -605,13 +647,12 @@ TEST(Splits, TakeEveryHeadAndTileOnce) {
     for (Range const tiles : {Range{0, 0}, Range{0, 1}, Range{3, 5}, Range{2, 19}}) {
       for (int const head_splits : {1, 2, 7}) {
         for (int const tile_splits : {1, 2, 8}) {
-          if (head_splits > heads) continue;
-          Gradients g;
-          g.head_splits = cutlass::FastDivmod(head_splits), g.tile_splits = cutlass::FastDivmod(tile_splits);
+          if (head_splits > heads || head_splits * tile_splits == 1) continue;
+          SharedTiles const shared = GradientSplits{head_splits, tile_splits}.of(Scheduler(1, 1, 1, 1, 1, 1));
           std::map<std::array<int, 2>, int> taken;
-          for (int split = 0; split < head_splits * tile_splits; ++split) {
+          for (int split = 0; split < shared.splits; ++split) {
             Range own_tiles = tiles;
-            Range const own = split_turns(g, split, heads, &own_tiles);
+            Range const own = shared.turns(split, heads, &own_tiles);
             EXPECT_GT(own.size(), 0);
             for (int head = own.begin; head < own.end; ++head) {
               for (int tile = own_tiles.begin; tile < own_tiles.end; ++tile) ++taken[{head, tile}];
@@ -628,33 +669,44 @@ TEST(Splits, TakeEveryHeadAndTileOnce) {
   }
 }
 
-TEST(Splits, LeaveSumsApart) {
-  int const ends_q[] = {0, 300, 300, 429, 1000}, ends_k[] = {0, 70, 333, 461, 900}, columns = 64, num_splits = 3;
-  for (bool const packed : {false, true}) {
-    for (Axis const side : {Axis::Rows, Axis::Keys}) {
-      BackwardParams p;
-      p.batch = 4, p.n_q = 600, p.n_kv = 500, p.heads_q = 6, p.heads_kv = 2;
-      if (packed) p.cu_seqlens_q = ends_q, p.cu_seqlens_k = ends_k, p.total_q = 1000, p.total_k = 900;
-      bool const of_keys = side == Axis::Keys;
-      SplitSums const sums(p, side);
-      std::map<int64_t, int> begun;
-      for (int split = 0; split < num_splits; ++split) {
-        for (int b = 0; b < p.batch; ++b) {
-          Sequence const sequence = sequence_of(p, b);
-          int const rows = of_keys ? sequence.visibility.len_kv : sequence.visibility.n_q;
-          for (int head = 0; head < (of_keys ? p.heads_kv : p.heads_q); ++head) {
-            // A tile of 128 leaves both of its halves, whether there are rows in the second or not.
-            for (int row = 0; row < (rows + 127) / 128 * 128; row += 64) {
-              int64_t const first = sums.first(p, sequence, b, head, row, split, columns);
-              EXPECT_EQ(first % (64 * columns), 0);
-              EXPECT_TRUE(0 <= first && first + 64 * columns <= sums.size(num_splits, columns));
-              EXPECT_EQ(++begun[first], 1);
-            }
+/// Each item is one CTA's, or all splits of it are, each with sums of its own.
+TEST(Splits, AreOfAllItemsOrTheLast) {
+  for (int const section : {1, 2, 3, 5, 12}) {
+    Scheduler const scheduler(4, 3, 5 * 128, 128, 1, section, Axis::Keys);
+    int const items = static_cast<int>(scheduler.size());
+    for (int const begin : {0, 1, 30, items - 1}) {
+      for (bool const mirrored : {false, true}) {
+        BackwardParams p;
+        p.shared_tiles = GradientSplits{3, 2, begin}.of(scheduler), p.is_mirrored = mirrored;
+        SplitSums const sums(p, Axis::Keys, 128);
+        std::map<std::array<int, 2>, int> taken;
+        std::map<int64_t, int> begun;
+        int last = 0;
+        for (int cta = 0; cta < p.shared_tiles.ctas(items); ++cta) {
+          SharedTiles::Item const item = p.shared_tiles(cta);
+          EXPECT_EQ((++taken[{item.index, item.split}]), 1);
+          EXPECT_EQ(item.split >= 0, begin <= item.index && item.index < items);
+          if (item.split < 0) continue;
+          if (begin == 0) {
+            EXPECT_GE(scheduler(item.index).row0 + 1000 * scheduler.section_of(item.index), last) << "longest first";
+            last = scheduler(item.index).row0 + 1000 * scheduler.section_of(item.index);
+          }
+          for (int image = 0; image <= mirrored; ++image) {
+            int64_t const row = sums.first_row(item, image, {}, 0, 0, 0);
+            EXPECT_EQ(row % 128, 0);
+            EXPECT_TRUE(0 <= row && (row + 128) * 64 <= sums.size(64));
+            EXPECT_EQ(++begun[row], 1);
           }
         }
+        EXPECT_EQ(taken.size(), size_t(begin + 6 * (items - begin)));
+        EXPECT_EQ(sums.size(64), int64_t(begun.size()) * 128 * 64);
       }
     }
   }
+  EXPECT_EQ(SharedTiles().ctas(7), 7);
+  EXPECT_EQ(SharedTiles().splits, 1);
+  EXPECT_EQ(SharedTiles()(6).index, 6);
+  EXPECT_EQ(SharedTiles()(6).split, -1);
 }
 
 TEST(BackwardPlan, ComputesTheGradientOfTheBiasOnHopperWhereItsKernelTakesTheCall) {
@@ -745,14 +797,15 @@ std::string run_of(Call const& call, size_t* workspace) {
   of_keys.launch = [](Params const& params, Grid const& grid, cudaStream_t) {
     auto const& p = static_cast<BackwardParams const&>(params);
     bool const of_heads = p.counters && has_heads, persistent = p.counters;
-    int64_t const items = of_heads ? int64_t(p.batch) * p.heads_kv : p.scheduler.size(),
+    int64_t const items = of_heads ? int64_t(p.batch) * p.heads_kv : p.shared_tiles.ctas(p.scheduler.size()),
                   resident = p.dq_sums || grid.cluster > 1 ? kResidentOfAll / grid.cluster : kResident;
     EXPECT_EQ(static_cast<int64_t>(grid.ctas.x), (persistent ? std::min(items, resident) : items) * grid.cluster);
     EXPECT_EQ(params.counters != nullptr, persistent);
     done.emplace_back("keys");
   };
   of_queries.launch = [](Params const& params, Grid const& grid, cudaStream_t) {
-    EXPECT_EQ(static_cast<int64_t>(grid.ctas.x), params.scheduler.size());
+    auto const& p = static_cast<BackwardParams const&>(params);
+    EXPECT_EQ(static_cast<int64_t>(grid.ctas.x), p.shared_tiles.ctas(p.scheduler.size()));
     done.emplace_back("rows");
   };
   plan.of_keys.kernel = &of_keys, plan.of_queries.kernel = &of_queries;

@@ -744,12 +744,52 @@ def test_factors_of_scores(kernels, d, factor):
 
 @pytest.mark.parametrize(
     "batch,n,heads,d",
-    [(86, 513, 5, 128), (52, 513, 5, 256), (86, 513, 5, 192), (3, 2048, 24, 128)],
+    [(86, 513, 5, 128), (52, 513, 5, 256), (86, 513, 5, 192), (3, 2048, 24, 128), (50, 513, 5, 128)],
 )
 def test_mirrored_tiles(kernels, batch, n, heads, d):
     """A CTA takes two tiles of keys, and rows pass by for all heads, where a group of these has more than L2 holds; in
-    the last of these calls for five heads or four of 24."""
+    the last but one of these calls for five heads or four of 24, in the last one CTAs share the last 18 twos."""
     check(kernels, *kernels.qkv(batch, n, heads, d, heads_kv=1), causal=True, small=True)
+
+
+def test_last_keys_first_of_tiles_that_ctas_share(hopper):
+    """Whose sums lie by items, of which those of the last sections alone are the scheduler's tiles."""
+    options = {"window": (1500, 1500), "deterministic": True}
+    q, k, v = hopper.qkv(1, 2048, 36, 64, heads_kv=9)
+    check(hopper, q, k, v, small=True, **options)
+    check(hopper, *hopper.qkv(2, 3000, 6, 64, heads_kv=2), small=True, causal=True, deterministic=True)
+    if torch.cuda.get_device_properties(0).multi_processor_count == 132:
+        out, lse = hopper.fmha(q, k, v, return_lse=True)[:2]
+        explanation = cutlass_ext.explain(cutlass_ext.fmha_backward, out, q, k, v, out, lse, **options)
+        assert explanation.kernel == "all_gradients", explanation
+        assert explanation.splits > 1, explanation
+
+
+# n_q, n_kv, heads, d, d_v, tiles of keys, CTAs of one: of so many sequences that a last wave has few tiles, which CTAs
+# then share: of the heads, of the rows, of both.
+LAST_WAVE = {
+    "columns that no panel fills": (900, 600, 4, 80, 40, 5, 1),
+    "wide": (700, 630, 4, 128, 128, 5, 1),
+    "a panel and a half": (800, 640, 3, 96, 72, 5, 1),
+    "two CTAs a tile": (700, 520, 4, 192, 128, 5, 2),
+    "head_dim 256": (500, 600, 2, 256, 256, 10, 1),
+    "one head": (1500, 513, 1, 128, 128, 5, 1),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"sink": True}, {"causal": True, "start_pos": 2000}], ids=str)
+@pytest.mark.parametrize("shape", LAST_WAVE)
+def test_last_wave(hopper, shape, options):
+    n_q, n_kv, heads, d, d_v, tiles, ctas = LAST_WAVE[shape]
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    batch = multiprocessors // ctas // tiles + 1
+    tensors = hopper.qkv(batch, n_q, heads, d, n_kv=n_kv, heads_kv=1, d_v=d_v)
+    options = options | ({"sink": hopper.vector(heads)} if "sink" in options else {})
+    check(hopper, *tensors, small=True, **options)
+    if multiprocessors == 132:
+        out, lse = hopper.fmha(*tensors, return_lse=True, **options)[:2]
+        explanation = cutlass_ext.explain(cutlass_ext.fmha_backward, out, *tensors, out, lse, **options)
+        assert f", {batch * tiles - 132 // ctas} of them in " in explanation.reason, explanation
 
 
 # n_q, n_kv, heads, heads_kv, d, d_v: of so many sequences that tiles of keys come in three waves and more, dQ is made

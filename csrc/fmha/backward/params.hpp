@@ -27,6 +27,41 @@ struct SectionJobs {
 /// three, where they are not of whole waves, CTAs wait: (9, 1500, 16, 128) takes 0.868 ms, with four 0.781.
 constexpr int kSectionsOfSums = 4;
 
+/// Which tiles in hand of a launch several CTAs share, each with a split of the query heads and of the tiles that pass
+/// by for each: of its items in their order those from `begin` on, all or the last ones, so that no wave of CTAs leaves
+/// most of the GPU idle (as the hybrid schedules of Stream-K, arXiv:2301.03598).
+struct SharedTiles {
+  int begin = 0, count = 0;
+  int splits = 1;  // of a tile
+  cutlass::FastDivmod head_splits, tile_splits;
+  // Of `together` items the first splits come before the second ones, and so on: with those of an item side by side
+  // (16, 124, 64 on 4, 128), causal, takes 154 us, for 143.
+  cutlass::FastDivmod together, ctas_together;
+  float* sums = nullptr;  // what each split has summed up, laid out by SplitSums
+
+  /// An item of the scheduler, and which split of it; -1: it is a CTA's alone.
+  struct Item {
+    int index, split;
+  };
+  CUTE_HOST_DEVICE Item operator()(int cta) const {
+    if (count == 0 || cta < begin) return {cta, -1};
+    int group, split, index;
+    ctas_together(group, index, cta - begin);
+    together(split, index, index);
+    return {begin + group * together.divisor + index, split};
+  }
+  /// CTAs, or clusters, of a launch of so many items.
+  CUTE_HOST_DEVICE int64_t ctas(int64_t items) const { return items + int64_t(count) * (splits - 1); }
+
+  /// Which of `heads` query heads a split goes through, and of which of `tiles` for each.
+  CUTE_HOST_DEVICE Range turns(int split, int heads, Range* tiles) const {
+    int of_heads, of_tiles;
+    tile_splits(of_heads, of_tiles, split);
+    *tiles = split_range(*tiles, tile_splits, of_tiles);
+    return split_range({0, heads}, head_splits, of_heads);
+  }
+};
+
 /// What is read beside Problem, and what is written.
 struct Gradients {
   void const* dout = nullptr;    // as o
@@ -47,10 +82,7 @@ struct Gradients {
   uint32_t* tile_map = nullptr;         // workspace of a launch, laid out by TileMap; null: every tile is seen
   int dbias_parts = 1;                  // of the turns that an element of dbias adds up
   float* dbias_sums = nullptr;          // workspace: [dbias_parts, (shape of dbias)], where there are several
-  // Of a launch whose tiles in hand are split among CTAs: how many splits of the query heads, and of the tiles that are
-  // gone through for each; and what each split has summed up, laid out by SplitSums.
-  cutlass::FastDivmod head_splits, tile_splits;
-  float* split_sums = nullptr;
+  SharedTiles shared_tiles;
   // Whether a CTA takes tiles of keys by twos, one and its mirror image: under a causal mask any two see as many rows
   // together. Rows pass by the first from the last one on, by the second up to it, each for all heads of a group: CTAs
   // that begin together come by the same rows and end together. A tile and its image begin with rows of this sum. Where
@@ -74,26 +106,17 @@ struct Gradients {
 
 /// Of Results, `o` and `lse` are read: what the forward gave.
 struct BackwardParams : Params, Gradients {
-  /// CTAs that share a tile in hand.
-  CUTE_HOST_DEVICE int splits() const { return num_splits; }
-  void split(int heads, int tiles) {
-    num_splits = heads * tiles;
-    head_splits = cutlass::FastDivmod(heads);
-    tile_splits = cutlass::FastDivmod(tiles);
+  /// Whether an item is the mirror image of the scheduler's tile.
+  CUTE_HOST_DEVICE bool comes_from_the_end(int index) const { return static_cast<unsigned>(index) < last_keys_first; }
+  /// Where it begins, or its image; `row0`: where the scheduler's tile does.
+  CUTE_HOST_DEVICE int row0_of(int index, int row0, bool is_image) const {
+    return is_image || comes_from_the_end(index) ? mirrored_row0s - row0 : row0;
   }
 };
 
 /// What Hopper's kernels multiply dK and dQ by at last, others their sums of dQ. Dropout's scale is not in dS: there it
 /// would be a product for each pair.
 CUTE_HOST_DEVICE float factor_of_gradients(Params const& p) { return p.softmax_scale * p.dropout.scale; }
-
-/// Which of `heads` query heads split `split` of a tile in hand goes through, and of which of `tiles` for each.
-CUTE_HOST_DEVICE Range split_turns(Gradients const& gradients, int split, int heads, Range* tiles) {
-  int of_heads, of_tiles;
-  gradients.tile_splits(of_heads, of_tiles, split);
-  *tiles = split_range(*tiles, gradients.tile_splits, of_tiles);
-  return split_range({0, heads}, gradients.head_splits, of_heads);
-}
 
 /// Where workspace of the query rows, or of the keys, of a sequence lies. Each head of a sequence has room for whole
 /// tiles of `kTile` rows, and begins at a multiple of as many; rows of the last tile that do not exist are there, too.
@@ -147,20 +170,33 @@ struct SumsOfTile {
   }
 };
 
-/// Where what the splits of a launch have summed up of tiles in hand lies: of each split, of 64 rows and a head as in
+/// Where what the splits of a launch have summed up of the tiles that CTAs share lies: of each split, of 64 rows as in
 /// SumsOfTile, or of CUDA cores row by row; dK or dQ of all splits, then dV, or of dQ on CUDA cores what P of each row
-/// sums up to. `columns` are the kernel's.
+/// sums up to. Tile after tile, of mirrored twos the tile before its image; of packed sequences, which share all tiles
+/// and have fewer than the launch has items, as TiledRows has them. `columns` are the kernel's.
 struct SplitSums {
-  TiledRows rows;
-  int64_t of_a_split;  // rows
+  BackwardParams const& params;
+  Axis side;
+  int block;  // rows of a tile
 
-  CUTE_HOST_DEVICE SplitSums(Params const& p, Axis side) : rows(p, side), of_a_split(rows.size(p)) {}
+  CUTE_HOST_DEVICE SplitSums(BackwardParams const& params, Axis side, int block)
+      : params(params), side(side), block(block) {}
 
-  CUTE_HOST_DEVICE int64_t size(int num_splits, int columns) const { return num_splits * of_a_split * columns; }
-  /// Of row `row`, where 64 lie together a multiple of that, of a sequence and head.
-  CUTE_HOST_DEVICE int64_t first(Params const& p, Sequence const& sequence, int b, int head, int row, int split,
-                                 int columns) const {
-    return (split * of_a_split + rows.first(p, sequence, b, head) + row) * columns;
+  /// Tiles of an item.
+  CUTE_HOST_DEVICE int images() const { return params.is_mirrored ? 2 : 1; }
+  /// Of one split.
+  CUTE_HOST_DEVICE int64_t rows() const {
+    return params.packed() ? TiledRows(params, side).size(params)
+                           : int64_t(params.shared_tiles.count) * images() * block;
+  }
+  CUTE_HOST_DEVICE int64_t size(int columns) const { return params.shared_tiles.splits * rows() * columns; }
+  /// The first row of a split's tile, which begins with row `row0` of a sequence and head, of those of all splits.
+  CUTE_HOST_DEVICE int64_t first_row(SharedTiles::Item item, bool is_image, Sequence const& sequence, int b, int head,
+                                     int row0) const {
+    int64_t const of_split = params.packed()
+                                 ? TiledRows(params, side).first(params, sequence, b, head) + row0
+                                 : (int64_t(item.index - params.shared_tiles.begin) * images() + is_image) * block;
+    return item.split * rows() + of_split;
   }
 };
 

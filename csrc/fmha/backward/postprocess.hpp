@@ -6,6 +6,7 @@
 #include <cutlass/numeric_types.h>
 
 #include "../operand.hpp"
+#include "../launch_order.hpp"
 #include "../pack_gqa.hpp"
 #include "../score.hpp"
 #include "../softmax.hpp"
@@ -21,7 +22,7 @@ constexpr int kSumsCtas = 3;
 
 /// One gradient: where its sums lie, and where it goes.
 struct SummedGradient {
-  float const* sums = nullptr;  // of the first split, rows as TiledRows has them
+  float const* sums = nullptr;  // of the first split
   int columns = 0;              // of a row of sums
   void* to = nullptr;
   Strides stride;
@@ -29,20 +30,36 @@ struct SummedGradient {
   CUTE_HOST_DEVICE int panels() const { return (cols + kSumsColumns - 1) / kSumsColumns; }
 };
 
-/// What a launch finishes of the rows of one side: one gradient, or two; of heads, all sequences' counted, from `head0`
-/// on, which the sums begin with. A CTA makes 64 columns. Without splits each of its warps has 16 rows of its own; of
-/// splits all have the same 16, and each warp eight columns, which a thread reads of eight splits at once.
+/// What a launch finishes of the rows of one side: one gradient, or two. A CTA makes 64 columns: of rows of heads, all
+/// sequences' counted, from `head0` on, which the sums begin with, as TiledRows has them, each of its warps 16; or, of
+/// tiles that CTAs share, of the same 16 for all warps, each eight columns, which a thread reads of eight splits at
+/// once.
 struct GradientSums {
   int64_t head0 = 0;
-  unsigned ctas = 0, ctas_a_head = 1;
-  int splits = 1;
-  int64_t of_a_split = 0;  // rows
+  int block = 0;                       // rows of a tile that CTAs share; 0: of heads
+  unsigned ctas = 0, ctas_a_unit = 1;  // for each head, or tile
   float scale = 1.f;
-  SumsOfTile::Order order = SumsOfTile::Order::Vectors;  // without splits; theirs are vectors
+  SumsOfTile::Order order = SumsOfTile::Order::Vectors;  // of heads; those of tiles are vectors
   SummedGradient first, second;
   CUTE_HOST_DEVICE int panels() const { return first.panels() + second.panels(); }
-  CUTE_HOST_DEVICE bool of_splits() const { return splits > 1; }
+  CUTE_HOST_DEVICE bool of_splits() const { return block > 0; }
   CUTE_HOST_DEVICE int rows_a_cta() const { return of_splits() ? 16 : TiledRows::kTile; }
+};
+
+/// Of a tile that CTAs share, the `unit`-th: its first row, and where the first split of it has left its sums.
+struct TileToFinish {
+  int b, head, row0;
+  Sequence sequence;
+  int64_t split_row0;
+  CUTE_DEVICE TileToFinish(SplitSums const& splits, int unit) {
+    BackwardParams const& params = splits.params;
+    SharedTiles::Item const item{params.shared_tiles.begin + unit / splits.images(), 0};
+    bool const is_image = unit % splits.images();
+    WorkItem const work = params.scheduler(item.index);
+    b = work.batch, head = work.head, row0 = params.row0_of(item.index, work.row0, is_image);
+    sequence = sequence_of(params, b);
+    split_row0 = splits.first_row(item, is_image, sequence, b, head, row0);
+  }
 };
 
 /// Adds up, scales and rounds `of_keys` and, by CTAs behind them, `of_rows`. Splits are added in their order.
@@ -54,33 +71,42 @@ __global__ void __launch_bounds__(kSumsWarps * 32, kSumsCtas)
   static_assert(SumsOfTile::kPanel == kSumsColumns && TiledRows::kTile % kTileRows == 0);
   constexpr int kPitch = kSumsColumns + 8;  // of a row in shared memory: 16 bytes more spread rows over the banks
   __shared__ __align__(16) Element tile[TiledRows::kTile * kPitch];
+  wait_for_launch_before();
   bool const is_of_keys = blockIdx.x < of_keys.ctas;
   GradientSums const& gradients = is_of_keys ? of_keys : of_rows;
   bool const of_splits = gradients.of_splits();
-  unsigned const cta_of_side = blockIdx.x - (is_of_keys ? 0 : of_keys.ctas),
-                 head_of_launch = cta_of_side / gradients.ctas_a_head,
-                 cta = cta_of_side - head_of_launch * gradients.ctas_a_head, panels = gradients.panels(),
-                 heads = is_of_keys ? params.heads_kv : params.heads_q,
-                 head_of_all = static_cast<unsigned>(gradients.head0) + head_of_launch;
-  int const row0 = cta / panels * gradients.rows_a_cta(), panel = cta % panels, b = head_of_all / heads,
-            head = head_of_all % heads;
+  unsigned const cta_of_side = blockIdx.x - (is_of_keys ? 0 : of_keys.ctas), unit = cta_of_side / gradients.ctas_a_unit,
+                 cta = cta_of_side - unit * gradients.ctas_a_unit, panels = gradients.panels();
+  int const row_of_unit = cta / panels * gradients.rows_a_cta(), panel = cta % panels;
   bool const is_second = panel >= gradients.first.panels();
   SummedGradient const of = is_second ? gradients.second : gradients.first;
   int const panel_of = panel - (is_second ? gradients.first.panels() : 0);
-  Sequence const sequence = sequence_of(params, b);
+  Axis const side = is_of_keys ? Axis::Keys : Axis::Rows;
+  SplitSums const splits(params, side, gradients.block);
+  int b, head, row0 = row_of_unit;
+  Sequence sequence;
+  int64_t sums_row0;
+  if (of_splits) {
+    TileToFinish const shared(splits, unit);
+    b = shared.b, head = shared.head, row0 += shared.row0, sequence = shared.sequence, sums_row0 = shared.split_row0;
+  } else {
+    int const heads = is_of_keys ? params.heads_kv : params.heads_q,
+              head_of_all = static_cast<int>(gradients.head0 + unit);
+    b = head_of_all / heads, head = head_of_all % heads, sequence = sequence_of(params, b);
+    TiledRows const tiled(params, side);
+    sums_row0 = tiled.first(params, sequence, b, head) - gradients.head0 * tiled.of_a_head;
+  }
   int const rows = (is_of_keys ? sequence.visibility.len_kv : sequence.visibility.n_q) - row0;
   if (rows <= 0) return;
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_row = of_splits ? 0 : warp * 16,
-            vector0 = of_splits ? warp : 0;
-  TiledRows const tiled(params, is_of_keys ? Axis::Keys : Axis::Rows);
-  int64_t const first = tiled.first(params, sequence, b, head) - gradients.head0 * tiled.of_a_head +
-                        (row0 + warp_row) / kTileRows * kTileRows;
-  float4 const* from = reinterpret_cast<float4 const*>(of.sums + first * of.columns) +
-                       SumsOfTile::first(of.columns, panel_of, (row0 + warp_row) % kTileRows / 16) + vector0 * 32;
+            vector0 = of_splits ? warp : 0, first = row_of_unit + warp_row;
+  float4 const* from =
+      reinterpret_cast<float4 const*>(of.sums + (sums_row0 + first / kTileRows * kTileRows) * of.columns) +
+      SumsOfTile::first(of.columns, panel_of, first % kTileRows / 16) + vector0 * 32;
   int const vectors = (of.columns - panel_of * kSumsColumns) / 8 - vector0;  // that there are from the first on
   float4 sums[kVectors] = {};
   if (of_splits) {
-    int64_t const of_a_split = gradients.of_a_split * of.columns / 4;
+    int64_t const of_a_split = splits.rows() * of.columns / 4;
     auto const add = [&](auto count) {  // all are read before the first is added
       float4 x[decltype(count)::value];
       CUTE_UNROLL
@@ -89,12 +115,12 @@ __global__ void __launch_bounds__(kSumsWarps * 32, kSumsCtas)
       for (int i = 0; i < count; ++i)
         sums[0] = make_float4(sums[0].x + x[i].x, sums[0].y + x[i].y, sums[0].z + x[i].z, sums[0].w + x[i].w);
     };
-    int const splits = vectors > 0 ? gradients.splits : 0;
+    int const count = vectors > 0 ? params.shared_tiles.splits : 0;
     CUTE_NO_UNROLL
-    for (int i = splits / 8; i > 0; --i) add(cute::Int<8>{});
-    if (splits & 4) add(cute::Int<4>{});
-    if (splits & 2) add(cute::Int<2>{});
-    if (splits & 1) add(cute::Int<1>{});
+    for (int i = count / 8; i > 0; --i) add(cute::Int<8>{});
+    if (count & 4) add(cute::Int<4>{});
+    if (count & 2) add(cute::Int<2>{});
+    if (count & 1) add(cute::Int<1>{});
   } else if (warp_row < rows) {
     CUTE_UNROLL
     for (int i = 0; i < kVectors; ++i) {
@@ -128,28 +154,31 @@ __global__ void __launch_bounds__(kSumsWarps * 32, kSumsCtas)
 
 constexpr int kFloatRows = 8, kFloatThreads = 128;
 
-/// The same in float32, of 8 rows and a head: rows of `columns`, of dV `columns_v`. What P of a query row lack to sum
-/// to 1, as simt.hpp finds it where a CTA has a tile alone, is taken out of dQ, and left in lse for the launch over
-/// keys.
+/// The same in float32, of 8 rows of a tile of `block` that CTAs share: rows of `columns`, of dV `columns_v`. What P of
+/// a query row lack to sum to 1, as simt.hpp finds it where a CTA has a tile alone, is taken out of dQ, and left in lse
+/// for the launch over keys.
 template <Axis Side>
 __global__ void __launch_bounds__(kFloatThreads)
-    float_sums_kernel(__grid_constant__ BackwardParams const params, int columns, int columns_v, unsigned ctas_a_head) {
+    float_sums_kernel(__grid_constant__ BackwardParams const params, int columns, int columns_v, int block) {
   constexpr bool OfKeys = Side == Axis::Keys;
   __shared__ float factors[kFloatRows];
-  int const heads = OfKeys ? params.heads_kv : params.heads_q, head_of_all = blockIdx.x / ctas_a_head,
-            row0 = blockIdx.x % ctas_a_head * kFloatRows, b = head_of_all / heads, head = head_of_all - b * heads;
-  Sequence const sequence = sequence_of(params, b);
+  unsigned const ctas_a_tile = block / kFloatRows, tile = blockIdx.x / ctas_a_tile;
+  int const row_of_tile = (blockIdx.x - tile * ctas_a_tile) * kFloatRows;
+  SplitSums const splits(params, Side, block);
+  TileToFinish const shared(splits, tile);
+  int const b = shared.b, head = shared.head, row0 = shared.row0 + row_of_tile;
+  Sequence const& sequence = shared.sequence;
   int const rows = min((OfKeys ? sequence.visibility.len_kv : sequence.visibility.n_q) - row0, kFloatRows);
   if (rows <= 0) return;
-  SplitSums const splits(params, Side);
-  auto const place = [&](int of_a_row) { return splits.first(params, sequence, b, head, row0, 0, of_a_row); };
-  float const* const second = params.split_sums + splits.size(params.splits(), columns);
+  int const num_splits = params.shared_tiles.splits;
+  int64_t const first = shared.split_row0 + row_of_tile;
+  float const* const second = params.shared_tiles.sums + splits.size(columns);
   if (threadIdx.x < rows) {
     factors[threadIdx.x] = 1.f;
     if constexpr (!OfKeys) {
-      float const* const sums = second + place(1) + threadIdx.x;
+      float const* const sums = second + first + threadIdx.x;
       float sum = sums[0];
-      for (int split = 1; split < params.splits(); ++split) sum += sums[split * splits.of_a_split];
+      for (int split = 1; split < num_splits; ++split) sum += sums[split * splits.rows()];
       float& lse_log2 =
           params.row_statistics[StatisticsRows(params).first(params, sequence, b, head) + row0 + threadIdx.x].lse_log2;
       sum = sum_for_one(sum, ScoreMod(params, b, head).sink_log2, lse_log2);
@@ -159,8 +188,8 @@ __global__ void __launch_bounds__(kFloatThreads)
   }
   __syncthreads();
   auto const finish = [&](float const* from, int of_a_row, void* to, Strides const& stride, int cols, float scale) {
-    from += place(of_a_row);
-    int64_t const of_a_split = splits.of_a_split * of_a_row;
+    from += first * of_a_row;
+    int64_t const of_a_split = splits.rows() * of_a_row;
     float* const out =
         row_at<float>(to, stride, sequence.batch, (OfKeys ? sequence.k_row0 : sequence.q_row0) + row0, head);
     int const vectors = cols / 4;
@@ -169,7 +198,7 @@ __global__ void __launch_bounds__(kFloatThreads)
       float const* at = from + row * of_a_row + col;
       float4 sum = *reinterpret_cast<float4 const*>(at);
 #pragma unroll 4
-      for (int split = 1; split < params.splits(); ++split) {
+      for (int split = 1; split < num_splits; ++split) {
         at += of_a_split;
         float4 const x = *reinterpret_cast<float4 const*>(at);
         sum = make_float4(sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w);
@@ -181,10 +210,10 @@ __global__ void __launch_bounds__(kFloatThreads)
   };
   float const scale = ScoreMod::gradient_scale(params);
   if constexpr (OfKeys) {
-    finish(params.split_sums, columns, params.dk, params.dk_stride, params.head_dim, scale);
+    finish(params.shared_tiles.sums, columns, params.dk, params.dk_stride, params.head_dim, scale);
     finish(second, columns_v, params.dv, params.dv_stride, params.head_dim_v, params.dropout.scale);
   } else {
-    finish(params.split_sums, columns, params.dq, params.dq_stride, params.head_dim, scale);
+    finish(params.shared_tiles.sums, columns, params.dq, params.dq_stride, params.head_dim, scale);
   }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../copy/cp_async.hpp"
+#include "../launch_order.hpp"
 #include "../pack_gqa.hpp"
 #include "../pairs.hpp"
 #include "../score.hpp"
@@ -47,6 +48,7 @@ template <class Element, int Vectors>
 __global__ void __launch_bounds__(kStatisticsThreads)
     row_statistics_kernel(__grid_constant__ BackwardParams const params, int const tiles_a_head,
                           ToClear const to_clear) {
+  let_next_launch_begin();
   int64_t const begin = int64_t(blockIdx.x) * to_clear.of_a_cta, end = min(begin + to_clear.of_a_cta, to_clear.size);
   for (int64_t i = begin + threadIdx.x; i < end; i += kStatisticsThreads)
     to_clear.data[i] = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -78,7 +78,9 @@ class BackwardTile {
 
   /// Finds the tile's work, and leaves it in shared memory; false where there is none.
   CUTE_DEVICE bool begin() const {
-    WorkItem const work = params_.scheduler(blockIdx.x);
+    SharedTiles const& shared_tiles = params_.shared_tiles;
+    SharedTiles::Item const item = shared_tiles(blockIdx.x);
+    WorkItem const work = params_.scheduler(item.index);
     Sequence sequence = sequence_of(params_, work.batch);
     Visibility& visibility = sequence.visibility;
     int const own_length = OfKeys ? visibility.len_kv : visibility.n_q;
@@ -92,8 +94,10 @@ class BackwardTile {
       int const heads = OfKeys ? params_.heads_per_kv.divisor : 1;
       Range tiles =
           OfKeys ? visibility.row_tiles_of(work.row0, Own, Walked) : visibility.tiles_of(work.row0, Own, Walked);
-      Range const heads_of_split = split_turns(params_, work.split, heads, &tiles);
+      bool const is_split = item.split >= 0;
+      Range const heads_of_split = is_split ? shared_tiles.turns(item.split, heads, &tiles) : Range{0, heads};
       shared_.task = {work,
+                      is_split ? split_sums().first_row(item, false, sequence, work.batch, work.head, work.row0) : -1,
                       sequence,
                       rows.begin,
                       own_length,
@@ -127,6 +131,8 @@ class BackwardTile {
   }
 
  private:
+  CUTE_DEVICE SplitSums split_sums() const { return {params_, OfKeys ? Axis::Keys : Axis::Rows, Own}; }
+
   // ---- Where things lie. Worked out where it is wanted, as what lies in `task` is read there.
 
   struct Lane {
@@ -567,8 +573,8 @@ class BackwardTile {
         for (int part = 0; part < Traits::ColWarps; ++part) row_sum_[i] += shared_.p[part * Own + lane.own + own_of(i)];
       }
     }
-    if (params_.splits() > 1) return;
     Task const& task = this->task();
+    if (task.is_split()) return;
     float const sink_log2 = ScoreMod(params_, task.work.batch, task.work.head).sink_log2;
     RowStatistics* const rows =
         params_.row_statistics + statistics_row(task, task.work.head, task.work.row0) + lane.own;
@@ -584,7 +590,7 @@ class BackwardTile {
   }
 
   CUTE_DEVICE void store_gradients() const {
-    if (params_.splits() > 1) return leave_sums();
+    if (task().is_split()) return leave_sums();
     float const scale = ScoreMod::gradient_scale(params_);
     auto const rows_of = [&](void* data, Strides const& stride) {
       Task const& task = this->task();
@@ -603,22 +609,17 @@ class BackwardTile {
   /// Of a split, for the launch that adds them up: rows side by side, of the kernel's columns.
   CUTE_DEVICE void leave_sums() const {
     Task const& task = this->task();
-    SplitSums const splits(params_, OfKeys ? Axis::Keys : Axis::Rows);
-    int64_t const behind_first = splits.size(params_.splits(), Traits::HeadDim);
-    auto const place = [&](int columns) {
-      return splits.first(params_, task.sequence, task.work.batch, task.work.head, task.work.row0, task.work.split,
-                          columns);
-    };
-    store(dX_, params_.split_sums + place(Traits::HeadDim), Traits::HeadDim, params_.head_dim, 1.f);
+    float* const sums = params_.shared_tiles.sums;
+    float* const second = sums + split_sums().size(Traits::HeadDim);
+    store(dX_, sums + task.split_row0 * Traits::HeadDim, Traits::HeadDim, params_.head_dim, 1.f);
     if constexpr (OfKeys) {
-      store(dV_, params_.split_sums + behind_first + place(Traits::HeadDimV), Traits::HeadDimV, params_.head_dim_v,
-            1.f);
+      store(dV_, second + task.split_row0 * Traits::HeadDimV, Traits::HeadDimV, params_.head_dim_v, 1.f);
     } else {
       Lane const lane;
-      float* const sums = params_.split_sums + behind_first + place(1) + lane.own;
+      float* const of_rows = second + task.split_row0 + lane.own;
       CUTE_UNROLL
       for (int i = 0; i < Rows; ++i) {
-        if (lane.place.col == 0 && lane.part == 0) sums[own_of(i)] = row_sum_[i];
+        if (lane.place.col == 0 && lane.part == 0) of_rows[own_of(i)] = row_sum_[i];
       }
     }
   }

@@ -27,17 +27,20 @@ struct Walk {
 /// for sums.
 struct Task {
   WorkItem work;
-  Sequence sequence;  // of its visibility rows that see no key are cut off where rows are walked over
-  int first_row;      // of the sequence's query rows the first that is left
-  int own_length;     // own rows are those of the sequence below this
-  bool is_only_tile;  // whether the sequence has no other own rows
-  Range heads;        // of those that share the own rows, which the CTA's split goes through
-  Range tiles;        // that are walked over for each
-  Range whole_tiles;  // those without masks
-  float scale;        // ScoreMod::query_scale
-  bool changed;       // whether anything changes scores, or P
-  bool capped;        // whether softcap does
-  bool drops;         // whether dropout does
+  int64_t split_row0;  // of the sums of splits, the first of the tile's; -1: no other CTA has a part of it
+  Sequence sequence;   // of its visibility rows that see no key are cut off where rows are walked over
+  int first_row;       // of the sequence's query rows the first that is left
+  int own_length;      // own rows are those of the sequence below this
+  bool is_only_tile;   // whether the sequence has no other own rows
+  Range heads;         // of those that share the own rows, which the CTA's split goes through
+  Range tiles;         // that are walked over for each
+  Range whole_tiles;   // those without masks
+  float scale;         // ScoreMod::query_scale
+  bool changed;        // whether anything changes scores, or P
+  bool capped;         // whether softcap does
+  bool drops;          // whether dropout does
+
+  CUTE_DEVICE bool is_split() const { return split_row0 >= 0; }
 };
 
 // ---- Places in the product dS^T K, by hand as those of ../simt/traits.hpp. A warp has 16 rows at a time, by 32

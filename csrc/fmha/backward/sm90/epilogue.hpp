@@ -98,12 +98,9 @@ CUTE_DEVICE void store_results(BackwardParams const& params, GradientTile<Traits
   // are.
   [[maybe_unused]] auto const leave = [&](auto const& sums, int64_t from, auto head_dim) {
     constexpr int kColumns = decltype(head_dim)::value;
-    int const first = warp_row / kAtomRows * kAtomRows, row = tile.work.row0 + first;
-    if (first >= tile.rows()) return;  // another sequence's may lie there
-    auto* const to = reinterpret_cast<float4*>(
-        params.split_sums + from +
-        SplitSums(params, Traits::Of)
-            .first(params, tile.sequence, tile.work.batch, head, row, tile.work.split, kColumns));
+    int const first = warp_row / kAtomRows * kAtomRows;
+    if (first >= tile.rows()) return;
+    auto* const to = reinterpret_cast<float4*>(params.shared_tiles.sums + from + (tile.split_row0 + first) * kColumns);
     CUTE_UNROLL
     for (int e = 0; e < size(sums); e += 4) {
       constexpr int kOfAPanel = kPanel / 2;  // of a thread
@@ -113,14 +110,14 @@ CUTE_DEVICE void store_results(BackwardParams const& params, GradientTile<Traits
   };
   Tensor A = rows_and_columns(cA);
   Tensor V = rows_and_columns(cV);
-  bool const is_split = Traits::Splits && params.splits() > 1;
+  bool const is_split = Traits::Splits && tile.split_row0 >= 0;
   if constexpr (sums_p(What)) {
     if constexpr (Traits::Pairs) {
       CUTE_UNROLL
       for (int e = 0; e < size(V); ++e) V(e) *= params.dropout.scale;
     }
     if (is_split) {
-      leave(cV, SplitSums(params, Traits::Of).size(params.splits(), Traits::HeadDim), Int<Traits::HeadDimV>{});
+      leave(cV, Traits::split_sums(params).size(Traits::HeadDim), Int<Traits::HeadDimV>{});
     } else {
       store(params.dv, params.dv_stride, V, params.head_dim_v, Int<Traits::HeadDimV>{});
     }

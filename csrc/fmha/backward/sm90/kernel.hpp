@@ -15,6 +15,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "../../cute_tensor.hpp"
+#include "../../launch_order.hpp"
 #include "consumer.hpp"
 #include "dq_semaphore.hpp"
 #include "postprocess.hpp"
@@ -42,6 +43,13 @@ CUTE_DEVICE void leave_cluster() {
   }
 }
 
+/// Before anything is read that others have written. A call of few tiles spends a tenth of its time between launches:
+/// an H200's us with and without, (2, 512, 16, 128), causal, 39.7 and 45.2, (4, 47, 24, 192), causal, 25.3 and 29.9.
+CUTE_DEVICE void start_in_order() {
+  wait_for_launch_before();
+  let_next_launch_begin();
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, 1)
     backward_kernel(__grid_constant__ BackwardParams const params, __grid_constant__ typename Traits::Maps const maps) {
@@ -49,11 +57,12 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
   auto& shared = shared_of<Traits>(smem);
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
   int const warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if constexpr (Traits::Parts > 1) {
-    if (params.is_skipped()) return;
-  }
   if constexpr (!Traits::Persistent) {
-    GradientTile<Traits> const here(params, blockIdx.x);
+    start_in_order();
+    if constexpr (Traits::Parts > 1) {
+      if (params.is_skipped()) return;
+    }
+    GradientTile<Traits> const here(params, params.shared_tiles(blockIdx.x));
     if (here.is_empty) return;
     if (threadIdx.x == 0) shared.tiles[0] = here;
     if constexpr (Traits::SkipsTiles) {
@@ -108,6 +117,7 @@ __global__ void __launch_bounds__(Traits::Threads, 1)
       cutlass::arch::fence_barrier_init();
     }
   }
+  if constexpr (Traits::Persistent) start_in_order();
   if constexpr (Traits::Cluster > 1 || Traits::DqThroughCluster) {
     cute::cluster_sync();  // the other CTAs' barriers are there, too
   } else {
@@ -197,9 +207,10 @@ struct Backward {
   static constexpr Features kTakes = Traits::Mods | feature::Sink | feature::Packed |
                                      (feature::kUnlike & ~(Traits::PlainBias ? feature::LeftPadding : 0)),
                             kWants = Traits::IsPlain || Traits::DropsAlone ? Traits::Mods : 0;
-  static constexpr TileLoop kLoop{Traits::Persistent,       Traits::Splits,           Traits::AnyOrder,
-                                  Traits::FusesPostprocess, Traits::DqThroughCluster, Traits::DqInShared,
-                                  Traits::InOrder,          Traits::Cluster};
+  static constexpr TileLoop kLoop{
+      Traits::Persistent,       Traits::Splits,     Traits::AnyOrder, Traits::FusesPostprocess,
+      Traits::DqThroughCluster, Traits::DqInShared, Traits::InOrder,  true,
+      Traits::Cluster};
   /// Softcap's derivative is found in scores, from which what has been added since is not taken again.
   static bool takes_shape(Params const& params) {
     int const heads = params.heads_q / params.heads_kv;

@@ -59,16 +59,17 @@ struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain>, Neighbours
   int head_q, head_kv;
   int held_row0, streamed_row0;  // rows of the tensors that hold the side's first
   int64_t sums_row0;             // of the sums of dQ, the first of the first head
+  int64_t split_row0 = -1;       // of the sums of splits, the first of the tile's; -1: no other CTA has a part of it
   int section = 0;               // of the launch's, where it goes by sections
   int seen_tiles;                // turns, where a mask hides tiles
   uint32_t held_phase = 0;       // of the barriers of the tile in hand
 
   GradientTile() = default;
-  /// Tile `index` of the launch, or its mirror image.
-  CUTE_DEVICE GradientTile(BackwardParams const& params, int index, bool is_image = false)
-      : work(params.scheduler(index)), sequence(sequence_of(params, work.batch)) {
-    last_keys_first = Traits::InOrder && static_cast<unsigned>(index) < params.last_keys_first;
-    if (Traits::AnyOrder && (is_image || last_keys_first)) work.row0 = params.mirrored_row0s - work.row0;
+  /// Tile `index` of the launch, or a split of it, or its mirror image.
+  CUTE_DEVICE GradientTile(BackwardParams const& params, SharedTiles::Item item, bool is_image = false)
+      : work(params.scheduler(item.index)), sequence(sequence_of(params, work.batch)) {
+    last_keys_first = Traits::InOrder && params.comes_from_the_end(item.index);
+    if constexpr (Traits::AnyOrder) work.row0 = params.row0_of(item.index, work.row0, is_image);
     is_empty = work.row0 >= (Traits::OfKeys ? sequence.visibility.len_kv : sequence.visibility.n_q);
     descends = Traits::AnyOrder &&
                (params.is_mirrored ? !is_image : params.by_rows && !last_keys_first && !sequence.visibility.sees_all());
@@ -90,8 +91,14 @@ struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain>, Neighbours
       held_row0 = sequence.q_row0, streamed_row0 = sequence.k_row0;
     }
     if constexpr (Traits::Splits) {
-      Range const own = split_turns(params, work.split, heads, &tiles);
-      head_q += own.begin, heads = own.size();
+      if (item.split >= 0) {
+        Range const own = params.shared_tiles.turns(item.split, heads, &tiles);
+        head_q += own.begin, heads = own.size();
+        int const rank = Traits::Cluster > 1 ? cute::block_rank_in_cluster() : 0, own_row0 = rank * Traits::Held;
+        split_row0 = Traits::split_sums(params).first_row(item, is_image, sequence, work.batch, work.head,
+                                                          work.row0 - own_row0) +
+                     own_row0;
+      }
     }
     if constexpr (Traits::DqThroughCluster) {
       this->way = is_image;
@@ -103,7 +110,7 @@ struct GradientTile : PairsOfTile<Traits::Pairs && !Traits::IsPlain>, Neighbours
     }
     if constexpr (Traits::FusesPostprocess) {
       if (params.sections) {
-        section = params.scheduler.section_of(index);
+        section = params.scheduler.section_of(item.index);
         int const of_section = params.scheduler.pairs_a_section(),
                   pair = work.batch * params.heads_kv + work.head - section * of_section;
         sums_row0 = (int64_t(section % kSectionsOfSums) * of_section + pair) * heads * params.rows_a_head;
@@ -347,9 +354,10 @@ struct TileScheduler {
     bool exists;
     do {
       index = take(leader);
-      exists = index < static_cast<unsigned>(params.scheduler.size());
+      exists = index < static_cast<unsigned>(params.shared_tiles.ctas(params.scheduler.size()));
       if (exists && leader) {
-        new (&slot) GradientTile<Traits>(params, index, at_image);  // in place: 50 bytes less spilled beside dropout
+        new (&slot) GradientTile<Traits>(params, params.shared_tiles(index),
+                                         at_image);  // in place: 50 bytes less spilled beside dropout
         slot.held_phase = held_phase;
         if (Traits::OwnsHeads && slot.is_empty) slot.tiles = {0, 0};  // a head without keys, whose dQ is 0
       }

@@ -104,6 +104,7 @@ struct BackwardTraits {
   static constexpr int Parts = Operand<Element>::Parts;
   // Whether several CTAs may share a tile in hand: each goes through some of the heads, and of the tiles.
   static constexpr bool Splits = (!Pairs || IsPlain) && Parts == 1 && !OwnsHeads;
+  CUTE_DEVICE static SplitSums split_sums(BackwardParams const& params) { return {params, Of, OfKeys ? B_c : B_r}; }
   /// CTAs that share a tile of keys. Wide heads have registers for 64 keys a CTA alone, and a multiprocessor sends 16
   /// bytes a clock at most to be added in memory (3.9 TB/s from all of an H200's, in any way), which 64 keys wait for.
   /// So two CTAs copy what passes by once for both, pass dS to each other, and add to a half of the columns each. At
