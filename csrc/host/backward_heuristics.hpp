@@ -302,12 +302,12 @@ inline ChosenSplits gradient_splits(Params const& p, Kernel const& kernel, Gradi
 /// groups under way read and add to more than L2 has, each tile then finds its rows in DRAM. A group of heads reads and
 /// adds to `bytes`. An H100's ms, longest first and mirrored: (4, 2048, 28 on 4, 128) 1.01 and 0.64, (1, 8192, 64 on 8,
 /// 128) 6.2 and 4.7, (2, 4096, 16 on 1, 256) 3.4 and 1.8, (2, 4096, 32 on 8, 128) 1.28 and 1.25. All twos take as long:
-/// where their last wave would be nearly empty it is split, or all are. Of 246 random causal calls of grouped heads, in ms on an
-/// H200: (4, 1792, 64 on 4, 128) 1.65 longest first and 1.13 mirrored, (2, 1981, 32 on 4, 256) 1.22 and 0.81, but (1,
-/// 4480, 32 on 2, 80) 0.60 and 0.77; twos wherever they leave less than 0.3 of the GPU idle take 1.009 of the fastest
-/// way in the mean, less than 0.15 1.027, less than half 1.013, never 1.049. Long calls reach the limit of power, and
-/// longest first has room between CTAs: of four waves, (2, 8192, 32 on 8, 128) 4.7 and 5.1, (1, 16384, 40 on 8, 128)
-/// 11.3 and 11.9; but where there is twice as much under way (8, 4096, 28 on 4, 128) 5.4 and 4.6.
+/// where their last wave would be nearly empty it is split, or all are. Of 246 random causal calls of grouped heads, ms
+/// on an H200: (4, 1792, 64 on 4, 128) 1.65 longest first and 1.13 mirrored, (2, 1981, 32 on 4, 256) 1.22 and 0.81, but
+/// (1, 4480, 32 on 2, 80) 0.60 and 0.77; twos wherever they leave less than 0.3 of the GPU idle take 1.009 of the
+/// fastest way in the mean, less than 0.15 1.027, less than half 1.013, never 1.049. Long calls reach the limit of
+/// power, and longest first has room between CTAs: of four waves, (2, 8192, 32 on 8, 128) 4.7 and 5.1, (1, 16384, 40 on
+/// 8, 128) 11.3 and 11.9; but where there is twice as much under way (8, 4096, 28 on 4, 128) 5.4 and 4.6.
 inline std::optional<GradientSplits> splits_if_mirrored(Params const& p, Kernel const& kernel,
                                                         GradientSplits const& of_all, int64_t bytes,
                                                         int64_t resident_tiles, Device const& device) {
