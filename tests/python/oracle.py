@@ -319,6 +319,8 @@ def expect_gradients(q, k, v, dout, dlse=None, **options) -> ExpectedGradients:
     oracle, largest, (of_row, of_head) = gradients(q, k, v, dout, dlse, **options)
     round_to = None if q.dtype == torch.float32 else q.dtype
     ref, *_ = gradients(q, k, v, dout, dlse, compute=torch.float32, round_to=round_to, **options)
+    if "dbias" in ref:  # of 16 bits beside float32, too
+        ref["dbias"] = ref["dbias"].to(options["bias"].dtype).float()
 
     def longest(t):
         norms = t.double().norm(dim=-1)  # poison is no number
