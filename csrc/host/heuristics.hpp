@@ -267,11 +267,12 @@ inline int64_t key_tiles(Params const& p, Kernel const& kernel) {
 /// Microseconds of a launch of Hopper's persistent kernels and of its merge, if its keys are in `splits`: as many turns
 /// as it takes `resident_ctas` CTAs for all query tiles, at least the longest, and at least what it takes to read the
 /// keys. Where the host does not know how long padded sequences are it lies between that and what they take with 0.6 of
-/// the longest one's keys in the mean: parts then differ, and the last one ends behind the others. Fitted to 790 random
-/// calls in 1 to 32 splits on an H200, which has 132 multiprocessors (329 of ragged caches, 289 without a cache, 172
-/// others): in the splits chosen so they take 1.029, 1.010 and 1.015 of their least, and took 1.062, 1.010 and 1.019 by
-/// the fit before. A tile of 128 rows and 128 keys takes 1.0 us at head_dim 64 and 1.15 at 128, and no less than 94
-/// GB/s bring it; a merge 3.6 us, 1.5 more for every eight parts, and some by the megabytes of a part.
+/// the longest one's keys in the mean: parts then differ, and the last one ends behind the others. Fitted to random
+/// calls in 1 to 64 splits on an H200, which has 132 multiprocessors: in the splits chosen so 393 without a cache take
+/// 1.005 of their least, 2,539 over caches 1.018 and, of lengths that differ, 1.023, and took 1.011, 1.023 and 1.025 by
+/// the fit before. But for 8.7 us that all splits have in common it is off by 8% in the mean without a cache. A tile of
+/// 128 rows and 128 keys takes 0.83 us at head_dim 64 and 1.19 at 128, and no less than 94 GB/s bring it; a merge 2 us,
+/// 0.2 for each megabyte of the result in float32, and 0.47 for each of its parts.
 inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles const& tiles, int resident_ctas,
                               int splits) {
   // Parts have three products for one.
@@ -279,12 +280,12 @@ inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles 
                       : kernel.dtype == DType::Float32 ? 3
                                                        : 1,
                products =
-                   tall * kernel.block_r * kernel.block_c * (5.5e-5 + 6e-8 * (kernel.head_dim + kernel.head_dim_v)),
+                   tall * kernel.block_r * kernel.block_c * (2.9e-5 + 1.7e-7 * (kernel.head_dim + kernel.head_dim_v)),
                copies = double(kernel.block_c) * (p.head_dim + p.head_dim_v) * p.element_bytes / 94e3,
                a_tile = tiles.of_a_head() == 1 ? std::max(products, copies) : products;
   int64_t const keys = longest_keys(p), longest = key_tiles(p, kernel);
   double const shown = !has_unequal_tiles(p) || keys == 0 ? 1 : std::max(0.5, 1 - 0.5 * p.n_q / keys);
-  constexpr double kItem = 0.8, kMeanLength = 0.6, kTail = 0.3, kRagged = 0.35;
+  constexpr double kItem = 0.85, kMeanLength = 0.6, kTail = 0.3, kRagged = 0.35;
   auto const item = [&](double key_tiles) { return kItem + a_tile * key_tiles; };
   double const turns = static_cast<double>(ceil_div(tiles.all * splits, resident_ctas)),
                longest_item = item(ceil_div(longest, splits)), all_turns = turns * item(shown * longest / splits);
@@ -300,7 +301,7 @@ inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles 
   }
   if (splits == 1) return us;
   double const part = 4e-6 * p.head_dim_v * p.heads_q * (p.packed() ? p.total_q : int64_t(p.batch) * p.n_q);
-  return us + 3.6 + 1.5 * ((splits - 1) / 8) + part * (0.4 + 0.23 * splits);
+  return us + 2 + part * (0.2 + 0.47 * splits);
 }
 
 /// The fastest number of splits there.

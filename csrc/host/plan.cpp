@@ -344,7 +344,9 @@ Plan plan_of(Call const& call) {
 void place_parts(Plan const& plan, Allocate const& allocate, Params* params) {
   if (params->writes_parts && params->num_splits == 1) {  // in float32, where o is to be
     params->o_partial = static_cast<float*>(params->o);
-    params->lse_partial = params->lse ? params->lse : static_cast<float*>(allocate(plan.partial_rows * sizeof(float)));
+    // Where there is a sink lse is written while CTAs that merge other columns still read the part's.
+    bool const in_place = params->lse && !params->sink;
+    params->lse_partial = in_place ? params->lse : static_cast<float*>(allocate(plan.partial_rows * sizeof(float)));
   } else if (plan.partial_rows > 0) {
     size_t const floats = size_t(plan.partial_rows) * (params->head_dim_v + plan.floats_a_part);
     params->o_partial = static_cast<float*>(allocate(floats * sizeof(float)));

@@ -383,11 +383,11 @@ TEST(Plan, OfFewQueryRows) {
            "sm90 persistent 128x128 d128 plain, 7 splits, grid 112, 2 counters, merged apart"),
       // Of other head dims than 64 and 128 there are no narrow kernels.
       CASE(fmha(4, 1, 4096, 8, 8, 256).lengths(),
-           "sm90 persistent 128x64 d256 plain, 3 splits, grid 96, 2 counters, merged apart"),
+           "sm90 persistent 128x64 d256 plain, 4 splits, grid 128, 2 counters, merged apart"),
       CASE(fmha(4, 1, 4096, 8, 8, 256).lengths().pages(8),
            "sm80 decode 16x16 d256 plain, shared out, grid 264, 32 counters"),
       CASE(fmha(4, 1, 4096, 32, 1, 256).lengths(),
-           "sm90 persistent 128x64 d256 plain, 16 splits, grid 64, 2 counters, merged apart"),
+           "sm90 persistent 128x64 d256 plain, 32 splits, grid 128, 2 counters, merged apart"),
       CASE(fmha(4, 1, 4096, 32, 1, 256).lengths().softcap(),
            "sm90 persistent 128x64 d256, 16 splits, grid 64, 2 counters, merged apart"),
       CASE(fmha(1, 1, 1 << 20, 32, 1, 128).lengths(),

@@ -187,6 +187,16 @@ def test_float32_results(target, names, rows, keys, num_splits):
     assert torch.equal(without_lse, got[0])
 
 
+@pytest.mark.parametrize("d", [192, 256])
+def test_float32_results_of_wide_heads_with_a_sink(target, d):
+    """Columns beyond 128 are other CTAs', of the launch that lets the sink in: they do not read lse as it leaves it."""
+    q, k, v = target.qkv(2, 600, 8, d, n_kv=64, heads_kv=2)
+    options = {"sink": target.vector(8), "out_dtype": torch.float32, "num_splits": 1}
+    out, lse = target.fmha(q, k, v, **options)
+    expect(q, k, v, sink=options["sink"]).check(out.to(target.dtype), lse, small=True)
+    assert torch.equal(target.fmha(q, k, v, return_lse=False, **options), out)
+
+
 @pytest.mark.parametrize("names", ["", "sink"])
 def test_float32_results_of_packed_sequences(target, names):
     batch = packed(target, [40, 0, 150, 1], [90, 12, 150, 0], heads=(HEADS, HEADS_KV))

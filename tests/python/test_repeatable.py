@@ -88,8 +88,8 @@ def test_a_sequence_does_not_depend_on_its_batch(gpu, case, num_splits):
         assert_same_bits(alone, (out[b : b + 1], lse[b : b + 1]))
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("n_q,d", [(300, 64), (1, 64), (300, 128)])
+@pytest.mark.parametrize("num_splits", [1, 3, 9])
+@pytest.mark.parametrize("n_q,d", [(300, 64), (1, 64), (300, 128), (100, 64), (100, 256)])
 def test_a_sequence_does_not_depend_on_a_batch_that_fills_the_gpu(gpu, n_q, d, num_splits):
     """Alone it leaves most multiprocessors idle: whatever is chosen by that must not show in the bits."""
     q, k, v = gpu.qkv(400 if n_q == 1 else 64, n_q, 8, d, n_kv=400)

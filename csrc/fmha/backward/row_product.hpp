@@ -79,17 +79,24 @@ CUTE_DEVICE void preprocess_head(BackwardParams const& params, Sequence const& s
   RowStatistics* to = params.row_statistics + StatisticsRows(params).first(params, sequence, b, head) + row;
   Range const seeing = sequence.visibility.rows_with_keys();
   int at = row - seeing.begin;  // of the first of the lane's rows among those that see a key
-  CUTE_NO_UNROLL
-  for (int passes = (n_q + Tile - 1) / Tile * (Tile / kRows / kAtOnce); passes > 0; --passes) {
-    uint4 x[kAtOnce] = {}, y[kAtOnce] = {};
-    float lses[kAtOnce];
+  uint4 x[kAtOnce], y[kAtOnce];
+  float lses[kAtOnce];
+  auto const ask = [&] {
     CUTE_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
       bool const sees = static_cast<unsigned>(at + i * kRows) < static_cast<unsigned>(seeing.size());
       lses[i] = sees ? lse[i * kRows] : -INFINITY;
+      x[i] = y[i] = make_uint4(0, 0, 0, 0);
       if (sees && has_columns) x[i] = *dout, y[i] = *out;
       dout += dout_step, out += out_step;
     }
+    lse += kAtOnce * kRows, at += kAtOnce * kRows;
+  };
+  // Asked for behind the sums of the rows before. In front of their own ptxas has loads wait for one another: products
+  // of a head of 512 causal rows, 38 us, then waited for its statistics until 45.
+  ask();
+  CUTE_NO_UNROLL
+  for (int passes = (n_q + Tile - 1) / Tile * (Tile / kRows / kAtOnce); passes > 0; --passes) {
     CUTE_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
       float const delta = warp_sum<kLanes, 1>(add_products<Element>(0.f, x[i], y[i]));
@@ -98,7 +105,8 @@ CUTE_DEVICE void preprocess_head(BackwardParams const& params, Sequence const& s
           lses[i] > -INFINITY ? RowStatistics{lses[i] * kLog2e, delta} : RowStatistics{INFINITY, 0.f};
       if (lane == 0) to[i * kRows] = statistics;
     }
-    lse += kAtOnce * kRows, to += kAtOnce * kRows, at += kAtOnce * kRows;
+    to += kAtOnce * kRows;
+    ask();
   }
 }
 
