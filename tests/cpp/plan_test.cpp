@@ -389,7 +389,7 @@ TEST(Plan, OfFewQueryRows) {
       CASE(fmha(4, 1, 4096, 32, 1, 256).lengths(),
            "sm90 persistent 128x64 d256 plain, 32 splits, grid 128, 2 counters, merged apart"),
       CASE(fmha(4, 1, 4096, 32, 1, 256).lengths().softcap(),
-           "sm90 persistent 128x64 d256, 16 splits, grid 64, 2 counters, merged apart"),
+           "sm90 persistent 128x64 d256, 32 splits, grid 128, 2 counters, merged apart"),
       CASE(fmha(1, 1, 1 << 20, 32, 1, 128).lengths(),
            "sm90 persistent 128x128 d128 plain, 64 splits, grid 64, 2 counters, merged apart"),
       CASE(fmha(4, 16, 4096, 64, 8, 128),
