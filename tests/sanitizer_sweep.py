@@ -95,11 +95,13 @@ def padded_cases():
             yield dtype, 65, 129, d, d_v, {"num_splits": 3, "softcap": 20.0}
         for d, (n_q, options) in itertools.product((64, 128, 192, 256), ((65, LARGEST), (33, LARGEST), (65, {}))):
             yield dtype, n_q, 129, d, d, SM80 | options
-        for d in (72, 80, 96):  # on Hopper tiles of 192 rows, and of 128
+        for d in (72, 80, 96, 104, 112):  # on Hopper tiles of 192 rows, and of 128
             yield dtype, 130, 200, d, d, CAUSAL | {"num_splits": 1}
             yield dtype, 33, 130, d, d, CAUSAL | {"num_splits": 2}
         for d, d_v in ((8, 40), (104, 104)):
             yield dtype, 130, 33, d, d_v, CAUSAL
+        # Tiles of 192 rows, where those of 128 would be twice as many.
+        yield dtype, 190, 400, 128, 128, PLAIN, 0, torch.cuda.get_device_properties(0).multi_processor_count
         for padding, d in itertools.product((1, 4), (64, 128)):  # rows that begin on 2 bytes, and on 8
             yield dtype, 33, 130, d, d, CAUSAL, padding
         for d, (n_q, n_kv, heads) in itertools.product((64, 128), ((100, 640, 4), (40, 250, 80), (20, 60, 4))):

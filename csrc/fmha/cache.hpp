@@ -34,21 +34,29 @@ CUTE_HOST_DEVICE int rotary_position(Rotary const& rotary, int first_new, int to
   return first_new + (rotary.rows_move ? token : 0);
 }
 
+/// Where the table has the cosines of a position.
+CUTE_HOST_DEVICE int64_t rotary_entry(Rotary const& rotary, int position) {
+  return (position < rotary.rows ? position : rotary.rows - 1) * rotary.row_stride;
+}
+
 #if defined(__CUDACC__)
+/// A number of a pair, turned with the other one: by `sin` of the second of them, and by -sin of the first.
+CUTE_DEVICE float turned(float x, float other, float cos, float sin) { return fmaf(x, cos, sin * other); }
+
 /// A warp turns a row at `position` in shared memory; `chunk(c)` are its 16 bytes of that number.
 template <class Element, class Chunk>
 CUTE_DEVICE void rotate_row(Rotary const& rotary, int position, Chunk const& chunk) {
   constexpr int Vector = 16 / sizeof(Element);
   auto const at = [&](int col) -> Element& { return reinterpret_cast<Element*>(&chunk(col / Vector))[col % Vector]; };
   int const half = rotary.dim / 2;
-  int64_t const entry = min(position, rotary.rows - 1) * rotary.row_stride;
+  int64_t const entry = rotary_entry(rotary, position);
 #pragma unroll 2
   for (int pair = threadIdx.x % 32; pair < half; pair += 32) {
     Element &x = at(rotary.interleaved ? 2 * pair : pair), &y = at(rotary.interleaved ? 2 * pair + 1 : pair + half);
     float const c = static_cast<Element const*>(rotary.cos)[entry + pair],
                 s = static_cast<Element const*>(rotary.sin)[entry + pair], first = x, second = y;
-    x = static_cast<Element>(first * c - s * second);
-    y = static_cast<Element>(second * c + s * first);
+    x = static_cast<Element>(turned(first, second, c, -s));
+    y = static_cast<Element>(turned(second, first, c, s));
   }
 }
 

@@ -93,8 +93,8 @@ CUTE_DEVICE void store_columns(Element* to, float const (&x)[4]) {
 }
 
 /// Merges the splits of each query row and lets the sink in, a row by `Warps`. The bits depend on the number of splits
-/// alone. Launched after a kernel that wrote parts. One part alone, in float32, lies where o does, and stays as it is
-/// unless there is a sink.
+/// alone. Launched after a kernel that wrote parts. One part alone, in float32, lies where o does, and rows stay
+/// as they are that nothing changes.
 template <class Element, int Warps>
 __global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtas)
     merge_splits_kernel(__grid_constant__ Params const params, __grid_constant__ MergedRows const merged) {
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kMergeWarps * 32, kMergeCtas)
   if (!exists) return;
   Finish const finished = finish<Element>(all.row, sink_log2);
   if (col == 0 && params.lse) params.lse[first + row] = finished.lse();
-  bool const stays = params.o_partial == params.o && !params.sink;
+  bool const stays = params.o_partial == params.o && finished.factor == 1.f;
   if (col >= columns || stays) return;
   all.rescale(finished.factor);
   store_columns(static_cast<Element*>(params.o) + b * params.o_stride.batch + row * params.o_stride.row +

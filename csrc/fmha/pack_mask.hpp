@@ -16,6 +16,8 @@ struct ByteMask {
 };
 
 constexpr int kPackThreads = 256;
+/// CTAs of a multiprocessor: with registers for more ptxas has some of a thread's loads wait for others.
+constexpr int kPackCtas = 4;
 constexpr int kPackKeys = 8 * Mask::kBlock;  // of a CTA, which has a byte of the map's words
 
 /// CTAs along the keys: those past the last key write what the map's words have there.
@@ -33,27 +35,31 @@ CUTE_DEVICE uint32_t even_bits(uint32_t x) {
   return (x | x >> 4) & 0xffu;
 }
 
-/// A word of 32 keys, of which `keys` exist.
+/// A word of 32 keys from their bytes, one after the other.
+CUTE_DEVICE uint32_t pack_word(uint4 const (&bytes)[2]) {
+  uint32_t word = 0;
+  CUTE_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    uint4 const& x = bytes[half];
+    word |= (bits_of_bytes(x.x) | bits_of_bytes(x.y) << 4 | bits_of_bytes(x.z) << 8 | bits_of_bytes(x.w) << 12)
+            << half * 16;
+  }
+  return word;
+}
+
+/// The same of `keys` keys whose bytes lie anywhere.
 CUTE_DEVICE uint32_t pack_word(uint8_t const* from, int64_t key_stride, int keys) {
   uint32_t word = 0;
-  if (key_stride == 1 && keys == 32 && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
-    uint4 const* const bytes = reinterpret_cast<uint4 const*>(from);
-    CUTE_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      uint4 const x = __ldg(bytes + half);
-      word |= (bits_of_bytes(x.x) | bits_of_bytes(x.y) << 4 | bits_of_bytes(x.z) << 8 | bits_of_bytes(x.w) << 12)
-              << half * 16;
-    }
-  } else {
-    for (int key = 0; key < keys; ++key) word |= uint32_t(from[key * key_stride] != 0) << key;
-  }
+  for (int key = 0; key < keys; ++key) word |= uint32_t(from[key * key_stride] != 0) << key;
   return word;
 }
 
 /// A CTA makes the words of 64 rows and 512 keys, a thread those of 32 keys of every 16th row, and their part of the
 /// map; the first of a row of CTAs also zeros behind the map, which nobody reads: equal masks then have equal bits.
-inline __global__ void __launch_bounds__(kPackThreads) pack_mask_kernel(ByteMask const mask, uint32_t* bits) {
-  constexpr int kWords = kPackKeys / 32, kRows = kPackThreads / kWords, kWarps = kPackThreads / 32;
+inline __global__ void __launch_bounds__(kPackThreads, kPackCtas)
+    pack_mask_kernel(ByteMask const mask, uint32_t* bits) {
+  constexpr int kWords = kPackKeys / 32, kRows = kPackThreads / kWords, kPasses = Mask::kBlock / kRows,
+                kWarps = kPackThreads / 32;
   __shared__ uint32_t some_of_warp[kWarps], all_of_warp[kWarps];
   int const words = Mask::words_of(mask.keys), along = pack_ctas(mask.keys), row_blocks = Mask::blocks_of(mask.rows);
   int const chunk = blockIdx.x % along, of_head = blockIdx.x / along;
@@ -63,15 +69,38 @@ inline __global__ void __launch_bounds__(kPackThreads) pack_mask_kernel(ByteMask
                               word * 32 * mask.key_stride;
   uint32_t* const to = bits + head * Mask::stored_rows(mask.rows) * words;
   uint32_t const every = keys == 32 ? ~0u : (1u << keys) - 1;
+  int const first_row = block * Mask::kBlock + threadIdx.x / kWords;
+  uint8_t const* const of_first_row = from + first_row * mask.row_stride;
+  static_assert(kRows % 16 == 0, "all rows of a thread begin at multiples of 16 bytes if the first one does");
+  uint32_t packed[kPasses];
+  if (first_row < mask.rows && keys == 32 && mask.key_stride == 1 &&
+      reinterpret_cast<uintptr_t>(of_first_row) % 16 == 0) {
+    uint4 bytes[kPasses][2];  // of rows that there are not, those of the first one: all are under way at once
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      bool const exists = first_row + pass * kRows < mask.rows;
+      auto const* const row =
+          reinterpret_cast<uint4 const*>(of_first_row + (exists ? pass * kRows * mask.row_stride : 0));
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) bytes[pass][half] = __ldg(row + half);
+    }
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) packed[pass] = pack_word(bytes[pass]);
+  } else {
+    CUTE_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      bool const exists = first_row + pass * kRows < mask.rows;
+      packed[pass] = exists ? pack_word(of_first_row + pass * kRows * mask.row_stride, mask.key_stride, keys) : 0;
+    }
+  }
   bool some = false, all = true;
   CUTE_UNROLL
-  for (int pass = 0; pass < Mask::kBlock / kRows; ++pass) {
-    int const row = block * Mask::kBlock + pass * kRows + threadIdx.x / kWords;
+  for (int pass = 0; pass < kPasses; ++pass) {
+    int const row = first_row + pass * kRows;
     if (row < mask.rows && word < words) {
-      uint32_t const x = pack_word(from + row * mask.row_stride, mask.key_stride, keys);
-      to[int64_t(row) * words + word] = x;
-      some |= x != 0;
-      all &= x == every;
+      to[int64_t(row) * words + word] = packed[pass];
+      some |= packed[pass] != 0;
+      all &= packed[pass] == every;
     }
   }
   // The halves of a warp have other rows, neighbours the halves of a block of keys.

@@ -264,6 +264,25 @@ inline int64_t key_tiles(Params const& p, Kernel const& kernel) {
   return ceil_div(keys_through_window(p, longest_keys(p), kernel.block_r), kernel.block_c);
 }
 
+/// Whether tiles of more than 128 rows may be chosen. Those of 80 keys and 128 columns where all rows see all keys and
+/// a tile of 128 rows does not hold a head's: then fewer of them fill their last wave, or read keys less often. us on
+/// an H200 without and with them: (3, 1477, 4, 128) 39.7 and 32.2, (1, 711, 24, 128) 25.7 and 20.2, 16 x 176 rows on
+/// 6284, 16 heads, 305 and 223; but of two causal calls (2, 901, 24, 128) 31.1 and 37.8, and of few rows 2 x 8 on 9435,
+/// 16 heads, 46.5 and 51.8.
+inline bool may_be_tall(Params const& p, Kernel const& kernel) {
+  return kernel.head_dim <= 112 ||
+         (sees_all_pairs(p) && !p.fixed_splits && !p.paged() && int64_t(p.n_q) * (p.heads_q / p.heads_kv) > 128);
+}
+
+/// What a pair takes in tiles of more than 128 rows, beside 1 in tiles of 128. Up to head_dim 112 they have tiles of 96
+/// keys or more. Fitted to random calls on an H200 with that tile alone and with the other one: at 112 69 calls take
+/// 1.008 of the faster, with 0.83 1.014, and 57 at 104, whose copies take longer (leads_rows), with that 1.012, with
+/// 0.97 1.027.
+inline double duration_of_tall_tiles(Params const& p, Kernel const& kernel) {
+  if (kernel.head_dim > 112) return 1.06;
+  return kernel.head_dim > 96 && !leads_rows(p, p.k_stride, p.head_dim) ? 0.97 : 0.83;
+}
+
 /// Microseconds of a launch of Hopper's persistent kernels and of its merge, if its keys are in `splits`: as many turns
 /// as it takes `resident_ctas` CTAs for all query tiles, at least the longest, and at least what it takes to read the
 /// keys. Where the host does not know how long padded sequences are it lies between that and what they take with 0.6 of
@@ -276,11 +295,11 @@ inline int64_t key_tiles(Params const& p, Kernel const& kernel) {
 inline double microseconds_of(Params const& p, Kernel const& kernel, QueryTiles const& tiles, int resident_ctas,
                               int splits) {
   // Parts have three products for one.
-  double const tall = kernel.block_r > 128             ? 0.83
-                      : kernel.dtype == DType::Float32 ? 3
-                                                       : 1,
+  double const a_pair = kernel.block_r > 128             ? duration_of_tall_tiles(p, kernel)
+                        : kernel.dtype == DType::Float32 ? 3
+                                                         : 1,
                products =
-                   tall * kernel.block_r * kernel.block_c * (2.9e-5 + 1.7e-7 * (kernel.head_dim + kernel.head_dim_v)),
+                   a_pair * kernel.block_r * kernel.block_c * (2.9e-5 + 1.7e-7 * (kernel.head_dim + kernel.head_dim_v)),
                copies = double(kernel.block_c) * (p.head_dim + p.head_dim_v) * p.element_bytes / 94e3,
                a_tile = tiles.of_a_head() == 1 ? std::max(products, copies) : products;
   int64_t const keys = longest_keys(p), longest = key_tiles(p, kernel);

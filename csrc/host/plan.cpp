@@ -179,6 +179,7 @@ Kernel const* of_best_size(Call const& call, std::vector<Kernel const*> const& s
   for (Kernel const* kernel : sizes) {
     QueryTiles const tiles(p, *kernel);
     int const resident_ctas = call.ctas_a_multiprocessor(*kernel) * call.device.multiprocessors;
+    if (kernel->kind == Kind::Persistent && kernel->block_r > 128 && !may_be_tall(p, *kernel)) continue;
     if (kernel->kind == Kind::Persistent && !p.fixed_splits) {
       int const splits = choose_splits_of_persistent(p, *kernel, tiles, resident_ctas);
       double const us = microseconds_of(p, *kernel, tiles, resident_ctas, splits);
@@ -344,9 +345,7 @@ Plan plan_of(Call const& call) {
 void place_parts(Plan const& plan, Allocate const& allocate, Params* params) {
   if (params->writes_parts && params->num_splits == 1) {  // in float32, where o is to be
     params->o_partial = static_cast<float*>(params->o);
-    // Where there is a sink lse is written while CTAs that merge other columns still read the part's.
-    bool const in_place = params->lse && !params->sink;
-    params->lse_partial = in_place ? params->lse : static_cast<float*>(allocate(plan.partial_rows * sizeof(float)));
+    params->lse_partial = static_cast<float*>(allocate(plan.partial_rows * sizeof(float)));
   } else if (plan.partial_rows > 0) {
     size_t const floats = size_t(plan.partial_rows) * (params->head_dim_v + plan.floats_a_part);
     params->o_partial = static_cast<float*>(allocate(floats * sizeof(float)));

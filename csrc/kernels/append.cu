@@ -7,17 +7,30 @@
 #include "../host/error.hpp"
 
 namespace cutlass_ext {
+namespace {
+
+template <class Element>
+void launch_append(Params const& params, void* rotated_q, cudaStream_t stream) {
+  constexpr int kVector = 16 / sizeof(Element);
+  int const columns = append::takes_vectors(params) ? kVector : 1;
+  int64_t const threads = append::Threads(params, columns).all(),
+                ctas_a_sequence = (threads + append::kThreads - 1) / append::kThreads,
+                ctas = params.batch * ctas_a_sequence;
+  if (ctas == 0) return;
+  if (threads > INT32_MAX || ctas > INT32_MAX)
+    fail("ValueError", params.rotary.cos ? "q, k" : "k", ": more rows than one launch can rotate and append");
+  auto const kernel = columns > 1 ? append::append_kernel<Element, kVector> : append::append_kernel<Element, 1>;
+  kernel<<<unsigned(ctas), append::kThreads, 0, stream>>>(params, rotated_q, unsigned(ctas_a_sequence));
+  check_cuda(cudaGetLastError(), "launching the append of new keys");
+}
+
+}  // namespace
 
 void append_new_keys(DType dtype, Params const& params, void* rotated_q, cudaStream_t stream) {
-  int64_t const units = params.batch * append::Units(params).of_sequence();
-  if (units == 0) return;
-  auto const kernel = dtype == DType::Float32   ? append::append_kernel<float>
-                      : dtype == DType::Float16 ? append::append_kernel<cutlass::half_t>
-                                                : append::append_kernel<cutlass::bfloat16_t>;
-  if (units > INT32_MAX) fail("ValueError", "q: has more rows than one launch can rotate and append");
-  unsigned const ctas = (units + append::kWarps - 1) / append::kWarps;
-  kernel<<<ctas, append::kWarps * 32, 0, stream>>>(params, rotated_q);
-  check_cuda(cudaGetLastError(), "launching the append of new keys");
+  auto const launch = dtype == DType::Float32   ? launch_append<float>
+                      : dtype == DType::Float16 ? launch_append<cutlass::half_t>
+                                                : launch_append<cutlass::bfloat16_t>;
+  launch(params, rotated_q, stream);
 }
 
 }  // namespace cutlass_ext

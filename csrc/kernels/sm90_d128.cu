@@ -6,8 +6,10 @@
 
 namespace cutlass_ext {
 static RegisteredKernels const kernels_here{
+    kernel_of<sm90::FMHA<192, 80, 128, 128, cute::half_t, 2, 1>>(),
     kernel_of<sm90::FMHA<128, 128, 128, 128, cute::half_t, 2, 2>>(),
     kernel_of<sm90::FMHA<128, 128, 128, 128, cute::half_t, 2, 2, feature::kMods>>(),
+    kernel_of<sm90::FMHA<192, 80, 128, 128, cute::bfloat16_t, 2, 1>>(),
     kernel_of<sm90::FMHA<128, 128, 128, 128, cute::bfloat16_t, 2, 2>>(),
     kernel_of<sm90::FMHA<128, 128, 128, 128, cute::bfloat16_t, 2, 2, feature::kMods>>(),
 };

@@ -212,6 +212,19 @@ TEST(Plan, OfManyQueryRows) {
       CASE(fmha(2, 4096, 4096, 32, 8, 96), "sm90 persistent 192x96 d96 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(2, 4096, 4096, 32, 8, 72), "sm90 persistent 192x96 d80 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(2, 300, 4096, 20, 20, 80), "sm90 persistent 128x128 d80 plain, 1 split, grid 120, 2 counters"),
+      CASE(fmha(2, 4096, 4096, 16, 16, 104), "sm90 persistent 192x96 d112 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(2, 4096, 4096, 16, 16, 112), "sm90 persistent 128x128 d112 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(2, 4096, 4096, 16, 16, 112).softcap(), "sm90 persistent 128x128 d128, 1 split, grid 132, 2 counters"),
+      // 96 tiles of 192 rows for 144 of 128, which are two waves: where all rows see all keys.
+      CASE(fmha(3, 1477, 1477, 4, 4, 128), "sm90 persistent 192x80 d128 plain, 1 split, grid 96, 2 counters"),
+      CASE(fmha(3, 739, 1477, 8, 4, 128), "sm90 persistent 192x80 d128 plain, 1 split, grid 96, 2 counters"),
+      CASE(fmha(3, 1477, 1477, 4, 4, 128).causal(),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(3, 1477, 1477, 4, 4, 128).lengths(),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(3, 1477, 1477, 4, 4, 128).splits(1),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(3, 60, 1477, 4, 4, 128).splits(1), "sm90 persistent 128x128 d128 plain, 1 split, grid 12, 2 counters"),
       CASE(fmha(2, 4096, 4096, 32, 8, 72).softcap(), "sm90 persistent 128x128 d96, 1 split, grid 132, 2 counters"),
       CASE(fmha(2, 4096, 4096, 16, 16, 192), "sm90 persistent 128x96 d192 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(2, 4096, 4096, 16, 16, 192).softcap(), "sm90 persistent 128x80 d192, 1 split, grid 132, 2 counters"),
@@ -397,7 +410,7 @@ TEST(Plan, OfFewQueryRows) {
       CASE(fmha(4, 16, 4096, 64, 8, 128).backend("sm80"), "sm80 decode 64x64 d128, shared out, grid 256, 64 counters"),
       CASE(fmha(4, 16, 4096, 64, 8, 128).on(fake::kA100), "sm80 decode 64x64 d128, shared out, grid 96, 64 counters"),
       CASE(fmha(4, 17, 4096, 64, 8, 128),
-           "sm90 persistent 128x128 d128 plain, 2 splits, grid 128, 2 counters, merged apart"),
+           "sm90 persistent 192x80 d128 plain, 4 splits, grid 128, 2 counters, merged apart"),
       CASE(fmha(4, 1, 4096, 32, 8, 192).head_dim_v(128),
            "sm90 persistent 128x112 d192 plain, 3 splits, grid 96, 2 counters, merged apart"),
       CASE(fmha(4, 1, 4096, 32, 8, 128).splits(1), "sm80 decode 16x16 d128, 1 split, grid 32"),
@@ -568,7 +581,7 @@ TEST(Plan, OfNothing) {
   check({
       CASE(fmha(0, 4096, 4096, 16, 16, 128), "sm90 persistent 128x128 d128 plain, 1 split, grid 0, 2 counters"),
       CASE(fmha(2, 0, 4096, 16, 16, 128), "sm90 cluster 8x16 d128, 4 splits, grid 0 in clusters of 4"),
-      CASE(fmha(2, 4096, 0, 16, 16, 128), "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(2, 4096, 0, 16, 16, 128), "sm90 persistent 192x80 d128 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(2, 1, 0, 16, 16, 128), "sm90 cluster 8x16 d128, 4 splits, grid 4 16 2 in clusters of 4"),
       CASE(fmha(0, 0, 0, 16, 16, 128).packed(0, 0), "sm80 tiles 64x64 d128, 1 split, grid 0"),
       // Few rows, where clusters have no kernel of that head_dim.
@@ -627,7 +640,7 @@ Call random_call(std::mt19937& random) {
   int const heads_kv = huge ? pick({1, 8, 32768, 65536}) : pick({1, 2, 8, 32});
   int const heads_per_kv = huge ? pick({1, 16, 16384}) : pick({1, 1, 2, 5, 8, 16});
   Call call = (is_cache ? kvcache : fmha)(batch, n_q, n_kv, heads_kv * heads_per_kv, heads_kv,
-                                          pick({8, 64, 64, 72, 96, 128, 128, 160, 192, 200, 256}));
+                                          pick({8, 64, 64, 72, 96, 104, 128, 128, 160, 192, 200, 256}));
   Params& p = call.p;
   call.on(static_cast<fake::Gpu>(pick({0, 0, 0, 1, 2})));
   call.dtype(static_cast<DType>(pick({0, 1, 2})));
@@ -757,13 +770,15 @@ TEST(Plan, OfFixedSplitsForgetsTheBatch) {
   };
   for (fake::Gpu gpu : {fake::kH200, fake::kA100}) {
     for (DType dtype : {DType::Float32, DType::BFloat16}) {
-      for (int head_dim : {32, 64, 96, 128, 192, 256}) {
+      for (int head_dim : {32, 64, 96, 112, 128, 192, 256}) {
         for (int splits : {1, 3}) {
           for (int n_q : {1, 4, 16, 17, 33, 64, 65, 100, 129, 1000}) {
             for (int n_kv : {0, 64, 1000}) {
-              auto const padded = [&](auto const& of, int batch) {
-                return of(batch, n_q, n_kv, 8, 2, head_dim).dtype(dtype).splits(splits).on(gpu).causal();
+              auto const full = [&](auto const& of, int batch) {
+                return of(batch, n_q, n_kv, 8, 2, head_dim).dtype(dtype).splits(splits).on(gpu);
               };
+              auto const padded = [&](auto const& of, int batch) { return full(of, batch).causal(); };
+              expect_same(full(fmha, 1), full(fmha, 64));
               expect_same(padded(fmha, 1), padded(fmha, 64));
               expect_same(padded(kvcache, 1), padded(kvcache, 64));
               // Packed sequences come with longer ones, too.
@@ -789,7 +804,7 @@ TEST(Plan, OfFixedSplitsForgetsWhoElseIsPacked) {
   };
   for (fake::Gpu gpu : {fake::kH200, fake::kA100}) {
     for (auto const [heads_q, heads_kv] : {std::pair(8, 8), {8, 2}, {32, 2}, {17, 1}, {64, 2}, {130, 1}}) {
-      for (int head_dim : {64, 128, 192, 256}) {
+      for (int head_dim : {64, 112, 128, 192, 256}) {
         for (int n_q : {1, 2, 4, 8, 16, 17, 64}) {
           auto const packed = [&](int longest, int rows) {
             return plan_of(fmha(64, longest, 4096, heads_q, heads_kv, head_dim)

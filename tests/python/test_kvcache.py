@@ -472,6 +472,38 @@ def test_tall_tiles_append(hopper, alibi, d, n_new, n_q, rotary, page_size):
     check_appends(hopper, kernel, lengths, 512, d, n_new, n_q, rotary, page_size, slopes)
 
 
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("rotary", [None, (16, False), (16, True), (20, False), (20, True), (72, True), (64, False)])
+@pytest.mark.parametrize("d,d_v", [(72, 40), (128, 128)])
+def test_chunks_append(target, d, d_v, rotary, padding):
+    """By a launch of its own, 16 bytes at a time or, where rows begin anywhere or rotary pairs are no whole vectors,
+    column by column; heads that do not come in fours; other widths of V. What attention then reads is the same."""
+    lengths, capacity, n_new, n_q = [0, 3, 40], 64, 21, 18
+    longer = [target.qkv(3, n, h, d + padding, d_v=d_v + padding, n_kv=n) for n, h in ((n_q, 10), (n_new, 5))]
+    q, k_new, v_new = longer[0][0][..., :d], longer[1][1][..., :d], longer[1][2][..., :d_v]
+    if not target.takes(q, k_new, v_new):
+        pytest.skip("rows that begin anywhere")
+    _, k, v = target.qkv(3, 1, 5, d, n_kv=capacity, d_v=d_v)
+    poison_tails(k, lengths), poison_tails(v, lengths)
+    lens, options, want_q, turned = target.int32(lengths), {}, q, k_new
+    if rotary:
+        cos, sin = tables(target, capacity, rotary[0])
+        options = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary[1]}
+        want_q, turned = (
+            rotate(x, lens[:, None] + torch.arange(x.shape[1], device=target.device), cos, sin, rotary[1])
+            for x in (q, k_new)
+        )
+    want_k, want_v = k.clone(), v.clone()
+    for b, n in enumerate(lengths):
+        want_k[b, n : n + n_new], want_v[b, n : n + n_new] = turned[b], v_new[b]
+    got = call(target, q, k, v, k=k_new, v=v_new, cache_seqlens=lens, causal=True, **options)
+    tolerance = peer_tolerance(target.dtype) if rotary else {"atol": 0, "rtol": 0}
+    torch.testing.assert_close(k, want_k, equal_nan=True, **tolerance)
+    torch.testing.assert_close(v, want_v, equal_nan=True, atol=0, rtol=0)
+    expected = expect(want_q, k, v, causal=True, start_pos="end", seqused_k=lens + n_new)
+    expected.check(*got, small=True, rotated=bool(rotary))
+
+
 def test_append_turns_q_by_one_position_without_a_mask(target):
     """As flash-attn: without causal or a window all query rows are rotated as at `cache_seqlens`."""
     q, k, v = target.qkv(1, 3, 4, 64, n_kv=64, heads_kv=2)

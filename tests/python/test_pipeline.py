@@ -1,13 +1,17 @@
 """Where rings of buffers fill and come round, and where the work runs out: the edges of pipelined and persistent
 kernels, by the tiles that `explain` names. Against the oracle."""
 
+import itertools
+
 import pytest
 import torch
 from oracle import expect
 
 import cutlass_ext
 
-HEAD_DIMS = [(64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
+HEAD_DIMS = [
+    (64, 64), (72, 72), (80, 80), (96, 96), (104, 104), (112, 112), (128, 128), (192, 192), (192, 128), (256, 256),
+]  # fmt: skip
 MOST_STAGES = 4  # tiles of K and V in flight: two or three today
 
 
@@ -27,6 +31,20 @@ def test_keys_around_the_stages_of_a_pipeline(kernels, d, d_v, features):
         q, k, v = kernels.qkv(1, B_r + 1, 2, d, n_kv=n_kv, heads_kv=1, d_v=d_v)
         assert tile_of(kernels, q, k, v, **options) == (B_r, B_c)
         expect(q, k, v, **features).check(*kernels.fmha(q, k, v, **options), small=True, what=f"{n_kv=}")
+
+
+@pytest.mark.parametrize("d,d_v", [(128, 128), (120, 120), (128, 120), (120, 128)])
+def test_tall_tiles_of_128_columns(hopper, d, d_v):
+    """As many heads as multiprocessors, of more rows than a tile of 128 has and more keys than the short kernels take:
+    tiles of 192 rows are one wave. Causal calls and fixed splits have none."""
+    heads = torch.cuda.get_device_properties(0).multi_processor_count
+    for n_q, n_kv in itertools.product((129, 192), (tiles * 80 + more for tiles in (5, 6, 7) for more in (-1, 0, 1))):
+        q, k, v = hopper.qkv(1, n_q, heads, d, n_kv=n_kv, d_v=d_v)
+        assert tile_of(hopper, q, k, v) == (192, 80)
+        rows = [0, 1, 63, 64, 127, 128, n_q - 1]
+        expect(q, k, v, rows=rows).check(*hopper.fmha(q, k, v), small=True, what=f"{n_q=}, {n_kv=}")
+    assert tile_of(hopper, q, k, v, causal=True) != (192, 80)
+    assert tile_of(hopper, q, k, v, num_splits=1) == (128, 128)
 
 
 @pytest.mark.parametrize("num_splits", [2, 3])

@@ -1,5 +1,5 @@
-// WGMMA of 48, 80, 112, 144, 160 and 176 columns, and of 80 with P in registers. CuTe has them in a header with those
-// of every other width, which takes a compiler 26 s. Used by wgmma.hpp.
+// WGMMA of 48, 80, 112, 144, 160 and 176 columns, and of 80 and 112 with P in registers. CuTe has them in a header with
+// those of every other width, which takes a compiler 26 s. Used by wgmma.hpp.
 #pragma once
 
 #include <cute/arch/mma_sm90_gmma.hpp>
@@ -42,17 +42,21 @@ struct InstructionOfRegisters;
                    : "l"(a), "l"(b), "r"(static_cast<int>(scale)));                                                \
     }                                                                                                              \
   };
-#define CUTLASS_EXT_INSTRUCTION_OF_REGISTERS_80(ELEMENT, TYPE)                                                         \
-  template <>                                                                                                          \
-  struct InstructionOfRegisters<80, ELEMENT> {                                                                         \
-    CUTE_DEVICE static void fma(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, float* c,              \
-                                cute::SM90::GMMA::ScaleOut scale) {                                                    \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %45, 0; wgmma.mma_async.sync.aligned.m64n80k16.f32." #TYPE "." #TYPE \
-                   " {" CUTLASS_EXT_NAMES_40 "}, {%40,%41,%42,%43}, %44, p, 1, 1, 1;}"                                 \
-                   : CUTLASS_EXT_SUMS_40                                                                               \
-                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(scale)));                        \
-    }                                                                                                                  \
+#define CUTLASS_EXT_INSTRUCTION_OF_REGISTERS(COLUMNS, ELEMENT, TYPE, SUMS, A0, A1, A2, A3, B, SCALE)               \
+  template <>                                                                                                      \
+  struct InstructionOfRegisters<COLUMNS, ELEMENT> {                                                                \
+    CUTE_DEVICE static void fma(uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, float* c,          \
+                                cute::SM90::GMMA::ScaleOut scale) {                                                \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #SCALE ", 0; wgmma.mma_async.sync.aligned.m64n" #COLUMNS      \
+                   "k16.f32." #TYPE "." #TYPE " {" CUTLASS_EXT_NAMES_##SUMS "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 \
+                                                                            "}, %" #B ", p, 1, 1, 1;}"             \
+                   : CUTLASS_EXT_SUMS_##SUMS                                                                       \
+                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(scale)));                    \
+    }                                                                                                              \
   };
+#define CUTLASS_EXT_INSTRUCTIONS_OF_REGISTERS(COLUMNS, SUMS, A0, A1, A2, A3, B, SCALE)             \
+  CUTLASS_EXT_INSTRUCTION_OF_REGISTERS(COLUMNS, cute::half_t, f16, SUMS, A0, A1, A2, A3, B, SCALE) \
+  CUTLASS_EXT_INSTRUCTION_OF_REGISTERS(COLUMNS, cute::bfloat16_t, bf16, SUMS, A0, A1, A2, A3, B, SCALE)
 #define CUTLASS_EXT_INSTRUCTIONS(COLUMNS, SUMS, A, B, SCALE)             \
   CUTLASS_EXT_INSTRUCTION(COLUMNS, cute::half_t, f16, SUMS, A, B, SCALE) \
   CUTLASS_EXT_INSTRUCTION(COLUMNS, cute::bfloat16_t, bf16, SUMS, A, B, SCALE)
@@ -62,9 +66,10 @@ CUTLASS_EXT_INSTRUCTIONS(112, 56, 56, 57, 58)
 CUTLASS_EXT_INSTRUCTIONS(144, 72, 72, 73, 74)
 CUTLASS_EXT_INSTRUCTIONS(160, 80, 80, 81, 82)
 CUTLASS_EXT_INSTRUCTIONS(176, 88, 88, 89, 90)
-CUTLASS_EXT_INSTRUCTION_OF_REGISTERS_80(cute::half_t, f16)
-CUTLASS_EXT_INSTRUCTION_OF_REGISTERS_80(cute::bfloat16_t, bf16)
-#undef CUTLASS_EXT_INSTRUCTION_OF_REGISTERS_80
+CUTLASS_EXT_INSTRUCTIONS_OF_REGISTERS(80, 40, 40, 41, 42, 43, 44, 45)
+CUTLASS_EXT_INSTRUCTIONS_OF_REGISTERS(112, 56, 56, 57, 58, 59, 60, 61)
+#undef CUTLASS_EXT_INSTRUCTIONS_OF_REGISTERS
+#undef CUTLASS_EXT_INSTRUCTION_OF_REGISTERS
 #undef CUTLASS_EXT_INSTRUCTIONS
 #undef CUTLASS_EXT_INSTRUCTION
 #undef CUTLASS_EXT_NAMES_88
