@@ -1,6 +1,6 @@
 """The hash of csrc/ that ties a GPU run to the sources it ran on; verify_gpu.py writes it to gpu_verified.json.
 
-`make test` runs this file first of all, so that the log opens with whether that record still holds.
+`make test` runs this file first of all, so that the log opens with whether that record still holds, and is whole.
 """
 
 import hashlib
@@ -9,6 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERIFIED = ROOT / "tests" / "gpu_verified.json"
+TOOLS = ("memcheck", "racecheck", "initcheck")  # of compute-sanitizer
+MODULES = {module.stem: module for module in sorted((ROOT / "tests" / "python").glob("test_*.py"))}
 
 
 def csrc_hash() -> str:
@@ -21,15 +23,25 @@ def csrc_hash() -> str:
     return digest.hexdigest()
 
 
+def missing_parts(facts: dict) -> list[str]:
+    """What the record does not have of tools, soak and test modules."""
+    passed = {*facts, *facts.get("tests", {})}
+    return [part for part in (*TOOLS, "soak", *MODULES) if part not in passed]
+
+
 def gpu_line() -> str:
-    """Whether the GPU tests passed on these very sources."""
+    """Whether the GPU tests passed on these very sources, and what has not been run on them."""
+    ask = "(make verify-gpu on a machine with a GPU)"
     if not VERIFIED.exists():
-        return "GPU: NOT VERIFIED: there is no tests/gpu_verified.json (make verify-gpu on a machine with a GPU)"
+        return f"GPU: NOT VERIFIED: there is no tests/gpu_verified.json {ask}"
     facts = json.loads(VERIFIED.read_text())
     where = f"{facts['gpu']}, driver {facts['driver']}, torch {facts['torch']}, {facts['date']}"
-    if facts["csrc"] == csrc_hash():
-        return f"GPU: csrc/ is what passed {facts['tests']['passed']} tests and compute-sanitizer on {where}"
-    return f"GPU: STALE: csrc/ has changed since it passed on {where} (make verify-gpu on a machine with a GPU)"
+    if facts["csrc"] != csrc_hash():
+        return f"GPU: STALE: csrc/ has changed since it passed on {where} {ask}"
+    tests = f"{sum(module['passed'] for module in facts['tests'].values())} tests"
+    if missing := missing_parts(facts):
+        return f"GPU: IN PART: csrc/ is what passed {tests} on {where}; missing: {', '.join(missing)} {ask}"
+    return f"GPU: csrc/ is what passed {tests} and compute-sanitizer on {where}"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Runs on a GPU what CI cannot: compute-sanitizer over sanitizer_sweep.py, the soak, the GPU tests; writes
 gpu_verified.json.
 
-`make verify-gpu` calls it, with the seconds of the soak. The file ties the result to the hash of csrc/, which
-tests/source_tree.py compares in CI; it is written only where everything passed. `--part` runs some parts: what passed,
-of tests each module, is kept in build/, and not run again on the same sources; the file is written when all have.
+`make verify-gpu` calls it, with the seconds of the soak. The file ties what passed, of tests each module, to the hash of
+csrc/; tests/source_tree.py compares it in CI, and says what is missing. What is there is not run again on the same
+sources, GPU, driver and torch, but for tools and a soak that `--part` asks for.
 """
 
 import argparse
@@ -22,15 +22,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from source_tree import ROOT, VERIFIED, csrc_hash
+from source_tree import MODULES, ROOT, TOOLS, VERIFIED, csrc_hash, gpu_line, missing_parts
 
-TOOLS = ("memcheck", "racecheck", "initcheck")
 SHARDS = 12  # processes of a tool, over all GPUs: one alone did not end its calls in 520 s
 SOAK_PROCESSES = 8
 TEST_PROCESSES = 14  # a GPU: they wait for the host more than for it
-MODULES = {module.stem: module for module in sorted((ROOT / "tests" / "python").glob("test_*.py"))}
 PARTS = (*TOOLS, "soak", "tests")
-PASSED = ROOT / "build" / "gpu_passed.json"  # the parts that passed
+PRINTED = ROOT / "build"  # where all that a part printed lies if it failed
 MOST_SHOWN = 6000  # characters of the beginning of what failed, and of its end
 
 
@@ -40,7 +38,7 @@ class Failed(Exception):
 
 def failed(part: str, output: str, shown: str) -> Failed:
     """With as much of what is to be `shown` as one can read; the whole output lies in build/."""
-    kept = PASSED.with_name(f"verify_{part.replace(' ', '_')}.txt")
+    kept = PRINTED / f"verify_{part.replace(' ', '_')}.txt"
     kept.write_text(output)
     if len(shown) > 2 * MOST_SHOWN:
         shown = f"{shown[:MOST_SHOWN]}\n[...]\n{shown[-MOST_SHOWN:]}"
@@ -98,6 +96,7 @@ def sweep(tool: str, shard: int) -> tuple[int | None, str]:
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     gpu = gpus.split(",")[shard % torch.cuda.device_count()]
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(ROOT)  # also where the package is not installed
     done = subprocess.run(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={**os.environ, **environment},
@@ -146,11 +145,11 @@ def main() -> None:
         "driver": subprocess.check_output(query, text=True).strip(),
         "torch": torch.__version__,
     }
-    passed = json.loads(PASSED.read_text()) if PASSED.exists() else {}
+    passed = json.loads(VERIFIED.read_text()) if VERIFIED.exists() else {}
     if {name: passed.get(name) for name in where} != where:
         passed = where
     run = {tool: partial(run_sanitizer, tool) for tool in TOOLS} | {"soak": partial(run_soak, options.seconds)}
-    PASSED.parent.mkdir(exist_ok=True)
+    PRINTED.mkdir(exist_ok=True)
     failures = []
     modules = passed.setdefault("tests", {})
 
@@ -161,26 +160,22 @@ def main() -> None:
         except Failed as error:
             failures.append(part)
             print(error, flush=True)
-        PASSED.write_text(json.dumps(passed, indent=1) + "\n")
+        passed["date"] = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+        VERIFIED.write_text(json.dumps(passed, indent=1) + "\n")
 
-    wanted = options.part or [part for part in PARTS if part not in passed or part == "tests"]
+    missing = missing_parts(passed)
+    wanted = options.part or [part for part in PARTS if part in missing or part == "tests"]
     with ThreadPoolExecutor() as pool:  # but for the tests, which have limits of time that a busy GPU could exceed
         running = {pool.submit(run[part]): part for part in wanted if part != "tests"}
         for done in as_completed(running):
             keep(passed, running[done], done.result)
-    missing_modules = [name for name in MODULES if name not in modules]
+    missing_modules = [name for name in MODULES if name in missing]
     if "tests" in wanted and missing_modules:
         for name, result in run_tests(missing_modules).items():
             keep(modules, name, partial(result_of, result))
     if failures:
-        sys.exit(f"failed: {', '.join(failures)}; {VERIFIED.relative_to(ROOT)} is not written")
-    if missing := [name for name in (*TOOLS, "soak", *MODULES) if name not in passed and name not in modules]:
-        return print(f"passed, and kept in {PASSED.relative_to(ROOT)}; missing: {', '.join(missing)}")
-    passed["sanitizer"] = {tool: passed.pop(tool) for tool in TOOLS}
-    passed["tests"] = {what: sum(module[what] for module in modules.values()) for what in ("passed", "skipped")}
-    date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-    VERIFIED.write_text(json.dumps(passed | {"date": date}, indent=1) + "\n")
-    print(f"wrote {VERIFIED.relative_to(ROOT)}")
+        sys.exit(f"failed: {', '.join(failures)}")
+    print(gpu_line(), flush=True)
 
 
 if __name__ == "__main__":
