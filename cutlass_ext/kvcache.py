@@ -64,7 +64,8 @@ def flash_attn_with_kvcache(
             `H_kv`.
         v_cache: the same with `d_v` columns.
         k: `[B, N_new, H_kv, d]`, new keys, which do not lie in the cache: they are written behind the
-            `cache_seqlens[b]` that are there, and seen by this call's queries. Where `cache_seqlens` is on the device, what would not fit the cache is dropped.
+            `cache_seqlens[b]` that are there, and seen by this call's queries. Where `cache_seqlens` is on the device,
+            what would not fit the cache is dropped.
         v: `[B, N_new, H_kv, d_v]`, given with `k`.
         rotary_cos: `[positions, rotary_dim / 2]`, dtype of q: rotates the first `rotary_dim` columns of `k` (token `i`
             at position `cache_seqlens[b] + i`, padding in front counted, as flash-attn does) and of q (at the same

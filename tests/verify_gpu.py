@@ -1,9 +1,9 @@
 """Runs on a GPU what CI cannot: compute-sanitizer over sanitizer_sweep.py, the soak, the GPU tests; writes
 gpu_verified.json.
 
-`make verify-gpu` calls it, with the seconds of the soak. The file ties what passed, of tests each module, to the hash of
-csrc/; tests/source_tree.py compares it in CI, and says what is missing. What is there is not run again on the same
-sources, GPU, driver and torch, but for tools and a soak that `--part` asks for.
+`make verify-gpu` calls it, with the seconds of the soak. The file ties what passed, of tests each module, to the hash
+of csrc/; tests/source_tree.py compares it in CI, and says what is missing. What is there is not run again on the same
+sources, GPU, driver and torch, unless `--part` names it: a tool, the soak, or a test module.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from source_tree import MODULES, ROOT, TOOLS, VERIFIED, csrc_hash, gpu_line, mis
 SHARDS = 12  # processes of a tool, over all GPUs: one alone did not end its calls in 520 s
 SOAK_PROCESSES = 8
 TEST_PROCESSES = 14  # a GPU: they wait for the host more than for it
-PARTS = (*TOOLS, "soak", "tests")
+PARTS = (*TOOLS, "soak", "tests", *MODULES)  # "tests": the modules that are missing
 PRINTED = ROOT / "build"  # where all that a part printed lies if it failed
 MOST_SHOWN = 6000  # characters of the beginning of what failed, and of its end
 
@@ -134,7 +134,7 @@ def run_soak(seconds: str) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seconds", nargs="?", default="120", help="of the soak")
-    parser.add_argument("--part", choices=PARTS, nargs="+", help="some parts alone")
+    parser.add_argument("--part", choices=PARTS, nargs="+", metavar="PART", help=f"some alone: {', '.join(PARTS)}")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this wants a GPU and a CUDA build of PyTorch")
@@ -164,14 +164,15 @@ def main() -> None:
         VERIFIED.write_text(json.dumps(passed, indent=1) + "\n")
 
     missing = missing_parts(passed)
-    wanted = options.part or [part for part in PARTS if part in missing or part == "tests"]
+    wanted = options.part or missing
+    if "tests" in wanted:
+        wanted += [name for name in missing if name in MODULES]
     with ThreadPoolExecutor() as pool:  # but for the tests, which have limits of time that a busy GPU could exceed
-        running = {pool.submit(run[part]): part for part in wanted if part != "tests"}
+        running = {pool.submit(run[part]): part for part in run if part in wanted}
         for done in as_completed(running):
             keep(passed, running[done], done.result)
-    missing_modules = [name for name in MODULES if name in missing]
-    if "tests" in wanted and missing_modules:
-        for name, result in run_tests(missing_modules).items():
+    if wanted_modules := [name for name in MODULES if name in wanted]:
+        for name, result in run_tests(wanted_modules).items():
             keep(modules, name, partial(result_of, result))
     if failures:
         sys.exit(f"failed: {', '.join(failures)}")
