@@ -5,20 +5,33 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERIFIED = ROOT / "tests" / "gpu_verified.json"
 TOOLS = ("memcheck", "racecheck", "initcheck")  # of compute-sanitizer
+CPP = {".hpp", ".cpp", ".cu"}
+# Of C++ strings, characters and other code, each as it is; or white space and comments.
+TOKEN = re.compile(
+    r"""(R"\((?:.|\n)*?\)"|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\w+(?:'\w+)*|[^\s\w/"']+|[/"'](?![/*]))"""
+    r"""|(?://[^\n]*|/\*(?:.|\n)*?\*/|\s)+"""
+)
 MODULES = {module.stem: module for module in sorted((ROOT / "tests" / "python").glob("test_*.py"))}
 
 
+def code_of(source: str) -> str:
+    """C++ without comments and empty lines, and with one space for several."""
+    return "".join(match[1] or ("\n" if "\n" in match[0] else " ") for match in TOKEN.finditer(source))
+
+
 def csrc_hash() -> str:
-    """SHA-256 over the paths and contents of every file of csrc/."""
+    """SHA-256 over the paths of all files of csrc/ and what is in them, of C++ the code alone."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "csrc").rglob("*")):
         if path.is_file():
-            content = path.read_bytes()
+            text = path.read_text()
+            content = (code_of(text) if path.suffix in CPP else text).encode()
             digest.update(f"{path.relative_to(ROOT).as_posix()}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
 

@@ -267,15 +267,14 @@ inline int64_t key_tiles(Params const& p, Kernel const& kernel) {
 /// Whether tiles of more than 128 rows may be chosen. Those of 80 keys and 128 columns where all rows see all keys and
 /// a tile of 128 rows does not hold a head's: then fewer of them fill their last wave, or read keys less often. us on
 /// an H200 without and with them: (3, 1477, 4, 128) 39.7 and 32.2, (1, 711, 24, 128) 25.7 and 20.2, 16 x 176 rows on
-/// 6284, 16 heads, 305 and 223; but of two causal calls (2, 901, 24, 128) 31.1 and 37.8, and of few rows 2 x 8 on 9435,
-/// 16 heads, 46.5 and 51.8.
+/// 6284, 16 heads, 305 and 223; but of two causal calls that would have them (2, 901, 24, 128) 31.1 and 37.8.
 inline bool may_be_tall(Params const& p, Kernel const& kernel) {
   return kernel.head_dim <= 112 ||
          (sees_all_pairs(p) && !p.fixed_splits && !p.paged() && int64_t(p.n_q) * (p.heads_q / p.heads_kv) > 128);
 }
 
 /// What a pair takes in tiles of more than 128 rows, beside 1 in tiles of 128. Up to head_dim 112 they have tiles of 96
-/// keys or more. Fitted to random calls on an H200 with that tile alone and with the other one: at 112 69 calls take
+/// keys or more. Fitted to random calls on an H200 with that tile alone and with the other one: at 112 72 calls take
 /// 1.008 of the faster, with 0.83 1.014, and 57 at 104, whose copies take longer (leads_rows), with that 1.012, with
 /// 0.97 1.027.
 inline double duration_of_tall_tiles(Params const& p, Kernel const& kernel) {
