@@ -379,6 +379,16 @@ def tables(target, positions, dim):
     return angle.cos().to(target.device, target.dtype), angle.sin().to(target.device, target.dtype)
 
 
+def rotated(target, lens, rotary, positions, *rows):
+    """Options of a causal call with `rotary`, (dim, interleaved) or None, and `rows` as it turns them."""
+    if not rotary:
+        return {}, *rows
+    cos, sin = tables(target, positions, rotary[0])
+    steps = (lens[:, None] + torch.arange(x.shape[1], device=target.device) for x in rows)
+    turned = (rotate(x, at, cos, sin, rotary[1]) for x, at in zip(rows, steps, strict=True))
+    return {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary[1]}, *turned
+
+
 @pytest.mark.parametrize("page_size", [None, 1, 16, 64])
 @pytest.mark.parametrize("n_new,n_q", [(1, 1), (3, 3), (5, 1), (20, 20)])
 @pytest.mark.parametrize("rotary", [None, (64, True), (64, False), (24, False), (6, True)])
@@ -388,14 +398,8 @@ def test_append(target, rotary, n_new, n_q, page_size):
     q, k, v = target.qkv(3, n_q, 8, d, n_kv=capacity, heads_kv=2)
     _, k_new, v_new = target.qkv(3, n_new, 2, d)
     poison_tails(k, lengths), poison_tails(v, lengths)
-    lens, options, want_q, turned = target.int32(lengths), {}, q, k_new
-    if rotary:
-        cos, sin = tables(target, capacity, rotary[0])
-        options = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary[1]}
-        want_q, turned = (
-            rotate(x, lens[:, None] + torch.arange(x.shape[1], device=target.device), cos, sin, rotary[1])
-            for x in (q, k_new)
-        )
+    lens = target.int32(lengths)
+    options, want_q, turned = rotated(target, lens, rotary, capacity, q, k_new)
     want_k, want_v = k.clone(), v.clone()
     for b, n in enumerate(lengths):
         want_k[b, n : n + n_new], want_v[b, n : n + n_new] = turned[b], v_new[b]
@@ -485,14 +489,8 @@ def test_chunks_append(target, d, d_v, rotary, padding):
         pytest.skip("rows that begin anywhere")
     _, k, v = target.qkv(3, 1, 5, d, n_kv=capacity, d_v=d_v)
     poison_tails(k, lengths), poison_tails(v, lengths)
-    lens, options, want_q, turned = target.int32(lengths), {}, q, k_new
-    if rotary:
-        cos, sin = tables(target, capacity, rotary[0])
-        options = {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": rotary[1]}
-        want_q, turned = (
-            rotate(x, lens[:, None] + torch.arange(x.shape[1], device=target.device), cos, sin, rotary[1])
-            for x in (q, k_new)
-        )
+    lens = target.int32(lengths)
+    options, want_q, turned = rotated(target, lens, rotary, capacity, q, k_new)
     want_k, want_v = k.clone(), v.clone()
     for b, n in enumerate(lengths):
         want_k[b, n : n + n_new], want_v[b, n : n + n_new] = turned[b], v_new[b]
