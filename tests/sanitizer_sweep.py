@@ -100,12 +100,22 @@ def padded_cases():
             yield dtype, 33, 130, d, d, CAUSAL | {"num_splits": 2}
         for d, d_v in ((8, 40), (104, 104)):
             yield dtype, 130, 33, d, d_v, CAUSAL
-        # Tiles of 192 rows, where those of 128 would be twice as many.
-        yield dtype, 190, 400, 128, 128, PLAIN, 0, torch.cuda.get_device_properties(0).multi_processor_count
+        # Tiles of 192 rows, one for each multiprocessor, where those of 128 would be twice as many.
+        yield dtype, 190, 400, 128, 128, PLAIN, 0, torch.cuda.get_device_properties(0).multi_processor_count // 2
         for padding, d in itertools.product((1, 4), (64, 128)):  # rows that begin on 2 bytes, and on 8
             yield dtype, 33, 130, d, d, CAUSAL, padding
         for d, (n_q, n_kv, heads) in itertools.product((64, 128), ((100, 640, 4), (40, 250, 80), (20, 60, 4))):
             yield dtype, n_q, n_kv, d, d, CAUSAL | {"start_pos": "end"}, 0, heads  # Hopper's short kernels, both
+        for d, (n_q, n_kv) in itertools.product((64, 128), ((130, 65), (520, 200))):
+            pairs, keys = torch.rand(2, 1, n_q, n_kv) < 0.6, torch.rand(2, 1, 1, n_kv) < 0.6
+            yield dtype, n_q, n_kv, d, d, CAUSAL | {"mask": keys}  # Hopper's short kernels
+            blocks = torch.rand(2, 4, -(-n_q // 64), -(-n_kv // 64)).repeat_interleave(64, 2).repeat_interleave(64, 3)
+            yield dtype, n_q, n_kv, d, d, {"mask": blocks[..., :n_q, :n_kv] < 0.5, "window": (50, 9), "start_pos": 90}
+            for mask in (pairs, keys):  # its persistent ones, which alone take a fixed number of splits
+                yield dtype, n_q, n_kv, d, d, {"mask": mask, "num_splits": 1}
+        for features in (CAUSAL, {"window": (17, 5)}):
+            used, pads = torch.tensor([130, 65], dtype=torch.int32), torch.tensor([3, 64], dtype=torch.int32)
+            yield dtype, 70, 140, 128, 128, features | {"seqused_k": used, "leftpad_k": pads}
     for dtype, (n_q, n_kv) in itertools.product(TOLERANCES, ((0, 5), (5, 0))):
         yield dtype, n_q, n_kv, 64, 64, PLAIN
 
@@ -145,7 +155,7 @@ def packed_cases(many):
     for lengths in LENGTHS if HOPPER else ():
         yield torch.float32, *lengths, 64, 64, HIGH
     for dtype, d in itertools.product(HALVES, (64, 128, 256) if many else ()):
-        yield dtype, *MANY_LENGTHS, d, d, PACKED_FEATURES[1]
+        yield dtype, *MANY_LENGTHS, d, d, PACKED_FEATURES[1] | {"num_splits": 1}  # fixed: not for the short kernels
 
 
 def compare_packed(dtype, lengths_q, lengths_k, d, d_v, features) -> None:

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "launch_order.hpp"
 #include "params.hpp"
 
 namespace cutlass_ext {
@@ -58,6 +59,7 @@ CUTE_DEVICE uint32_t pack_word(uint8_t const* from, int64_t key_stride, int keys
 /// map; the first of a row of CTAs also zeros behind the map, which nobody reads: equal masks then have equal bits.
 inline __global__ void __launch_bounds__(kPackThreads, kPackCtas)
     pack_mask_kernel(ByteMask const mask, uint32_t* bits) {
+  let_next_launch_begin();
   constexpr int kWords = kPackKeys / 32, kRows = kPackThreads / kWords, kPasses = Mask::kBlock / kRows,
                 kWarps = kPackThreads / 32;
   __shared__ uint32_t some_of_warp[kWarps], all_of_warp[kWarps];

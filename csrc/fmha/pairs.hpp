@@ -179,14 +179,18 @@ CUTE_DEVICE uint32_t columns_of_word(uint32_t word, int lane) {
   return of_lane * 0x01041040u >> 24;
 }
 
-/// Of the bits of 128 keys those of a lane's columns in accumulators: of each byte two, which a product brings together
+/// Of the bits of 64 keys those of a lane's columns in accumulators: of each byte two, which a product brings together
 /// in the top byte of each word.
-CUTE_DEVICE uint32_t columns_of_words(uint4 words, int lane) {
+CUTE_DEVICE uint32_t columns_of_words(uint2 words, int lane) {
   int const shift = lane % 4 * 2;
   uint32_t const of_lane = 0x03030303u << shift, gather = 0x01041040u >> shift;
-  uint32_t const low = __byte_perm((words.x & of_lane) * gather, (words.y & of_lane) * gather, 0x0073);
-  uint32_t const high = __byte_perm((words.z & of_lane) * gather, (words.w & of_lane) * gather, 0x0073);
-  return __byte_perm(low, high, 0x5410);
+  return __byte_perm((words.x & of_lane) * gather, (words.y & of_lane) * gather, 0x0073);
+}
+
+/// The same of 128 keys.
+CUTE_DEVICE uint32_t columns_of_words(uint4 words, int lane) {
+  return __byte_perm(columns_of_words(make_uint2(words.x, words.y), lane),
+                     columns_of_words(make_uint2(words.z, words.w), lane), 0x5410);
 }
 
 #endif

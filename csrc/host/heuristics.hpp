@@ -91,10 +91,10 @@ inline int few_rows_beside(Params const& p, bool tiles_pack_heads) {
 }
 
 /// Whether a call that the short kernels do not take is done before the pipeline of Hopper's persistent ones is full,
-/// and so is faster by mma.sync. At head_dim 64 few blocks: packed sequences of up to 128 rows 1.5 times as fast as
-/// FlashAttention-3, in the persistent ones 1.3. Above it short sequences whose heads query tiles do not pack, however
-/// many: 200 of up to 8 rows, 32 heads of 128, 113 us for 168; but 16 of up to 10 rows, 32 heads on 8, 17.4 for 11.8,
-/// and of 65 to 128 rows they take 1.04 to 1.4 times as long. With pairs few blocks alone were measured.
+/// and so is faster by mma.sync. At head_dim 64 few blocks. Above it short sequences whose heads query tiles do not
+/// pack, however many: 200 of up to 8 rows, 32 heads of 128, 113 us for 168 (before the short kernels took packed
+/// ones); but 16 of up to 10 rows, 32 heads on 8, 17.4 for 11.8, and of 65 to 128 rows they take 1.04 to 1.4 times as
+/// long. With pairs few blocks alone were measured.
 inline bool is_tiny(Params const& p, Device const& device) {
   int const columns = std::max(p.head_dim, p.head_dim_v), longest = std::max(p.n_q, p.n_kv);
   if (columns > 128 || longest > 192) return false;
@@ -145,9 +145,74 @@ inline bool parts_pay(Params const& p, Kernel const& kernel, Device const& devic
   return in_parts + bytes / kBytes + kLaunches < on_cuda_cores;
 }
 
-/// How many warpgroups a query tile gets in the short kernels of Hopper; 0 where the persistent ones are faster. For
-/// calls whose sequences are alike. Blocks are of 64 rows and keys, figures (batch, N) in us there and in the
-/// persistent kernels, 32 heads on 8 where no others are named.
+/// The query tiles of 64 rows of Hopper's short kernels, and the blocks of 64 keys that they see, as far as the host
+/// knows.
+struct ShortTiles {
+  static constexpr int kBlock = 64;
+
+  int of_head;                                   // query tiles
+  int64_t all, blocks_of_head = 0, longest = 0;  // longest: blocks of the tile that sees most
+  int64_t blocks_a_multiprocessor;               // rounded up
+  Visibility visibility;
+
+  ShortTiles(Params const& p, Device const& device)
+      : of_head(Scheduler::tiles_of(p.n_q, kBlock)), visibility(visibility_of_longest(p)) {
+    if (p.start_pos_kind == StartPos::PerBatch) visibility.start_pos = p.n_kv - p.n_q;  // only the device knows them
+    int64_t const heads = int64_t(p.batch) * p.heads_q;
+    for (int tile = 0; tile < of_head; ++tile) {
+      int64_t const blocks = std::max(1, visibility.tiles_of(tile * kBlock, kBlock, kBlock).size());  // a CTA at least
+      blocks_of_head += blocks;
+      longest = std::max(longest, blocks);
+    }
+    all = heads * of_head;
+    blocks_a_multiprocessor = ceil_div(heads * blocks_of_head, device.multiprocessors);
+  }
+
+  /// Whether most CTAs of packed sequences would have no rows.
+  bool are_mostly_empty(Params const& p) const {
+    return p.packed() && int64_t(p.batch) * of_head > 4 * (p.total_q / kBlock + int64_t(p.batch));
+  }
+
+  /// Whether a causal mask or a window makes them unequal.
+  bool unequal() const { return 4 * blocks_of_head < 3 * longest * of_head; }
+
+  /// Their blocks over those in tiles of 128 rows, of `heads_a_tile` heads that share a KV head, and 128 keys.
+  double beside_large_tiles(int heads_a_tile) const {
+    int64_t blocks = 0;
+    int const tokens = 2 * kBlock / heads_a_tile;
+    for (int token = 0; token < visibility.n_q; token += tokens)
+      blocks += 4 * visibility.tiles_of(token, tokens, 2 * kBlock).size();
+    return double(blocks_of_head * heads_a_tile) / std::max<int64_t>(blocks, 1);
+  }
+};
+
+/// Whether the short kernels are faster than the others for sequences that only the device knows: of random calls of up
+/// to 700 keys those that go there are 1.25 to 1.32 times as fast in the mean (495 packed ones, 178 of lengths). In us,
+/// 12 heads of 64 columns, packed: 64 of up to 128 rows 15.7 for 22.0, 128 of up to 197 46.2 for 59.7, 16 of 128 7.4
+/// for 10.7. Not where tiles of 128 rows that hold those of several heads have fewer blocks: (314, 77, 8 heads on 2,
+/// 80) of one length 74.8 for 43.7.
+inline bool short_tiles_pay_of_unlike(ShortTiles const& tiles, int head_dim, int heads_a_tile) {
+  constexpr double kFewer = 1.3;
+  int64_t const longest = tiles.longest, blocks = tiles.blocks_a_multiprocessor;
+  if (heads_a_tile > 1 && (tiles.beside_large_tiles(heads_a_tile) > kFewer || (head_dim > 64 && blocks > 20)))
+    return false;
+  if (longest <= 2 || (longest <= 4 && head_dim <= 64) || (longest <= 5 && tiles.unequal())) return true;
+  if (longest > 12) return false;
+  if (head_dim > 64) return blocks <= 20;
+  return blocks <= (tiles.unequal() && longest <= 8 ? 110 : 36);
+}
+
+/// The same of calls with a mask, whatever it hides: of 220 random calls of tiles that see up to 11 blocks those with
+/// padding are 1.51 times as fast in the mean as in the persistent kernels or by mma.sync, the lowest 0.97, with pairs
+/// at random 1.37, with nothing hidden 1.46. At head_dim 128 up to 7 where there are many: (66, 503), 16 heads, nothing
+/// hidden, 308 us for 267.
+inline bool short_tiles_pay_with_mask(ShortTiles const& tiles, int head_dim) {
+  return tiles.longest <= (head_dim > 96 && tiles.blocks_a_multiprocessor > 36 ? 7 : 11);
+}
+
+/// How many warpgroups a query tile gets in the short kernels of Hopper; 0 where others are faster. Blocks are of 64
+/// rows and keys, figures (batch, N) in us there and in the persistent kernels, 32 heads on 8 where no others are
+/// named.
 /// Two where every query tile has a multiprocessor of its own: causal (1, 256) at head_dim 128 8.9 for 11.2, (1, 2048,
 /// 4 heads) 23.0 for 26.5. From 16 blocks a tile on splits are faster where they find multiprocessors idle: (1, 2048, 1
 /// head) 22.1 for 20.8. One, on several CTAs a multiprocessor, while this has few blocks. At head_dim 128 up to 6, or 9
@@ -156,44 +221,40 @@ inline bool parts_pay(Params const& p, Kernel const& kernel, Device const& devic
 /// persistent kernels, whose tiles are of 128, would have a tenth more: (16, 128) causal, 32 heads, 23.3 for 28.5,
 /// (128, 64), 16 heads, 35.3 for 58.0, (16, 192), 32 heads, 38.2 for 44.3; but (8, 256), 16 heads, 21.5 for 18.4. At
 /// head_dim 64 up to 80 of query tiles that see no more than four, up to 18 of others: (32, 197) causal, 77 blocks, 43
-/// for 53, (2, 512) causal, 17.5, 14.3 for 16.0, (1, 1024) causal, 33, 21.2 for 20.2. The figures of one at 128 are of
-/// two CTAs with three stages. Of few rows, which query tiles of all heads of a KV head would hold together, up to 1024
-/// keys and 6 blocks: 4 rows of 8 x 294 keys, 128 heads on 16, 31.3 for 13.9, but of 1 x 128 keys 7.5 for 12.
+/// for 53, (2, 512) causal, 17.5, 14.3 for 16.0, (1, 1024) causal, 33, 21.2 for 20.2; of four without a limit where
+/// tiles of 128 keys would be cut: (304, 72), 12 heads, 61 for 76, 75 random calls 1.18 in the mean, but (256, 128), 12
+/// heads, 66 for 60. The figures of one at 128 are of two CTAs with three stages. Of few rows, which query tiles of all
+/// heads of a KV head would hold together, up to 1024 keys and 6 blocks: 4 rows of 8 x 294 keys, 128 heads on 16, 31.3
+/// for 13.9, but of 1 x 128 keys 7.5 for 12.
 inline int warpgroups_of_short(Params const& p, Device const& device) {
-  constexpr int kBlock = 64, kMaxTiles = 64, kMostBlocks = 80;
-  int const head_dim = std::max(p.head_dim, p.head_dim_v), query_tiles = Scheduler::tiles_of(p.n_q, kBlock);
-  if (device.capability != 90 || head_dim > 128 || query_tiles > kMaxTiles) return 0;
-  Visibility const visibility = visibility_of_all(p);
-  int64_t blocks_of_head = 0, longest = 0;
-  for (int tile = 0; tile < query_tiles; ++tile) {
-    int64_t const blocks = std::max(1, visibility.tiles_of(tile * kBlock, kBlock, kBlock).size());  // a CTA at least
-    blocks_of_head += blocks;
-    longest = std::max(longest, blocks);
-  }
-  int64_t const heads = int64_t(p.batch) * p.heads_q, tiles = heads * query_tiles;
-  int64_t const multiprocessors = device.multiprocessors;
-  bool const packs = should_pack_heads(p, 2 * kBlock);
-  if (packs && p.n_q <= kMaxDecodeRows && (longest > 16 || heads * blocks_of_head > 6 * multiprocessors)) return 0;
-  if (1 < longest && longest <= (2 * tiles > multiprocessors ? 32 : 16) && tiles <= multiprocessors) return 2;
-  bool const unequal = 4 * blocks_of_head < 3 * longest * query_tiles;
-  // Blocks of all heads of a KV head, or of one head, in tiles of 128 rows and keys.
-  auto const in_large_tiles = [&](int heads_a_tile) {
-    int64_t blocks = 0;
-    int const tokens = 2 * kBlock / heads_a_tile;
-    for (int token = 0; token < p.n_q; token += tokens)
-      blocks += 4 * visibility.tiles_of(token, tokens, 2 * kBlock).size();
-    return blocks;
-  };
+  constexpr int kMaxTiles = 64, kMostBlocks = 80, kMostSequences = 65535;  // what a grid takes
+  int const head_dim = std::max(p.head_dim, p.head_dim_v);
+  if (device.capability != 90 || head_dim > 128 || p.batch > kMostSequences ||
+      Scheduler::tiles_of(p.n_q, ShortTiles::kBlock) > kMaxTiles)
+    return 0;
+  ShortTiles const tiles(p, device);
+  int64_t const longest = tiles.longest, blocks = tiles.blocks_a_multiprocessor,
+                multiprocessors = device.multiprocessors;
+  bool const packs = should_pack_heads(p, 2 * ShortTiles::kBlock);
   int const heads_a_tile = packs ? p.heads_q / p.heads_kv : 1;
-  bool const saves_blocks = head_dim > 64 && p.n_kv <= 6 * kBlock &&
-                            heads * blocks_of_head <= kMostBlocks * multiprocessors &&
-                            10 * blocks_of_head * heads_a_tile <= 9 * in_large_tiles(heads_a_tile);
-  int64_t const most = head_dim <= 64 ? (longest <= 4 ? kMostBlocks : 18)
-                       : saves_blocks ? kMostBlocks
-                       : unequal      ? 9
-                                      : 6;
+  if (packs && p.n_q <= kMaxDecodeRows && (longest > 16 || blocks > 6)) return 0;
+  if (features_of(p) & feature::Mask) return short_tiles_pay_with_mask(tiles, head_dim) ? 1 : 0;
+  if (!all_alike(p)) {
+    bool const pays = !tiles.are_mostly_empty(p) && short_tiles_pay_of_unlike(tiles, head_dim, heads_a_tile);
+    return pays ? 1 : 0;
+  }
+  if (1 < longest && longest <= (2 * tiles.all > multiprocessors ? 32 : 16) && tiles.all <= multiprocessors) return 2;
+  bool const saves_blocks = head_dim > 64 && p.n_kv <= 6 * ShortTiles::kBlock && blocks <= kMostBlocks &&
+                            tiles.beside_large_tiles(heads_a_tile) <= 0.9;
+  bool const cuts_large_tiles = tiles.unequal() || p.n_kv % (2 * ShortTiles::kBlock) != 0;
+  int64_t const most = head_dim <= 64    ? (longest > 4        ? 18
+                                            : cuts_large_tiles ? INT64_MAX
+                                                               : kMostBlocks)
+                       : saves_blocks    ? kMostBlocks
+                       : tiles.unequal() ? 9
+                                         : 6;
   // Where few tiles see many keys, splits have the multiprocessors that these would leave idle.
-  return heads * blocks_of_head <= most * multiprocessors && (longest <= 16 || tiles >= multiprocessors) ? 1 : 0;
+  return blocks <= most && (longest <= 16 || tiles.all >= multiprocessors) ? 1 : 0;
 }
 
 /// CTAs of a cluster for each sequence and KV head of a decoding call: as many as all of them can have at once; 0

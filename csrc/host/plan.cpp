@@ -203,7 +203,9 @@ Kernel const* of_best_size(Call const& call, std::vector<Kernel const*> const& s
 Plan plan_prefill(Call const& call) {
   Params const& p = call.params;
   std::string const& backend = call.request.backend;
-  int const warpgroups = (call.features & ~feature::Sink) == 0 ? warpgroups_of_short(p, call.device) : 0;
+  Features const beside = call.features & ~feature::Sink;
+  bool const may_be_short = beside == feature::Mask || (beside & ~(feature::kUnlike | feature::Packed)) == 0;
+  int const warpgroups = may_be_short ? warpgroups_of_short(p, call.device) : 0;
   // With the number of splits fixed nothing may depend on the batch; few rows that sm80 would have decode.
   bool const could_decode = p.n_q <= kMaxDecodeRows && (call.request.is_cache || !p.packed());
   bool const tiny = backend == "auto" && !p.fixed_splits && !could_decode && is_tiny(p, call.device);
@@ -217,7 +219,7 @@ Plan plan_prefill(Call const& call) {
   };
   Kernel const* best = warpgroups > 0 ? cheapest({Kind::Short}, dtype, accepts, cost_of) : nullptr;
   // Small heads, an H200's ms there and in the persistent kernels: (1024, 49, 6, 32) with a bias 0.072 and 0.193, with
-  // lengths 0.053 and 0.119, with dropout 0.057 and 0.205; but plain, in the short ones, 0.040 for 0.053.
+  // dropout 0.057 and 0.205; but plain, in the short ones, 0.040 for 0.053.
   if (!best) {
     Kernel const* const of_heads = cheapest({Kind::Heads}, dtype, accepts, cost_of);
     if (of_heads && (backend != "auto" || small_heads_pay(p, call.device))) best = of_heads;

@@ -65,6 +65,16 @@ constexpr TileLoop loop_of(long) {
   return {};
 }
 
+/// Whether the kernel waits for the launch before a call's by itself (fmha/launch_order.hpp).
+template <class Fmha>
+constexpr auto waits_of(Params const& params, int) -> decltype(Fmha::waits(params)) {
+  return Fmha::waits(params);
+}
+template <class Fmha>
+constexpr bool waits_of(Params const&, long) {
+  return loop_of<Fmha>(0).waits;
+}
+
 template <class Fmha>
 Kernel kernel_of() {
   using Traits = typename Fmha::Traits;
@@ -81,7 +91,7 @@ Kernel kernel_of() {
           reinterpret_cast<void const*>(Fmha::kernel),
           shape_of<Fmha>(0),
           [](Params const& params, Grid const& grid, cudaStream_t stream) {
-            launch<Traits, Fmha::kSharedBytes>(Fmha::kernel, params, grid, stream, loop_of<Fmha>(0).waits);
+            launch<Traits, Fmha::kSharedBytes>(Fmha::kernel, params, grid, stream, waits_of<Fmha>(params, 0));
           },
           wants_of<Fmha>(0),
           loop_of<Fmha>(0)};

@@ -43,6 +43,7 @@ Allocation pack(Tensor const& t, cudaStream_t stream, Params* params) {
   if (!t || t.dtype == kInt32) return {};
   Allocation bits = pack(bytes_of(t), t.device_index, stream);
   params->mask.bits = static_cast<uint32_t const*>(bits.data);
+  params->mask.packed_before = true;
   return bits;
 }
 

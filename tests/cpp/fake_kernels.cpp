@@ -73,9 +73,16 @@ Kernel in_portable_parts(int d, int b_c, int threads, int shared) {
   Features const takes = kTiles & ~(FixedSplits | Float32Results | UnalignedRows);
   return {"sm80", Kind::Tiles, DType::Float32, d, d, 64, b_c, takes, threads, shared, new_entry(), nullptr, nullptr};
 }
-Kernel brief(DType dtype, int d, int warpgroups, int shared) {
+Kernel brief(DType dtype, int d, int warpgroups, int shared, Features more = 0) {
   int const threads = 128 * warpgroups + 32;
-  return {"sm90", Kind::Short, dtype, d, d, 64, 64, Sink, threads, shared, new_entry(), nullptr, nullptr};
+  return {"sm90", Kind::Short, dtype, d, d, 64, 64, Sink | more, threads, shared, new_entry(), nullptr, nullptr};
+}
+/// Of calls with a mask.
+Kernel brief_with_mask(DType dtype, int d, int shared) {
+  Kernel kernel = brief(dtype, d, 1, shared, feature::Mask);
+  kernel.wants = feature::Mask;
+  kernel.takes_shape = [](Params const& p) { return p.n_kv <= 2048; };
+  return kernel;
 }
 Kernel decode(DType dtype, int d, int b_r, int b_c, int threads, int shared, Features takes = kDecode) {
   char const* const family = dtype == DType::Float32 ? "simt" : "sm80";
@@ -249,8 +256,12 @@ RegisteredKernels of_16_bits(DType t) {
       sm90(t, 256, 256, 128, 64, 230400, kScoreMods),
       whole_heads<64>(Kind::Heads, t, 24576),
       brief(t, 64, 1, 25600),
+      brief(t, 64, 1, 25600, Packed | kUnlike),
+      brief_with_mask(t, 64, 25600),
       brief(t, 64, 2, 93184),
       brief(t, 128, 1, 50176),
+      brief(t, 128, 1, 50176, Packed | kUnlike),
+      brief_with_mask(t, 128, 50176),
       brief(t, 128, 2, 183296),
       decode(t, 64, 16, 16, 128, 99456, kPlainDecode | Packed),
       decode(t, 64, 16, 16, 128, 99456),

@@ -91,6 +91,7 @@ struct Call {
   Call& dropout() { return p.dropout.seed = somewhere<int64_t>(), *this; }
   Call& sink() { return p.sink = somewhere<float>(), *this; }
   Call& lengths() { return p.seqused_k = somewhere(), *this; }
+  Call& starts() { return p.start_pos_kind = StartPos::PerBatch, p.start_positions = somewhere(), *this; }
   Call& unaligned() { return p.k = somewhere<char>() + 4, *this; }
   Call& packed(int total_q, int total_k) {
     p.cu_seqlens_q = p.cu_seqlens_k = somewhere();
@@ -273,6 +274,47 @@ TEST(Plan, OfManyQueryRows) {
       CASE(fmha(2, 4096, 4096, 16, 16, 192).on(fake::kA40), "sm80 tiles 64x80 d192, 1 split, grid 2048"),
       CASE(fmha(2, 4096, 4096, 16, 16, 256).on(fake::kA100), "sm80 tiles 64x64 d256, 1 split, grid 2048"),
       CASE(fmha(2, 4096, 4096, 16, 16, 256).on(fake::kA40), "sm80 tiles 64x64 d256, 1 split, grid 2048"),
+  });
+}
+
+TEST(Plan, OfShortSequencesWithAMaskOrUnlike) {
+  check({
+      // A mask, of tiles that see up to 11 blocks of keys.
+      CASE(fmha(64, 128, 128, 12, 12, 64).mask(), "sm90 short 64x64 d64 by 1, 1 split, grid 12 2 64"),
+      CASE(fmha(2, 704, 704, 32, 8, 104).mask(24).causal(), "sm90 short 64x64 d128 by 1, 1 split, grid 32 11 2"),
+      CASE(fmha(2, 1500, 1500, 32, 8, 128).mask(48).window(300, 0),
+           "sm90 short 64x64 d128 by 1, 1 split, grid 32 24 2"),
+      CASE(fmha(2, 1500, 1500, 32, 8, 128).mask(48).window(500, 0),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(8, 705, 705, 32, 8, 64).mask(), "sm90 persistent 192x128 d64 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(64, 128, 128, 12, 12, 64).mask().splits(1),
+           "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(64, 128, 128, 12, 12, 64).mask().lengths(),
+           "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(64, 128, 128, 12, 12, 64).mask().on(fake::kA100), "sm80 tiles 128x64 d64, 1 split, grid 768"),
+      // Sequences that only the device knows.
+      CASE(fmha(16, 128, 128, 12, 12, 64).lengths(), "sm90 short 64x64 d64 by 1, 1 split, grid 12 2 16"),
+      CASE(fmha(128, 197, 197, 12, 12, 64).packed(19000, 19000), "sm90 short 64x64 d64 by 1, 1 split, grid 12 4 128"),
+      CASE(fmha(16, 256, 256, 16, 16, 128).packed(3000, 3000).causal(),
+           "sm90 short 64x64 d128 by 1, 1 split, grid 16 4 16"),
+      CASE(fmha(64, 256, 256, 8, 8, 128).lengths(),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(32, 512, 512, 12, 12, 64).lengths(),
+           "sm90 persistent 192x128 d64 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(16, 128, 128, 12, 12, 64).lengths().splits(1),
+           "sm90 persistent 192x128 d64 plain, 1 split, grid 132, 2 counters"),
+      // A tile of 128 rows holds four heads of 20.
+      CASE(fmha(64, 20, 200, 32, 8, 64).lengths(), "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(70000, 60, 60, 1, 1, 64).packed(70000, 70000), "sm80 heads 64x64 d64, 1 split, grid 70000"),
+      // Rows may stand behind all keys, and most sequences have few.
+      CASE(fmha(1, 128, 32768, 8, 8, 128).causal().starts(),
+           "sm90 persistent 128x128 d128 plain, 16 splits, grid 128, 2 counters, merged apart"),
+      CASE(fmha(16, 128, 128, 12, 12, 64).causal().starts(), "sm90 short 64x64 d64 by 1, 1 split, grid 12 2 16"),
+      CASE(fmha(10000, 4096, 128, 12, 12, 64).packed(100000, 1000000),
+           "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),
+      // Plain ones: up to 80 blocks a multiprocessor at head_dim 64, or more where tiles of 128 keys would be cut.
+      CASE(fmha(128, 197, 197, 12, 12, 64), "sm90 short 64x64 d64 by 1, 1 split, grid 12 4 128"),
+      CASE(fmha(128, 256, 256, 12, 12, 64), "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters"),
   });
 }
 
@@ -547,7 +589,7 @@ TEST(Plan, OfACache) {
       CASE(kvcache(64, 1, 4096, 32, 8, 128).backend("sm90").alibi(),
            "sm90 persistent 128x128 d128, 1 split, grid 132, 2 counters"),
       CASE(kvcache(64, 0, 4096, 32, 8, 128).lengths().new_keys(20).backend("sm90"),
-           "sm90 persistent 128x128 d128 plain, 1 split, grid 0, 2 counters, appended apart"),
+           "sm90 short 64x64 d128 by 1, 1 split, grid 0, appended apart"),
   });
 }
 
@@ -583,7 +625,7 @@ TEST(Plan, OfNothing) {
       CASE(fmha(2, 0, 4096, 16, 16, 128), "sm90 cluster 8x16 d128, 4 splits, grid 0 in clusters of 4"),
       CASE(fmha(2, 4096, 0, 16, 16, 128), "sm90 persistent 192x80 d128 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(2, 1, 0, 16, 16, 128), "sm90 cluster 8x16 d128, 4 splits, grid 4 16 2 in clusters of 4"),
-      CASE(fmha(0, 0, 0, 16, 16, 128).packed(0, 0), "sm80 tiles 64x64 d128, 1 split, grid 0"),
+      CASE(fmha(0, 0, 0, 16, 16, 128).packed(0, 0), "sm90 short 64x64 d128 by 1, 1 split, grid 0"),
       // Few rows, where clusters have no kernel of that head_dim.
       CASE(fmha(0, 1, 4096, 32, 8, 128), "sm90 cluster 8x16 d128, 8 splits, grid 0 in clusters of 8"),
       CASE(fmha(0, 1, 4096, 8, 8, 256), "sm90 persistent 128x64 d256 plain, 1 split, grid 0, 2 counters"),

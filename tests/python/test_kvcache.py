@@ -213,7 +213,7 @@ def test_tall_tiles(hopper, d, n_q, heads_per_kv, page_size):
     q, k, v = hopper.qkv(len(lengths), *shape[:2], d, n_kv=capacity, heads_kv=2)
     lens = hopper.int32(lengths)
     explanation = cutlass_ext.explain(cutlass_ext.flash_attn_with_kvcache, q, k, v, cache_seqlens=lens)
-    assert (explanation.backend, explanation.kernel) == ("sm90", "persistent"), explanation
+    assert explanation.backend == "sm90" and explanation.kernel in ("persistent", "short"), explanation
     options = {"capacity": capacity, "page_size": page_size}
     check_case(hopper, lengths, *shape, **options)
     check_case(hopper, lengths, *shape, causal=True, window=(200, -1), num_splits=3, **options)

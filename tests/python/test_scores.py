@@ -318,7 +318,7 @@ def test_a_mask_of_keys_has_taller_tiles(hopper, n_q, d):
     mask = mask_of(hopper, (16, 1, 1, 600))
     mask[0], mask[1, ..., :300], mask[2, ..., 128:] = False, False, False
     for options in ({}, {"causal": True}, {"window": (200, 3), "leftpad_k": hopper.int32([3, 130] + 14 * [0])}):
-        check(hopper, q, k, v, mask=mask, **options, backward=False)
+        check(hopper, q, k, v, mask=mask, num_splits=1, **options, backward=False)  # fixed: not for the short kernels
 
 
 @pytest.mark.parametrize("causal", [False, True])

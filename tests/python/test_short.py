@@ -1,9 +1,11 @@
 """The kernels of Hopper for short launches: tiles of 64 rows and keys, by one warpgroup with one stage and by two with
-two each. Against the oracle; everything else that "auto" runs in other modules is often theirs, too."""
+two each; those of one for a mask, and for sequences that only the device knows. Against the oracle; everything else
+that "auto" runs in other modules is often theirs, too."""
 
 import pytest
 import torch
-from oracle import expect
+from oracle import expect, expect_packed, peer_tolerance
+from test_varlen import packed
 
 import cutlass_ext
 
@@ -68,3 +70,188 @@ def test_no_keys_in_many_sequences(hopper):
     assert cutlass_ext.explain(q, k, v).kernel != "short"
     out, lse = hopper.fmha(q, k, v)
     assert not out.any() and lse.isneginf().all()
+
+
+# ------------------------------------------------------------------------------------------------ masks
+def masks_of(target, batch, heads, n_q, n_kv):
+    """Of keys and of pairs, some of which hide blocks of 64 by 64, all of a sequence, or nothing."""
+    rand = lambda *shape: torch.rand(*shape, device=target.device)  # noqa: E731
+    lengths = (rand(batch, 1, 1, 1) * n_kv).long()
+    lengths[0] = n_kv
+    at = torch.arange(n_kv, device=target.device)
+    yield "padding", at < lengths
+    yield "padding in front", at >= lengths
+    yield "keys", rand(batch, 1, 1, n_kv) < 0.5
+    yield "of a head", rand(1, heads, n_q, n_kv) < 0.5
+    blocks = rand(batch, heads, -(-n_q // 64), -(-n_kv // 64)) < 0.5
+    blocks[:, 0, 0], blocks[0, -1] = False, True
+    yield "blocks", blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :n_q, :n_kv]
+    yield "nothing", torch.zeros(1, 1, 1, n_kv, dtype=torch.bool, device=target.device)
+    yield "everything", torch.ones(1, 1, n_q, n_kv, dtype=torch.bool, device=target.device)
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("d,d_v", [(64, 64), (128, 128), (8, 40), (72, 104)])
+def test_masks(hopper, d, d_v, features):
+    for n_q, n_kv in ((75, 64), (40, 191), (130, 200), (64, 700)):
+        q, k, v = hopper.qkv(3, n_q, 4, d, n_kv=n_kv, heads_kv=2, d_v=d_v)
+        for what, mask in masks_of(hopper, 3, 4, n_q, n_kv):
+            options = FEATURES[features] | {"sink": hopper.vector(4), "mask": mask}
+            check(hopper, q, k, v, f"{what}, {n_q=}, {n_kv=}", **options)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("batch", [1, 30, 48])
+def test_a_mask_that_has_just_been_packed(hopper, batch, d):
+    """The kernel may begin before the launch that packs the mask has ended: calls with other masks follow each other,
+    whose bits lie in the same places, and so do those of a captured graph."""
+    q, k, v = hopper.qkv(batch, 130, 12, d)
+    masks = [torch.rand(batch, 1, 130, 130, device=hopper.device) < 0.5 for _ in range(8)]
+    assert cutlass_ext.explain(q, k, v, mask=masks[0]).kernel == "short"
+    want = [cutlass_ext.fmha(q, k, v, mask=mask, num_splits=1) for mask in masks]
+    got = [torch.empty_like(q) for _ in masks]
+
+    def call():
+        for mask, out in zip(masks, got, strict=True):
+            cutlass_ext.fmha(q, k, v, mask=mask, out=out)
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(10):
+            call()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+    for _ in range(10):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, **peer_tolerance(a.dtype))
+            a.fill_(float("nan"))
+        graph.replay()
+
+
+def test_a_mask_that_was_packed_before(hopper):
+    q, k, v = hopper.qkv(2, 100, 4, 64, n_kv=150)
+    mask = torch.rand(2, 4, 100, 150, device=hopper.device) < 0.5
+    expected = expect(q, k, v, mask=mask)
+    bits = torch.ops.cutlass_ext.pack_mask(mask)
+    assert cutlass_ext.explain(q, k, v, mask=bits).kernel == "short"
+    expected.check(*hopper.fmha(q, k, v, mask=bits), small=True)
+
+
+def test_the_last_keys_of_a_map(hopper):
+    """As many keys as a word of it has blocks, of which rows see the first or the last ones."""
+    q, k, v = hopper.qkv(2, 130, 4, 64, n_kv=2048)
+    for what, mask in masks_of(hopper, 2, 4, 130, 2048):
+        for start in (300, 1900):
+            check(hopper, q, k, v, f"{what}, {start}", mask=mask, window=(300, 20), start_pos=start)
+
+
+def test_masks_that_others_have(hopper):
+    """More keys than a mask is faster with there, and together with what they do not take."""
+    q, k, v = hopper.qkv(2, 100, 4, 64, n_kv=705)
+    mask = torch.ones(705, dtype=torch.bool, device=hopper.device).expand(2, 1, 1, 705)
+    assert cutlass_ext.explain(q, k, v, mask=mask).kernel != "short"
+    mask = torch.ones(2, 1, 1, 2049, dtype=torch.bool, device=hopper.device)  # of whose map it would want two words
+    q, k, v = hopper.qkv(2, 100, 4, 64, n_kv=2049)
+    assert cutlass_ext.explain(q, k, v, mask=mask, window=(300, 0)).kernel != "short"
+    q, k, v = hopper.qkv(2, 100, 4, 64)
+    mask = mask[..., :100]
+    for options in ({"seqused_k": hopper.int32([7, 100])}, {"softcap": 2.0}, {"num_splits": 1}):
+        assert cutlass_ext.explain(q, k, v, mask=mask, **options).kernel != "short", options
+
+
+# ------------------------------------------------------------------------------------------------ unlike sequences
+LENGTHS = [70, 0, 1, 128, 64, 7, 200, 65, 63], [70, 33, 140, 129, 0, 64, 127, 65, 191]
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("d,d_v", [(64, 64), (128, 128), (8, 40), (72, 104)])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1)], ids=str)
+def test_packed(hopper, heads, d, d_v, features):
+    batch = packed(hopper, *LENGTHS, heads, d, d_v)
+    options = FEATURES[features] | {"sink": hopper.vector(heads[0])}
+    used, pads = [70, 20, 140, 128, 0, 63, 100, 65, 130], [3, 20, 0, 64, 0, 1, 70, 0, 128]
+    for more in ({}, {"seqused_k": hopper.int32(used), "leftpad_k": hopper.int32(pads)}):
+        options |= more
+        assert cutlass_ext.explain(*batch, **batch.packing, **options).kernel == "short"
+        got = hopper.fmha(*batch, **batch.packing, **options)
+        expect_packed(*batch, **batch.packing, **options).check(*got, small=True, what=str(more))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_packed_neighbours(hopper, d):
+    """NaN in all other sequences, and in rows of none, shows in none; what nobody computes is left as it is."""
+    lengths_q, lengths_k = [30, 70, 0, 64, 5], [70, 65, 40, 1, 130]
+    batch = packed(hopper, [9, *lengths_q, 9], [9, *lengths_k, 9], (4, 2), d)
+    cu = {name: batch.packing[name][1:-1] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    packing = batch.packing | cu
+    assert cutlass_ext.explain(*batch, **packing).kernel == "short"
+    for b in range(5):
+        rows, keys = (slice(*cu[name][b : b + 2].tolist()) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+        q, k, v = (torch.full_like(t, float("nan")) for t in batch)
+        q[rows], k[keys], v[keys] = batch.q[rows], batch.k[keys], batch.v[keys]
+        out, lse = cutlass_ext.fmha(q, k, v, causal=True, start_pos="end", return_lse=True, **packing)
+        alone = expect(q[None, rows], k[None, keys], v[None, keys], causal=True, start_pos="end")
+        alone.check(out[None, rows], lse[None, :, rows], small=True, what=f"{b=}")
+
+
+@pytest.mark.parametrize("ends", [[-7, 60, 50, 200], [90, 30, 300, 1 << 30], [0, 0, 0, 0], [1 << 30, -5, 5, 40]], ids=str)
+def test_packed_ends_that_make_no_sense(hopper, ends):
+    """Are those of the nearest rows that there are: as in the kernels of many rows."""
+    batch = packed(hopper, [70, 20, 60], heads=(4, 4))
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        packing = batch.packing | {name: hopper.int32(ends)}
+        out, want = (torch.zeros_like(batch.q) for _ in range(2))
+        cutlass_ext.fmha(*batch, **packing, out=out)
+        cutlass_ext.fmha(*batch, **packing, num_splits=1, out=want)
+        if name == "cu_seqlens_k" or ends == sorted(ends):  # else two sequences have rows in common
+            torch.testing.assert_close(out, want, **peer_tolerance(out.dtype))
+        assert out.isfinite().all()
+
+
+def test_packed_rows_past_the_longest(hopper):
+    """A maximum that is too small leaves rows out, and those of other sequences alone."""
+    batch = packed(hopper, [100, 30, 150], heads=(4, 4))
+    want, want_lse = hopper.fmha(*batch, **batch.packing)
+    got, lse = hopper.fmha(*batch, **batch.packing | {"max_seqlen_q": 70})
+    ends = [0, 100, 130, 280]
+    for begin, end in zip(ends, ends[1:], strict=False):
+        rows = slice(begin, min(begin + 70, end))
+        torch.testing.assert_close(got[rows], want[rows], **peer_tolerance(got.dtype))
+        torch.testing.assert_close(lse[:, rows], want_lse[:, rows], **peer_tolerance(lse.dtype))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("n_kv", [63, 64, 128, 130])
+def test_lengths(hopper, n_kv, d):
+    """NaN past the last key of each sequence, whatever follows there, and before the first."""
+    q, k, v = hopper.qkv(7, 90, 4, d, n_kv=n_kv, heads_kv=2)
+    lengths = [n_kv, 0, 1, 62, 63, n_kv - 1, n_kv // 2]
+    pads = [0, 0, 1, 5, 62, 64 if n_kv > 64 else 3, 0]
+    at = torch.arange(n_kv, device=q.device)
+    used, leftpad = hopper.int32(lengths), hopper.int32(pads)
+    nobody = (at >= used[:, None]) | (at < leftpad[:, None])
+    k[nobody], v[nobody] = float("nan"), float("nan")
+    starts = hopper.int32([0, 3, -20, 5, 100, -200, 64])
+    for options in ({}, {"causal": True, "start_pos": "end"}, {"window": (30, 9), "start_pos": starts}):
+        check(hopper, q, k, v, f"{options}", seqused_k=used, leftpad_k=leftpad, **options)
+
+
+def test_many_unlike_sequences(hopper):
+    """More CTAs than the GPU holds at once, most of which have no rows."""
+    lengths = [(7 * i) % 140 if i % 3 == 0 else i % 5 for i in range(700)]
+    batch = packed(hopper, lengths, heads=(4, 4))
+    assert cutlass_ext.explain(*batch, **batch.packing).kernel == "short"
+    want = cutlass_ext.fmha(*batch, **batch.packing, num_splits=1, causal=True, return_lse=True)
+    got = hopper.fmha(*batch, **batch.packing, causal=True)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, **peer_tolerance(a.dtype))
+
+
+def test_more_sequences_than_a_grid_has(hopper):
+    lengths = [1 + i % 3 for i in range(70_000)]
+    batch = packed(hopper, lengths, heads=(1, 1), d=8)
+    assert cutlass_ext.explain(*batch, **batch.packing).kernel != "short"
+    out, _ = hopper.fmha(*batch, **batch.packing)
+    assert out.isfinite().all()

@@ -528,10 +528,8 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       CUTE_NO_UNROLL
       for (int i = 0; i < mine.skipped; ++i) rings.skip_v();
       walk.look_below();
-      for (int tile = walk.below(end - 1); tile >= begin; tile = walk.below(tile)) {
-        hiding = walk.hiding();
-        // Of a call with pairs, whether they say nothing of the tile, which is then taken as without them.
-        bool const plain = Traits::Pairs && mask_alone && !hiding.any();
+      // A tile with the products before it. `Plain`: nothing but they makes its scores.
+      auto take_tile = [&](int tile, auto plain) __attribute__((always_inline)) {
         begin_scores(job, tile);
         rings.wait_k();
         if constexpr (in_halves) {
@@ -561,6 +559,20 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         softmax.template update<Element>(S, words, O, scale);
         if constexpr (Traits::Pairs) {
           if (drops) dropping.drop(words);
+        }
+      };
+      for (int tile = walk.below(end - 1); tile >= begin; tile = walk.below(tile)) {
+        hiding = walk.hiding();
+        // Of a call with pairs, whether they say nothing of the tile, which is then taken as without them.
+        bool const plain = Traits::Pairs && mask_alone && !hiding.any();
+        if constexpr (Traits::MaskAlone) {
+          if (plain) {
+            take_tile(tile, std::true_type{});
+          } else {
+            take_tile(tile, std::false_type{});
+          }
+        } else {
+          take_tile(tile, plain);
         }
       }
       rings.wait_v();

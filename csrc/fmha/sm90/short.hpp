@@ -1,7 +1,8 @@
 // FMHA on Hopper for launches that are over before a pipeline would be full: a CTA for each 64 query rows, with one
 // warp that copies and one or two warpgroups that multiply. What counts there is the way to the first product and back
 // from the last, so a CTA knows its work from its block index, its parameters lie together, and there is nothing in the
-// code that plain calls do not need. Instantiated by csrc/kernels/sm90_short.cu.
+// code that plain calls do not need: a mask, and sequences that only the device knows, have kernels of their own.
+// Instantiated by csrc/kernels/sm90_short.cu.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -9,7 +10,9 @@
 #include "../copy/tma.hpp"
 #include "../cute_tensor.hpp"
 #include "../features.hpp"
+#include "../launch_order.hpp"
 #include "../merge.hpp"
+#include "../pairs.hpp"
 #include "../score.hpp"
 #include "../sequence.hpp"
 #include "../visibility.hpp"
@@ -36,7 +39,7 @@ struct ShortParams {
   explicit ShortParams(Params const& p)
       : n_q(p.n_q),
         n_kv(p.n_kv),
-        start_pos(visibility_of_all(p).start_pos),
+        start_pos(all_alike(p) ? visibility_of_all(p).start_pos : 0),
         window_left(p.window_left),
         window_right(p.window_right),
         query_tiles(Scheduler::tiles_of(p.n_q, kAtomRows)),
@@ -50,16 +53,33 @@ struct ShortParams {
         sink(p.sink) {}
 };
 
+/// With a mask; and with packed sequences, lengths, padding in front or positions, which `start_pos` and `n_kv` of
+/// ShortParams do not hold for.
+struct ShortParamsOfMask : ShortParams {
+  Mask mask;
+  explicit ShortParamsOfMask(Params const& p) : ShortParams(p), mask(p.mask) {}
+};
+struct ShortParamsOfUnlike : ShortParams {
+  Lengths lengths;
+  explicit ShortParamsOfUnlike(Params const& p) : ShortParams(p), lengths(p) {}
+};
+
 /// `Warpgroups` take the key tiles of the same 64 query rows in turn; `Stages` tiles of K and of V are in flight. With
 /// one warpgroup a multiprocessor has as many CTAs as its registers allow, and they hide each other's copies: at
 /// head_dim 128 (3, 256, 32 heads on 8) takes 14.0 us in three CTAs of one stage and 15.3 in two of three stages.
-template <int B_c_, int HeadDim_, class Element_, int Stages_, int Warpgroups_>
+/// `Mods`: a mask, or what tells sequences apart, or nothing.
+template <int B_c_, int HeadDim_, class Element_, int Stages_, int Warpgroups_, Features Mods_>
 struct ShortTraits : Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stages_, 1, 0> {
   using Base = Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stages_, 1, 0>;
   static constexpr int Warpgroups = Warpgroups_, Threads = Warpgroups * kWarpgroup + 32;
   static constexpr int CtasAtOnce = Warpgroups == 2 ? 1 : HeadDim_ <= 64 ? 4 : 3;
   static_assert(Warpgroups == 1 || Warpgroups == 2);
   static_assert(Stages_ % Warpgroups == 0, "a stage is always the same warpgroup's");
+  static constexpr bool HasMask = Mods_ == feature::Mask, Unlike = Mods_ != 0 && !HasMask;
+  using Params =
+      std::conditional_t<HasMask, ShortParamsOfMask, std::conditional_t<Unlike, ShortParamsOfUnlike, ShortParams>>;
+  static constexpr int kTilesOfMap = 32;  // in a word of a mask's map
+  static_assert(!HasMask || (B_c_ == Mask::kBlock && Warpgroups == 1), "a tile of keys is a block of the mask's map");
 
   /// What a warpgroup hands over, a float4 a thread.
   struct Sums {
@@ -72,57 +92,142 @@ struct ShortTraits : Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stage
     alignas(1024) Element_ v[cosize_v<typename Base::LayoutV>];
     Sums second[Warpgroups - 1];  // of the second warpgroup
     Barrier q_full, k_full[Stages_], k_empty[Stages_], v_full[Stages_], v_empty[Stages_];
+    Barrier v_tail;  // the copy of a tile whose rows past the sequence's last are to be zeroed
   };
+};
+
+/// The query tile of a CTA.
+struct ShortTile {
+  bool exists;
+  int head, batch;     // of q and o
+  int q_row0, k_row0;  // rows of the tensors: its own first one, and that of its sequence's first key
+  int row0;            // the first one, counted in its sequence
+  Visibility visibility;
+};
+
+/// The first row of a query tile. The longest tiles of a causal mask come first and the shortest next, so that two that
+/// share a multiprocessor make about the same work everywhere: causal (1, 512, 32 heads on 8, 128), in tiles of 128
+/// keys, took 15.6 us from the longest to the shortest and 15.0 so.
+CUTE_DEVICE int row0_of(int order, int query_tiles) {
+  int const long_tiles = query_tiles - query_tiles / 2;
+  return kAtomRows * (order < long_tiles ? query_tiles - 1 - order : order - long_tiles);
+}
+
+template <class Traits>
+CUTE_DEVICE ShortTile tile_of_cta(typename Traits::Params const& params) {
+  int const head = blockIdx.x, order = blockIdx.y, b = blockIdx.z;
+  if constexpr (Traits::Unlike) {
+    Sequence const sequence = sequence_of(params.lengths, b);
+    int const tiles = (sequence.visibility.n_q + kAtomRows - 1) / kAtomRows, row0 = row0_of(order, tiles);
+    return {order < tiles, head, sequence.batch, sequence.q_row0 + row0, sequence.k_row0, row0, sequence.visibility};
+  } else {
+    int const row0 = row0_of(order, params.query_tiles);
+    return {true,
+            head,
+            b,
+            row0,
+            0,
+            row0,
+            {params.n_q, params.n_kv, params.start_pos, params.window_left, params.window_right}};
+  }
+}
+
+/// What a mask's map says of the key tiles of a CTA's rows, a bit each. The launch that writes it may have run beside
+/// this one: it is not read as what never changes.
+struct SeenTiles {
+  uint32_t some, all;  // whether some pair is seen, and all
+
+  SeenTiles() = default;
+  CUTE_DEVICE SeenTiles(ShortParamsOfMask const& params, int row0) {
+    Mask const& mask = params.mask;
+    int const block = mask.row == 0 ? 0 : row0 / Mask::kBlock;
+    uint2 const map =
+        __ldcg(reinterpret_cast<uint2 const*>(bits_of(mask) + (mask.rows + block) * Mask::words_of(params.n_kv)));
+    some = map.x, all = map.y;
+  }
+
+  CUTE_DEVICE bool sees(int tile) const { return some >> tile & 1; }
+  CUTE_DEVICE bool hides(int tile) const { return !(all >> tile & 1); }
+
+  /// From the first to the last of `tiles` that is seen.
+  CUTE_DEVICE Range within(Range const& tiles) const {
+    if (tiles.size() == 0) return tiles;
+    uint32_t const seen = some & ~0u << tiles.begin & ~0u >> (32 - tiles.end);
+    return seen == 0 ? Range{0, 0} : Range{__ffs(seen) - 1, 32 - __clz(seen)};
+  }
+
+  /// Which of the lane's columns of a tile a row sees.
+  CUTE_DEVICE static uint32_t columns(ShortParamsOfMask const& params, int row, int tile, int lane) {
+    auto const* const of_row = bits_of(params.mask) + min(row, params.n_q - 1) * params.mask.row;
+    return columns_of_words(__ldcg(reinterpret_cast<uint2 const*>(of_row) + tile), lane);
+  }
+
+ private:
+  /// Those of the head's first row, worked out where they are asked for: no register is left to keep where they are.
+  CUTE_DEVICE static uint32_t const* bits_of(Mask const& mask) {
+    return mask.bits + int(blockIdx.z) * mask.batch + int(blockIdx.x) * mask.head;
+  }
 };
 
 /// The warp that copies: sets up the barriers, asks for Q and the first keys, and keeps the rings of K and V full.
 template <class Traits>
-CUTE_DEVICE void copy_short(ShortParams const& params, TensorMaps const& maps, typename Traits::SharedStorage& shared,
-                            Range const& tiles, int row0, int head, int batch) {
+CUTE_DEVICE void copy_short(typename Traits::Params const& params, TensorMaps const& maps,
+                            typename Traits::SharedStorage& shared, ShortTile const& here, Range tiles) {
   constexpr int B_c = Traits::B_c, Stages = Traits::Stages;
   bool const leader = threadIdx.x % 32 == 0;
-  int const head_kv = params.heads_per_kv.div(head);
+  int const head_kv = params.heads_per_kv.div(here.head);
   RingPosition<Stages> at;
   auto const load_k = [&](int tile) {
     copy_panels<B_c, Traits::ColumnsQK>(maps.k, shared.k_full[at.stage], shared.k + at.stage * B_c * Traits::ColumnsQK,
-                                        tile * B_c, head_kv, batch, TMA::CacheHintSm90::EVICT_LAST);
+                                        here.k_row0 + tile * B_c, head_kv, here.batch, TMA::CacheHintSm90::EVICT_LAST);
   };
+  [[maybe_unused]] SeenTiles seen;
   if (leader) {
     auto const init = [](Barrier(&full)[Stages], Barrier(&empty)[Stages]) {
       for (auto& barrier : full) barrier.init(1);
       for (auto& barrier : empty) barrier.init(kWarpgroup / 32);
     };
     shared.q_full.init(1);
+    if constexpr (Traits::Unlike) shared.v_tail.init(1);
     init(shared.k_full, shared.k_empty);
     init(shared.v_full, shared.v_empty);
     cutlass::arch::fence_barrier_init();
     if (tiles.size() > 0) {
-      copy_packed_panels<kAtomRows, Traits::ColumnsQK>(maps.q, shared.q_full, shared.q, kAtomRows, row0, head, batch,
-                                                       TMA::CacheHintSm90::EVICT_FIRST);
-      load_k(tiles.end - 1);
+      copy_packed_panels<kAtomRows, Traits::ColumnsQK>(maps.q, shared.q_full, shared.q, kAtomRows, here.q_row0,
+                                                       here.head, here.batch, TMA::CacheHintSm90::EVICT_FIRST);
+      if constexpr (Traits::HasMask) {
+        wait_for_launch_before();  // which packs the mask; q, k and v were there before it
+        seen = {params, here.row0};
+        tiles = seen.within(tiles);
+      }
+      if (tiles.size() > 0) load_k(tiles.end - 1);
     }
   }
   __syncthreads();
-  if (!leader) return;
+  if (!Traits::Unlike && !leader) return;
   CUTE_NO_UNROLL
   for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+    if (Traits::HasMask && !seen.sees(tile)) continue;
     if (tile < tiles.end - 1) {
       shared.k_empty[at.stage].wait_for(at.phase ^ 1);
-      load_k(tile);
+      if (leader) load_k(tile);
     }
     shared.v_empty[at.stage].wait_for(at.phase ^ 1);
-    copy_panels<B_c, Traits::ColumnsV>(maps.v, shared.v_full[at.stage], shared.v + at.stage * B_c * Traits::ColumnsV,
-                                       tile * B_c, head_kv, batch, TMA::CacheHintSm90::EVICT_LAST);
+    auto* const to = shared.v + at.stage * B_c * Traits::ColumnsV;
+    auto const load_v = [&](Barrier& barrier) {
+      if (leader)
+        copy_panels<B_c, Traits::ColumnsV>(maps.v, barrier, to, here.k_row0 + tile * B_c, head_kv, here.batch,
+                                           TMA::CacheHintSm90::EVICT_LAST);
+    };
+    if constexpr (Traits::Unlike) {
+      int const len_kv = here.visibility.len_kv, keys = len_kv - tile * B_c;
+      bool const cut = keys < B_c && here.k_row0 + len_kv < params.lengths.stored_keys();  // one tile of a CTA
+      TailCopy{shared.v_tail}.template tile<B_c, Traits::ColumnsV>(shared.v_full[at.stage], to, cut, {0, keys}, load_v);
+    } else {
+      load_v(shared.v_full[at.stage]);
+    }
     at.advance();
   }
-}
-
-/// The first row of a CTA's query tile. The longest tiles of a causal mask come first and the shortest next, so that
-/// two that share a multiprocessor make about the same work everywhere: causal (1, 512, 32 heads on 8, 128), in tiles
-/// of 128 keys, took 15.6 us from the longest to the shortest and 15.0 so.
-CUTE_DEVICE int row0_of(int order, int query_tiles) {
-  int const long_tiles = query_tiles - query_tiles / 2;
-  return kAtomRows * (order < long_tiles ? query_tiles - 1 - order : order - long_tiles);
 }
 
 /// Brings what both warpgroups have summed up together in the first; true in the second, which is done then. Where
@@ -164,17 +269,18 @@ CUTE_DEVICE bool merge_warpgroups(typename Traits::SharedStorage& shared, int wa
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
-    short_kernel(__grid_constant__ ShortParams const params, __grid_constant__ TensorMaps const maps) {
+    short_kernel(__grid_constant__ typename Traits::Params const params, __grid_constant__ TensorMaps const maps) {
   using Element = typename Traits::Element;
   constexpr int B_c = Traits::B_c, Warpgroups = Traits::Warpgroups;
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
-  int const row0 = row0_of(blockIdx.y, params.query_tiles);
-  int const head = blockIdx.x, batch = blockIdx.z;
-  Visibility const visibility{params.n_q, params.n_kv, params.start_pos, params.window_left, params.window_right};
-  Range const tiles = visibility.tiles_of(row0, kAtomRows, B_c);
+  ShortTile const here = tile_of_cta<Traits>(params);
+  if (Traits::Unlike && !here.exists) return;
+  int const row0 = here.row0, head = here.head;
+  Visibility const& visibility = here.visibility;
+  Range tiles = visibility.tiles_of(row0, kAtomRows, B_c);
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
-  if (warpgroup == Warpgroups) return copy_short<Traits>(params, maps, shared, tiles, row0, head, batch);
+  if (warpgroup == Warpgroups) return copy_short<Traits>(params, maps, shared, here, tiles);
 
   int const lane = threadIdx.x % 32, warp_row = threadIdx.x % kWarpgroup / 32 * 16;
   Tensor fQ = operand_q<Traits>(shared.q, 0);
@@ -194,29 +300,51 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
   // What the end wants of the parameters comes while the first tiles are on their way.
   Range const unmasked = visibility.unmasked_tiles_of(row0, kAtomRows, B_c);
   float scale = params.scale, sink_log2 = params.sink ? params.sink[head] * kLog2e : -INFINITY;
-  int rows = params.n_q - row0 - warp_row, head_dim_v = params.head_dim_v;  // rows of the warp's 16 that exist
+  int rows = visibility.n_q - row0 - warp_row, head_dim_v = params.head_dim_v;  // rows of the warp's 16 that exist
   int64_t row_stride = params.o_stride.row;
-  Element* out = static_cast<Element*>(params.o) + batch * params.o_stride.batch + (row0 + warp_row) * row_stride +
+  int const row_of_q = here.q_row0 + warp_row;
+  Element* out = static_cast<Element*>(params.o) + here.batch * params.o_stride.batch + row_of_q * row_stride +
                  head * params.o_stride.head;
   float* lse_out = params.lse;  // null: not asked for
-  if (lse_out) lse_out += (int64_t(batch) * params.heads_q + head) * params.n_q + row0 + warp_row;
-  materialize(scale), materialize(sink_log2), materialize(rows), materialize(head_dim_v), materialize(row_stride),
-      materialize(out), materialize(lse_out);
+  if (lse_out) {
+    int stored_rows = params.n_q;
+    if constexpr (Traits::Unlike) stored_rows = params.lengths.stored_rows();
+    lse_out += (int64_t(here.batch) * params.heads_q + head) * stored_rows + row_of_q;
+  }
+  if constexpr (!Traits::HasMask) {  // beside one no registers are left
+    materialize(scale), materialize(sink_log2), materialize(rows), materialize(head_dim_v), materialize(row_stride),
+        materialize(out), materialize(lse_out);
+  }
 
   OnlineSoftmax<2, 4, 1> softmax;
   clear(cO);
+  bool const has_q = tiles.size() > 0;
+  [[maybe_unused]] SeenTiles seen;
+  if constexpr (Traits::HasMask) {
+    wait_for_launch_before();
+    seen = {params, row0};
+    tiles = seen.within(tiles);
+  }
   int const first = tiles.end - 1 - warpgroup;
   int stage = warpgroup;
   uint32_t phase = 0;
   __syncthreads();  // the barriers are set up
-  if (first >= tiles.begin) shared.q_full.wait_for(0);
+  if (has_q) shared.q_full.wait_for(0);
   CUTE_NO_UNROLL
   for (int tile = first; tile >= tiles.begin; tile -= Warpgroups) {
-    bool const masked = !unmasked.contains(tile);
+    bool masked = !unmasked.contains(tile);
+    if constexpr (Traits::HasMask) {
+      if (!seen.sees(tile)) continue;
+      masked |= seen.hides(tile);
+    }
     TileMask<B_c / 4> mask;
     if (masked) {
       int const row = row0 + warp_row + lane / 4;
       mask = {visibility.counted_from(tile * B_c), {row, row + row_of(1)}, lane};
+      if constexpr (Traits::HasMask) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) mask.visible[i][0] &= SeenTiles::columns(params, row + row_of(i), tile, lane);
+      }
       for (auto& words : mask.visible) materialize(words[0]);
     }
     shared.k_full[stage].wait_for(phase);
@@ -266,14 +394,16 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
 }
 
 /// The kernel of one tile shape, launched for every query tile.
-template <int B_c, int HeadDim, class Element, int Stages, int Warpgroups>
+template <int B_c, int HeadDim, class Element, int Stages, int Warpgroups, Features Mods = 0>
 struct ShortFMHA {
-  using Traits = ShortTraits<B_c, HeadDim, Element, Stages, Warpgroups>;
+  using Traits = ShortTraits<B_c, HeadDim, Element, Stages, Warpgroups, Mods>;
   static constexpr char const* kFamily = "sm90";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &short_kernel<Traits>;
   static constexpr Kind kKind = Kind::Short;
-  static constexpr Features kTakes = feature::Sink;
+  static constexpr Features kTakes = feature::Sink | Mods, kWants = Traits::HasMask ? Mods : 0;
+  static bool takes_shape(Params const& params) { return !Traits::HasMask || params.n_kv <= Traits::kTilesOfMap * B_c; }
+  static bool waits(Params const& params) { return Traits::HasMask && params.mask.packed_before; }
   static_assert(Traits::CtasAtOnce * (kSharedBytes + 1024) <= 228 * 1024, "what a multiprocessor of Hopper has");
 };
 
