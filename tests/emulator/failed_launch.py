@@ -29,7 +29,7 @@ reason = cutlass_ext.explain(*tensors, **options).reason
 assert "more once what decodes beside them is done" in reason, reason
 # Tiles that are alike: CTAs come to the end of the queue together, and none finds what one of them would put right.
 alike = [make(1, 128, 12, d) for _ in "qkv"]
-of_alike = {"seqused_k": int32([128]), "backend": "sm90"}
+of_alike = {"seqused_k": int32([128]), "num_splits": 1, "backend": "sm90"}  # fixed: not for the short kernels
 assert cutlass_ext.explain(*alike, **of_alike).kernel == "persistent"
 calls = (tensors, options), (alike, of_alike)
 want = [cutlass_ext.fmha(*t, **o) for t, o in calls]
