@@ -74,9 +74,13 @@ struct Philox {
  private:
   static constexpr uint32_t kM0 = 0xD2511F53u, kM1 = 0xCD9E8D57u;
   CUTE_HOST_DEVICE static void multiply(uint32_t a, uint32_t b, uint32_t& low, uint32_t& high) {
+#if defined(__CUDA_ARCH__)
+    asm("{ .reg .b64 x; mul.wide.u32 x, %2, %3; mov.b64 {%0, %1}, x; }" : "=r"(low), "=r"(high) : "r"(a), "r"(b));
+#else
     uint64_t const product = uint64_t(a) * b;
     low = uint32_t(product);
     high = uint32_t(product >> 32);
+#endif
   }
   CUTE_HOST_DEVICE uint32_t key0_of(int round) const { return key0 + round * 0x9E3779B9u; }
   CUTE_HOST_DEVICE uint32_t key1_of(int round) const { return key1 + round * 0xBB67AE85u; }
@@ -90,26 +94,34 @@ CUTE_HOST_DEVICE constexpr int bit_of_pair(int key, int row) {
   return key % 4 * 8 + key / 4 % 2 * 4 + key / 8 * 2 + row;
 }
 
+/// What the numbers of pairs are compared with, as the comparison wants it.
+struct Threshold {
+  uint32_t shared;     // the lower 24 bits, at the top of a word
+  uint32_t enough[8];  // of the other bits, the lowest first: all ones where it has a 0, and as much is enough
+
+  CUTE_HOST_DEVICE Threshold(uint32_t threshold) : shared(threshold << 8) {
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) enough[i] = (threshold >> (24 + i) & 1) - 1;
+  }
+};
+
 /// Which pairs of a block are kept, those whose numbers are the threshold or more: of `keys` with the row at the even
 /// position `row` and the next one. A word has one bit of all 32 numbers, and they are compared bit by bit from the
 /// lowest on: what a bit decides is a majority.
 CUTE_HOST_DEVICE uint32_t kept_of_block(Philox const& philox, uint32_t row, Philox::OfSixteen const& keys,
-                                        uint32_t threshold) {
+                                        Threshold const& threshold) {
   uint32_t x[4], kept;
   auto const compare = [&](int first) {
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      uint32_t const enough = (threshold >> (first + i) & 1) - 1;  // to be as much, where the threshold has a 0
-      kept = (x[i] & kept) | (enough & (x[i] | kept));
-    }
+    for (int i = 0; i < 4; ++i) kept = (x[i] & kept) | (threshold.enough[first + i] & (x[i] | kept));
   };
   auto const rotated = [](uint32_t word, int by) { return word << by | word >> (32 - by); };
   philox.draw(philox.of_row(row), keys, x);
   uint32_t const shared = x[0] ^ rotated(x[1], 11) ^ rotated(x[2], 22);
-  kept = shared < threshold << 8 ? 0 : ~0u;
-  compare(24);
+  kept = shared < threshold.shared ? 0 : ~0u;
+  compare(0);
   philox.draw(philox.of_row(row + 1), keys, x);
-  compare(28);
+  compare(4);
   return kept;
 }
 
@@ -120,7 +132,7 @@ CUTE_HOST_DEVICE BiasType dtype_of_bias(Pairs const& pairs) { return pairs.bias.
 CUTE_HOST_DEVICE bool has_mask(Pairs const& pairs) { return pairs.mask.bits; }
 CUTE_HOST_DEVICE bool changes_scores(Pairs const& pairs) { return pairs.bias.data || pairs.mask.bits; }
 CUTE_HOST_DEVICE bool has_dropout(Pairs const& pairs) { return pairs.dropout.seed; }
-CUTE_HOST_DEVICE uint32_t threshold_of(Pairs const& pairs) { return pairs.dropout.threshold; }
+CUTE_HOST_DEVICE Threshold threshold_of(Pairs const& pairs) { return pairs.dropout.threshold; }
 CUTE_HOST_DEVICE bool has_pairs(Pairs const& pairs) { return changes_scores(pairs) || has_dropout(pairs); }
 
 template <class T>
@@ -225,14 +237,13 @@ struct PairMod {
     }
     words = Mask::words_of(opaque(params.n_kv));
     if (params.mask.bits) mask = params.mask.bits + b * params.mask.batch + h * params.mask.head;
-    if (Dropout const& x = params.dropout; x.seed) {
-      uint64_t const offset = uint64_t(x.seed[1]) * Dropout::kSpread;
-      seed[0] = uint32_t(x.seed[0]), seed[1] = uint32_t(uint64_t(x.seed[0]) >> 32);
-      origin = leftpad + (x.key_starts ? clamp(x.key_starts[b], -kMaxPosition, kMaxPosition) : x.key_start);
-      position = of.visibility.offset(0, 0) + origin;
-      head = uint32_t(h) + uint32_t(x.head_start) + uint32_t(offset);
-      sequence = uint32_t(b) + uint32_t(x.sequence_start) + uint32_t(offset >> 32);
-    }
+    if (params.dropout.seed) place_dropout(params.dropout, of.visibility, b, h);
+  }
+
+  /// With dropout alone, where no keys are cut off in front.
+  CUTE_DEVICE PairMod(Dropout const& dropout, Visibility const& visibility, int b, int h)
+      : bias(nullptr), mask(nullptr), leftpad(0), bias_in_pairs(false) {
+    place_dropout(dropout, visibility, b, h);
   }
 
   /// Goes on to another head, `heads` further.
@@ -311,7 +322,7 @@ struct PairMod {
 
   /// Which pairs dropout keeps of sixteen keys and two rows, from these on: bits as `bit_of_pair` has them. They may
   /// lie anywhere; where they are a block of `Dropout` it is one draw, else one of each that has some of them.
-  CUTE_DEVICE uint32_t kept_of_two(uint32_t threshold, int row, int key) const {
+  CUTE_DEVICE uint32_t kept_of_two(Threshold const& threshold, int row, int key) const {
     Philox const philox(seed, head, sequence);
     int const at_row = position + row, at_key = key + origin;
     uint32_t kept = kept_of_block(philox, at_row & ~1, philox.of_sixteen(at_key >> 4), threshold);
@@ -329,7 +340,7 @@ struct PairMod {
 
   /// Which of the `count` keys from `key` on dropout keeps of a row, 32 at most, wherever they lie; bits of some that
   /// follow are behind theirs.
-  CUTE_DEVICE uint32_t kept(uint32_t threshold, int row, int key, int count) const {
+  CUTE_DEVICE uint32_t kept(Threshold const& threshold, int row, int key, int count) const {
     int const first = key + origin, shift = first & (kBlockKeys - 1);
     uint32_t word = 0;
     CUTE_NO_UNROLL
@@ -385,7 +396,7 @@ struct PairMod {
 
   /// Makes 0 of what dropout does not keep of the keys from `key` on, and `scale` times as much of the others.
   template <int Count>
-  CUTE_DEVICE void drop(float (&p)[Count], uint32_t threshold, int row, int key, float scale = 1.f) const {
+  CUTE_DEVICE void drop(float (&p)[Count], Threshold const& threshold, int row, int key, float scale = 1.f) const {
     uint32_t const of_keys = kept(threshold, row, key, Count);
     CUTE_UNROLL
     for (int e = 0; e < Count; ++e) p[e] = of_keys >> e & 1 ? p[e] * scale : 0.f;
@@ -395,7 +406,7 @@ struct PairMod {
   /// of rows, those of 16 rows and 64 keys, or of 32 and 32. Each lane draws for a block and trades with seven others
   /// for the bits of its own.
   template <int Keys = 64>
-  CUTE_DEVICE uint32_t kept_of_rows(uint32_t threshold, int row, int key, int lane) const {
+  CUTE_DEVICE uint32_t kept_of_rows(Threshold const& threshold, int row, int key, int lane) const {
     static_assert(Keys == 64 || Keys == 32, "a block a lane");
     int const far = lane / 2 % 2;
     uint32_t const block = kept_of_two(threshold, row + lane / 8 * 2 + lane / 4 % 2 * 8 + (Keys == 32 ? far * 16 : 0),
@@ -410,7 +421,7 @@ struct PairMod {
 
   /// The same in accumulators of keys: of 16 keys and 64 rows, or of 32 and 32.
   template <int Rows = 64>
-  CUTE_DEVICE uint32_t kept_of_keys(uint32_t threshold, int row, int key, int lane) const {
+  CUTE_DEVICE uint32_t kept_of_keys(Threshold const& threshold, int row, int key, int lane) const {
     static_assert(Rows == 64 || Rows == 32, "a block a lane");
     constexpr int kLanes = Rows / kBlockRows;
     uint32_t const block = kept_of_two(threshold, row + lane % kLanes * kBlockRows, key + lane / kLanes * kBlockKeys);
@@ -423,6 +434,15 @@ struct PairMod {
   }
 
  private:
+  CUTE_DEVICE void place_dropout(Dropout const& of, Visibility const& visibility, int b, int h) {
+    uint64_t const offset = uint64_t(of.seed[1]) * Dropout::kSpread;
+    seed[0] = uint32_t(of.seed[0]), seed[1] = uint32_t(uint64_t(of.seed[0]) >> 32);
+    origin = leftpad + (of.key_starts ? clamp(of.key_starts[b], -kMaxPosition, kMaxPosition) : of.key_start);
+    position = visibility.offset(0, 0) + origin;
+    head = uint32_t(h) + uint32_t(of.head_start) + uint32_t(offset);
+    sequence = uint32_t(b) + uint32_t(of.sequence_start) + uint32_t(offset >> 32);
+  }
+
   /// Of block `of` of several, of the earlier or later row (bit 0) and keys (bit 1), the pairs that are wanted, where
   /// they are wanted.
   CUTE_DEVICE static uint32_t part_of_block(uint32_t block, int of, int more, int at_key) {
@@ -441,7 +461,7 @@ struct PairMod {
 
   /// Of the block that a row has with the keys whose positions, divided by sixteen, are `group`: the row's bits are
   /// where those of a block's first row are.
-  CUTE_DEVICE uint32_t block_of(uint32_t threshold, int row, int group) const {
+  CUTE_DEVICE uint32_t block_of(Threshold const& threshold, int row, int group) const {
     Philox const philox(seed, head, sequence);
     int const at = position + row;
     return kept_of_block(philox, at & ~1, philox.of_sixteen(group), threshold) >> (at & 1);

@@ -161,7 +161,7 @@ struct Mask {
   uint32_t const* bits = nullptr;        // [1 or B, 1 or H_q, stored_rows(rows), words]; null: none
   int64_t batch = 0, head = 0, row = 0;  // strides in words, 0 where broadcast
   int rows = 0;                          // 1 or N_q
-  bool packed_before = false;            // whether an ordinary launch right before the call writes the bits
+  bool packed_before = false;            // whether an ordinary launch of the call, if any, writes the bits first
 
   Mask() = default;
   /// Of the bits of [batch, heads, rows, keys], one after the other.

@@ -70,10 +70,11 @@ inline Visibility visibility_of_all(Lengths const& lengths) {
   return sequence_of(lengths, 0).visibility;
 }
 
-/// What the longest sequence may see, as far as the host knows.
+/// What the longest sequence may see, as far as the host knows: with positions that only the device knows, as if its
+/// last row saw its last key.
 inline Visibility visibility_of_longest(Lengths const& lengths) {
   int const n_q = lengths.n_q, n_kv = lengths.n_kv;
-  return {n_q, n_kv, lengths.start_pos_kind == StartPos::End ? n_kv - n_q : lengths.start_pos, lengths.window_left,
+  return {n_q, n_kv, lengths.start_pos_kind == StartPos::Scalar ? lengths.start_pos : n_kv - n_q, lengths.window_left,
           lengths.window_right};
 }
 

@@ -148,12 +148,13 @@ struct OnlineSoftmax {
     return cutlass_ext::finish<Element>({m[i], warp_sum<Lanes, Stride>(l[i])}, sink_log2);
   }
 
-  /// The same, with row `i` of O.
+  /// The same, with row `i` of O, and times `scale`.
   template <class Element, class OutTensor>
-  CUTE_DEVICE Finish finish(int i, float sink_log2, OutTensor& O) const {
+  CUTE_DEVICE Finish finish(int i, float sink_log2, OutTensor& O, float scale = 1.f) const {
     Finish const row = finish<Element>(i, sink_log2);
+    float const factor = row.factor * scale;
     CUTE_UNROLL
-    for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= row.factor;
+    for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= factor;
     return row;
   }
 

@@ -157,7 +157,6 @@ struct ShortTiles {
 
   ShortTiles(Params const& p, Device const& device)
       : of_head(Scheduler::tiles_of(p.n_q, kBlock)), visibility(visibility_of_longest(p)) {
-    if (p.start_pos_kind == StartPos::PerBatch) visibility.start_pos = p.n_kv - p.n_q;  // only the device knows them
     int64_t const heads = int64_t(p.batch) * p.heads_q;
     for (int tile = 0; tile < of_head; ++tile) {
       int64_t const blocks = std::max(1, visibility.tiles_of(tile * kBlock, kBlock, kBlock).size());  // a CTA at least
@@ -172,6 +171,9 @@ struct ShortTiles {
   bool are_mostly_empty(Params const& p) const {
     return p.packed() && int64_t(p.batch) * of_head > 4 * (p.total_q / kBlock + int64_t(p.batch));
   }
+
+  /// Whether half of the last tile of 128 keys or more would be empty.
+  bool half_fills_large_tiles(Params const& p) const { return ceil_div(p.n_kv, kBlock) % 2 != 0; }
 
   /// Whether a causal mask or a window makes them unequal.
   bool unequal() const { return 4 * blocks_of_head < 3 * longest * of_head; }
@@ -202,12 +204,21 @@ inline bool short_tiles_pay_of_unlike(ShortTiles const& tiles, int head_dim, int
   return blocks <= (tiles.unequal() && longest <= 8 ? 110 : 36);
 }
 
-/// The same of calls with a mask, whatever it hides: of 220 random calls of tiles that see up to 11 blocks those with
-/// padding are 1.51 times as fast in the mean as in the persistent kernels or by mma.sync, the lowest 0.97, with pairs
-/// at random 1.37, with nothing hidden 1.46. At head_dim 128 up to 7 where there are many: (66, 503), 16 heads, nothing
-/// hidden, 308 us for 267.
-inline bool short_tiles_pay_with_mask(ShortTiles const& tiles, int head_dim) {
-  return tiles.longest <= (head_dim > 96 && tiles.blocks_a_multiprocessor > 36 ? 7 : 11);
+/// The same of calls with a mask, dropout or a bias.
+/// A mask, whatever it hides: of 220 random calls of tiles that see up to 11 blocks those with padding are 1.51 times as
+/// fast in the mean as in the persistent kernels or by mma.sync, the lowest 0.97, with pairs at random 1.37, with
+/// nothing hidden 1.46. At head_dim 128 up to 7 where there are many: (66, 503), 16 heads, nothing hidden, 308 us
+/// for 267.
+inline bool short_tiles_pay_with_pairs(Params const& p, ShortTiles const& tiles, int head_dim, Device const& device) {
+  Features const has = features_of(p) & feature::kPairs;
+  int64_t const longest = tiles.longest;
+  bool const many = tiles.blocks_a_multiprocessor > 36, wide = head_dim > 96;
+  if ((has & feature::Bias) && (has & feature::Dropout)) return longest <= 10 || tiles.all >= device.multiprocessors;
+  if (has & feature::Dropout) return longest <= 11;
+  if (has & feature::Mask) return longest <= (wide && many ? 7 : 11);
+  if (tiles.unequal()) return longest <= (wide ? 6 : 13);
+  if (!many) return longest <= (wide ? 5 : 11);
+  return longest <= (tiles.half_fills_large_tiles(p) ? wide ? 5 : 9 : wide ? 2 : 4);
 }
 
 /// How many warpgroups a query tile gets in the short kernels of Hopper; 0 where others are faster. Blocks are of 64
@@ -238,7 +249,7 @@ inline int warpgroups_of_short(Params const& p, Device const& device) {
   bool const packs = should_pack_heads(p, 2 * ShortTiles::kBlock);
   int const heads_a_tile = packs ? p.heads_q / p.heads_kv : 1;
   if (packs && p.n_q <= kMaxDecodeRows && (longest > 16 || blocks > 6)) return 0;
-  if (features_of(p) & feature::Mask) return short_tiles_pay_with_mask(tiles, head_dim) ? 1 : 0;
+  if (features_of(p) & feature::kPairs) return short_tiles_pay_with_pairs(p, tiles, head_dim, device) ? 1 : 0;
   if (!all_alike(p)) {
     bool const pays = !tiles.are_mostly_empty(p) && short_tiles_pay_of_unlike(tiles, head_dim, heads_a_tile);
     return pays ? 1 : 0;

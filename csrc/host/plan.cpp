@@ -204,7 +204,8 @@ Plan plan_prefill(Call const& call) {
   Params const& p = call.params;
   std::string const& backend = call.request.backend;
   Features const beside = call.features & ~feature::Sink;
-  bool const may_be_short = beside == feature::Mask || (beside & ~(feature::kUnlike | feature::Packed)) == 0;
+  constexpr Features kPairsOfShort = feature::Bias | feature::Mask | feature::Dropout;
+  bool const may_be_short = (beside & ~kPairsOfShort) == 0 || (beside & ~(feature::kUnlike | feature::Packed)) == 0;
   int const warpgroups = may_be_short ? warpgroups_of_short(p, call.device) : 0;
   // With the number of splits fixed nothing may depend on the batch; few rows that sm80 would have decode.
   bool const could_decode = p.n_q <= kMaxDecodeRows && (call.request.is_cache || !p.packed());
@@ -431,7 +432,7 @@ void run(Plan const& plan, cudaStream_t stream, Allocate const& allocate) {
     params = after_append(params, rotated_q);
   }
   if (plan.grid.ctas.x == 0) return;
-  if (plan.kernel->kind == Kind::Persistent && shares_bias(params))
+  if ((plan.kernel->kind == Kind::Persistent || plan.kernel->kind == Kind::Short) && shares_bias(params))
     static_cast<Pairs&>(params) = align_bias(params, stream, allocate);
   std::optional<Plan> exact;
   if (plan.out_of_range) {

@@ -77,11 +77,13 @@ Kernel brief(DType dtype, int d, int warpgroups, int shared, Features more = 0) 
   int const threads = 128 * warpgroups + 32;
   return {"sm90", Kind::Short, dtype, d, d, 64, 64, Sink | more, threads, shared, new_entry(), nullptr, nullptr};
 }
-/// Of calls with a mask.
-Kernel brief_with_mask(DType dtype, int d, int shared) {
-  Kernel kernel = brief(dtype, d, 1, shared, feature::Mask);
-  kernel.wants = feature::Mask;
-  kernel.takes_shape = [](Params const& p) { return p.n_kv <= 2048; };
+/// Of calls with a mask; with dropout, too, or with dropout alone; and with a bias, and whatever of both.
+Kernel brief_with(Features wants, Features more, DType dtype, int d, int shared) {
+  Kernel kernel = brief(dtype, d, 1, shared, wants | more);
+  kernel.wants = wants;
+  kernel.takes_shape = [](Params const& p) {
+    return (!has_mask(p) || p.n_kv <= 2048) && (!has_bias(p) || is_copyable(bias_of(p)) || shares_bias(p));
+  };
   return kernel;
 }
 Kernel decode(DType dtype, int d, int b_r, int b_c, int threads, int shared, Features takes = kDecode) {
@@ -257,11 +259,15 @@ RegisteredKernels of_16_bits(DType t) {
       whole_heads<64>(Kind::Heads, t, 24576),
       brief(t, 64, 1, 25600),
       brief(t, 64, 1, 25600, Packed | kUnlike),
-      brief_with_mask(t, 64, 25600),
+      brief_with(feature::Mask, 0, t, 64, 25600),
+      brief_with(feature::Dropout, feature::Mask, t, 64, 25600),
+      brief_with(feature::Bias, feature::Mask | feature::Dropout, t, 64, 33792),
       brief(t, 64, 2, 93184),
       brief(t, 128, 1, 50176),
       brief(t, 128, 1, 50176, Packed | kUnlike),
-      brief_with_mask(t, 128, 50176),
+      brief_with(feature::Mask, 0, t, 128, 50176),
+      brief_with(feature::Dropout, feature::Mask, t, 128, 50176),
+      brief_with(feature::Bias, feature::Mask | feature::Dropout, t, 128, 58368),
       brief(t, 128, 2, 183296),
       decode(t, 64, 16, 16, 128, 99456, kPlainDecode | Packed),
       decode(t, 64, 16, 16, 128, 99456),

@@ -1,10 +1,12 @@
 """The kernels of Hopper for short launches: tiles of 64 rows and keys, by one warpgroup with one stage and by two with
-two each; those of one for a mask, and for sequences that only the device knows. Against the oracle; everything else
-that "auto" runs in other modules is often theirs, too."""
+two each; those of one for a mask, for dropout, for a bias, and for sequences that only the device knows. Against the
+oracle; everything else that "auto" runs in other modules is often theirs, too."""
+
+import itertools
 
 import pytest
 import torch
-from oracle import expect, expect_packed, peer_tolerance
+from oracle import assert_same_bits, expect, expect_packed, peer_tolerance
 from test_varlen import packed
 
 import cutlass_ext
@@ -100,20 +102,24 @@ def test_masks(hopper, d, d_v, features):
             check(hopper, q, k, v, f"{what}, {n_q=}, {n_kv=}", **options)
 
 
+@pytest.mark.parametrize("beside", ["nothing", "dropout", "a bias"])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("batch", [1, 30, 48])
-def test_a_mask_that_has_just_been_packed(hopper, batch, d):
+def test_a_mask_that_has_just_been_packed(hopper, batch, d, beside):
     """The kernel may begin before the launch that packs the mask has ended: calls with other masks follow each other,
     whose bits lie in the same places, and so do those of a captured graph."""
     q, k, v = hopper.qkv(batch, 130, 12, d)
     masks = [torch.rand(batch, 1, 130, 130, device=hopper.device) < 0.5 for _ in range(8)]
-    assert cutlass_ext.explain(q, k, v, mask=masks[0]).kernel == "short"
-    want = [cutlass_ext.fmha(q, k, v, mask=mask, num_splits=1) for mask in masks]
+    options = dropout_of(hopper) if beside == "dropout" else {}
+    if beside == "a bias":  # 130 keys are no whole vectors: a launch copies it between the packing and the kernel
+        options = {"bias": torch.randn(1, 12, 130, 130, device=hopper.device).to(q.dtype)}
+    assert cutlass_ext.explain(q, k, v, mask=masks[0], **options).kernel == "short"
+    want = [cutlass_ext.fmha(q, k, v, mask=mask, num_splits=1, **options) for mask in masks]
     got = [torch.empty_like(q) for _ in masks]
 
     def call():
         for mask, out in zip(masks, got, strict=True):
-            cutlass_ext.fmha(q, k, v, mask=mask, out=out)
+            cutlass_ext.fmha(q, k, v, mask=mask, out=out, **options)
 
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
@@ -159,6 +165,93 @@ def test_masks_that_others_have(hopper):
     mask = mask[..., :100]
     for options in ({"seqused_k": hopper.int32([7, 100])}, {"softcap": 2.0}, {"num_splits": 1}):
         assert cutlass_ext.explain(q, k, v, mask=mask, **options).kernel != "short", options
+
+
+# ------------------------------------------------------------------------------------------------ dropout and bias
+def dropout_of(target, *words, p=0.3):
+    return {"dropout_p": p, "dropout_seed": torch.tensor(words or (20, -7), device=target.device)}
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("d,d_v", [(64, 64), (128, 128), (8, 40), (72, 104)])
+def test_dropout(hopper, d, d_v, features):
+    for (n_q, n_kv), key_start in zip(((75, 64), (40, 191), (130, 200), (64, 700)), (0, 5, 32, -3), strict=True):
+        q, k, v = hopper.qkv(3, n_q, 4, d, n_kv=n_kv, heads_kv=2, d_v=d_v)
+        drop = dropout_of(hopper) | {"key_start": key_start, "head_start": 3, "sequence_start": 2}
+        for what, mask in itertools.chain((("no mask", None),), masks_of(hopper, 3, 4, n_q, n_kv)):
+            options = FEATURES[features] | drop | {"sink": hopper.vector(4), "mask": mask}
+            check(hopper, q, k, v, f"{what}, {n_q=}, {n_kv=}", **options)
+
+
+def biases_of(target, batch, heads, n_q, n_kv):
+    """Of 16 bits: of every shape, where rows are whole vectors and where they are not, or lie across."""
+    for dtype, dims in itertools.product((torch.float16, torch.bfloat16), itertools.product((batch, 1), (heads, 1))):
+        x = torch.randn(*dims, n_q, n_kv, device=target.device)
+        yield f"{dims}, {dtype}", x.masked_fill(torch.rand_like(x) < 0.1, float("-inf")).to(dtype)
+    yield "across", torch.randn(1, heads, n_kv, n_q, device=target.device).half().mT
+    yield "rows apart", torch.randn(1, heads, n_q, n_kv + 13, device=target.device).half()[..., 5:-8]
+
+
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("d,d_v", [(64, 64), (128, 128), (8, 40), (72, 104)])
+def test_biases(hopper, d, d_v, features):
+    for n_q, n_kv in ((75, 64), (40, 191), (130, 200)):
+        q, k, v = hopper.qkv(3, n_q, 4, d, n_kv=n_kv, heads_kv=2, d_v=d_v)
+        sink, pairs = hopper.vector(4), torch.rand(3, 1, n_q, n_kv, device=hopper.device) < 0.6
+        for what, bias in biases_of(hopper, 3, 4, n_q, n_kv):
+            for beside in ({}, {"mask": pairs}, dropout_of(hopper), {"mask": pairs} | dropout_of(hopper)):
+                options = FEATURES[features] | beside | {"bias": bias, "sink": sink}
+                check(hopper, q, k, v, f"{what}, {n_q=}, {n_kv=}, {list(beside)}", **options)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_bias_of_many_tiles(hopper, d):
+    """Tile after tile of it lies in one place, where warps that wait for shared memory read it late: a whole GPU of
+    CTAs, again and again, to the same bits."""
+    batch = 16
+    q, k, v = hopper.qkv(batch, 256, 16, d, n_kv=640)
+    bias = torch.randn(1, 16, 256, 640, device=hopper.device).to(q.dtype)
+    options = {"bias": bias, "causal": True, "start_pos": "end"} | dropout_of(hopper)
+    assert cutlass_ext.explain(q, k, v, **options).kernel == "short"
+    want = cutlass_ext.fmha(q, k, v, **options)
+    torch.testing.assert_close(want, cutlass_ext.fmha(q, k, v, num_splits=1, **options), **peer_tolerance(q.dtype))
+    for _ in range(100):
+        assert_same_bits([cutlass_ext.fmha(q, k, v, **options)], [want])
+
+
+def test_dropout_of_many_keys(hopper):
+    """More than a word of a mask's map has blocks for, which a call without one does not ask."""
+    q, k, v = hopper.qkv(1, 70, 140, 64, n_kv=2200)
+    bias = torch.randn(1, 140, 70, 2200, device=hopper.device).to(q.dtype)
+    check(hopper, q, k, v, bias=bias, **dropout_of(hopper))
+    mask = torch.rand(1, 1, 70, 2200, device=hopper.device) < 0.5
+    assert cutlass_ext.explain(q, k, v, bias=bias, mask=mask, **dropout_of(hopper)).kernel != "short"
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_what_a_bias_holds_where_nobody_looks(hopper, d):
+    """NaN where a mask or a causal end hides the key."""
+    q, k, v = hopper.qkv(2, 130, 4, d)
+    mask = torch.rand(2, 4, 130, 130, device=hopper.device) < 0.6
+    bias = torch.randn(2, 4, 130, 130, device=hopper.device).to(q.dtype)
+    seen = mask & torch.ones_like(mask).tril()
+    want = hopper.fmha(q, k, v, bias=bias.masked_fill(~seen, 0), mask=mask, causal=True)
+    got = hopper.fmha(q, k, v, bias=bias.masked_fill(~seen, float("nan")), mask=mask, causal=True)
+    assert cutlass_ext.explain(q, k, v, bias=bias, mask=mask, causal=True).kernel == "short"
+    assert_same_bits(got, want)
+
+
+def test_pairs_that_others_have(hopper):
+    """A bias of 32 bits, or of keys alone, and together with what they do not take."""
+    q, k, v = hopper.qkv(2, 100, 4, 64)
+    bias = torch.randn(2, 4, 100, 100, device=hopper.device)
+    half, drop = bias.to(q.dtype), dropout_of(hopper)
+    assert cutlass_ext.explain(q, k, v, bias=half, **drop).kernel == "short"
+    for options in ({"bias": bias}, {"bias": half[:, :, :1]}, {"bias": half[..., :1].expand_as(bias)}):
+        assert cutlass_ext.explain(q, k, v, **options, **drop).kernel != "short", options
+    for beside in ({"seqused_k": hopper.int32([7, 100])}, {"softcap": 2.0}, {"num_splits": 1}):
+        for options in ({"bias": half}, drop):
+            assert cutlass_ext.explain(q, k, v, **options, **beside).kernel != "short", (options, beside)
 
 
 # ------------------------------------------------------------------------------------------------ unlike sequences

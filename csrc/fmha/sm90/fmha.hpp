@@ -12,6 +12,7 @@
 #include "../features.hpp"
 #include "../pairs.hpp"
 #include "../score.hpp"
+#include "copied_bias.hpp"
 #include "producer.hpp"
 #include "tensor_maps.hpp"
 #include "tile_scheduler.hpp"
@@ -160,6 +161,10 @@ struct TilesOfRows {
   }
 };
 
+/// A warp's rows of a tile of the bias, loaded while the products run where there are registers for it.
+template <class Traits>
+using BiasOfTile = CopiedBias<typename Traits::Element, Traits::B_c, (Traits::StagesBias > 1)>;
+
 /// A consumer warp's place in the rings of Q, K and V: it waits for tiles and lets them go.
 template <class Traits>
 struct Rings {
@@ -182,14 +187,15 @@ struct Rings {
     shared.bias_full[order.warpgroup][biases.stage].wait_for(biases.phase);
     return shared.biases_of(order.warpgroup, biases.stage);
   }
-  CUTE_DEVICE void release_bias() {
-    __syncwarp();
-    release(shared.bias_empty[order.warpgroup][biases.stage], biases);
+  CUTE_DEVICE void take_bias(BiasOfTile<Traits>& copied) const {
+    auto const* const biases = wait_bias();
+    ConsumerThread const thread;
+    copied.take(biases, thread.warp_row % kAtomRows, thread.lane);
   }
-  /// The same after O was staged where the next one goes.
-  CUTE_DEVICE void release_bias_after_o() {
-    cutlass::arch::fence_view_async_shared();
-    release_bias();
+  /// Also after O was staged where the next one goes.
+  CUTE_DEVICE void release_bias() {
+    finish_loads_of_shared();
+    release(shared.bias_empty[order.warpgroup][biases.stage], biases);
   }
 
   /// Let a tile of K or V go that this warpgroup does not use, K in its turn.
@@ -257,53 +263,12 @@ CUTE_DEVICE TileMask<Traits::B_c / 4> seen_of(Params const& params, typename Tra
   return seen;
 }
 
-/// A warp's rows of a copied tile of the bias.
-template <class Traits>
-struct CopiedBias {
-  using Element = typename Traits::Element;
-  static constexpr int kLoads = Traits::B_c / 16;  // of four matrices each: 16 rows of 16 keys
-  // Whether they are loaded while the products run, which takes registers that wider heads do not have.
-  static constexpr bool kAhead = Traits::StagesBias > 1;
-
-  uint32_t from;  // where the lane's address of the first load lies in shared memory
-  uint32_t words[kAhead ? kLoads : 1][4];
-
-  CUTE_DEVICE void take(Element const* biases) {
-    ConsumerThread const thread;
-    int const row = thread.warp_row % kAtomRows + thread.lane % 16, half = thread.lane / 16;
-    from = cast_smem_ptr_to_uint(biases + row * kPanel + swizzled_chunk<Element>(half, row));
-    if constexpr (kAhead) {
-      CUTE_UNROLL
-      for (int n = 0; n < kLoads; ++n) load(n, words[n]);
-    }
-  }
-
-  /// Adds `factor` times as much to scores.
-  template <class ScoreTensor>
-  CUTE_DEVICE void add(ScoreTensor& S, BiasType type, float factor) const {
-    add_bias_of_quads<kLoads>(S, factor, type, [&](int n, uint32_t (&x)[4]) {
-      if constexpr (kAhead) {
-        CUTE_UNROLL
-        for (int w = 0; w < 4; ++w) x[w] = words[n][w];
-      } else {
-        load(n, x);
-      }
-    });
-  }
-
- private:
-  CUTE_DEVICE void load(int n, uint32_t (&to)[4]) const {
-    // Chunks of 16 bytes are swizzled by exclusive or within 128, so that those of load n are off by its bits.
-    load_matrices(to, (from ^ n * 16 % kPanel * 2) + n * 16 / kPanel * kAtomRows * kPanel * 2);
-  }
-};
-
 /// From products with the keys of `tile` to scores: score modifications, and masks where `masked`, which `seen` has
 /// where there are pairs.
 template <class Traits, class ScoreTensor>
 CUTE_DEVICE void finish_scores(Params const& params, ScoreTensor& S, typename Traits::Job const& job, int tile,
                                bool masked, TileMask<Traits::B_c / 4> const& seen, bool copies_bias,
-                               CopiedBias<Traits>& copied, float query_scale, int lane) {
+                               BiasOfTile<Traits> const& copied, float query_scale, int lane) {
   constexpr int B_c = Traits::B_c;
   if constexpr (Traits::ScoreMods) {
     if (ScoreMod::changes(params)) {
@@ -487,12 +452,12 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       typename Traits::Softmax softmax;
       // What is known of a tile's pairs before their products have arrived.
       [[maybe_unused]] TileMask<B_c / 4> seen;
-      [[maybe_unused]] CopiedBias<Traits> copied;
+      [[maybe_unused]] BiasOfTile<Traits> copied;
       auto look_at = [&](int tile, Hiding const& hiding) {
         if constexpr (Traits::Pairs) {
           if (drops) dropping.draw(params, job, tile);
-          if (CopiedBias<Traits>::kAhead && copies_bias) {
-            copied.take(rings.wait_bias());
+          if (BiasOfTile<Traits>::kAhead && copies_bias) {
+            rings.take_bias(copied);
             rings.release_bias();
           }
           if (hiding.any()) seen = seen_of<Traits>(params, job, tile, hiding, lane);
@@ -507,11 +472,11 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       // They become scores.
       auto to_scores = [&](int tile, Hiding const& hiding) {
         bool const masked = Traits::Pairs ? hiding.any() : !unmasked.contains(tile);
-        if constexpr (Traits::Pairs && !CopiedBias<Traits>::kAhead) {
-          if (copies_bias) copied.take(rings.wait_bias());
+        if constexpr (Traits::Pairs && !BiasOfTile<Traits>::kAhead) {
+          if (copies_bias) rings.take_bias(copied);
         }
         finish_scores<Traits>(params, S, job, tile, masked, seen, copies_bias, copied, query_scale, lane);
-        if constexpr (Traits::Pairs && !CopiedBias<Traits>::kAhead) {
+        if constexpr (Traits::Pairs && !BiasOfTile<Traits>::kAhead) {
           if (copies_bias && !(Traits::BiasInO && tile == begin)) rings.release_bias();
         }
       };
@@ -599,7 +564,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
       release_v();
       store<Traits>(params, results, O, shared);
       if constexpr (Traits::Pairs) {
-        if (copies_bias && Traits::BiasInO) rings.release_bias_after_o();
+        if (copies_bias && Traits::BiasInO) rings.release_bias();
       }
       warpgroup_wait<0>();
     }
@@ -614,7 +579,7 @@ CUTE_DEVICE void consume(Params const& params, typename Traits::SharedStorage& s
         }
         store_empty<Traits>(params, *next, shared);
         if constexpr (Traits::Pairs) {
-          if (waits) rings.release_bias_after_o();
+          if (waits) rings.release_bias();
         }
       }
       __syncwarp();

@@ -34,6 +34,14 @@ struct Barrier : cutlass::arch::ClusterTransactionBarrier {
   }
 };
 
+/// By a whole warp, which has read a buffer by load instructions, before one of its lanes lets the copy engine have it
+/// again. An arrival overtakes loads that wait for shared memory behind WGMMAs: without this the bias of the next tile
+/// was read in places, in 2 to 97 of 100 launches with four or three CTAs on a multiprocessor of an H200.
+CUTE_DEVICE void finish_loads_of_shared() {
+  cutlass::arch::fence_view_async_shared();
+  __syncwarp();
+}
+
 /// The address in CTA `rank` of the cluster of what lies at `here` in this one's shared memory.
 CUTE_DEVICE uint32_t address_in(uint32_t rank, void const* here) {
   return cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), rank);

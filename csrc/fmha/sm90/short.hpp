@@ -1,8 +1,8 @@
 // FMHA on Hopper for launches that are over before a pipeline would be full: a CTA for each 64 query rows, with one
 // warp that copies and one or two warpgroups that multiply. What counts there is the way to the first product and back
 // from the last, so a CTA knows its work from its block index, its parameters lie together, and there is nothing in the
-// code that plain calls do not need: a mask, and sequences that only the device knows, have kernels of their own.
-// Instantiated by csrc/kernels/sm90_short.cu.
+// code that plain calls do not need: what pairs have (a bias, a mask, dropout), and sequences that only the device
+// knows, have kernels of their own. Instantiated by csrc/kernels/sm90_short.cu.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -16,6 +16,8 @@
 #include "../score.hpp"
 #include "../sequence.hpp"
 #include "../visibility.hpp"
+#include "copied_bias.hpp"
+#include "dropout.hpp"
 #include "tensor_maps.hpp"
 #include "traits.hpp"
 #include "warpgroup.hpp"
@@ -53,11 +55,13 @@ struct ShortParams {
         sink(p.sink) {}
 };
 
-/// With a mask; and with packed sequences, lengths, padding in front or positions, which `start_pos` and `n_kv` of
-/// ShortParams do not hold for.
-struct ShortParamsOfMask : ShortParams {
-  Mask mask;
-  explicit ShortParamsOfMask(Params const& p) : ShortParams(p), mask(p.mask) {}
+/// With what pairs have; and with packed sequences, lengths, padding in front or positions, which `start_pos` and
+/// `n_kv` of ShortParams do not hold for.
+struct ShortParamsOfPairs : ShortParams, Pairs {
+  float bias_unit;      // of the bias, in products
+  Threshold threshold;  // of dropout, made by the host: a tenth of what a draw takes
+  explicit ShortParamsOfPairs(Params const& p)
+      : ShortParams(p), Pairs(p), bias_unit(kLog2e / scale), threshold(threshold_of(p)) {}
 };
 struct ShortParamsOfUnlike : ShortParams {
   Lengths lengths;
@@ -67,7 +71,7 @@ struct ShortParamsOfUnlike : ShortParams {
 /// `Warpgroups` take the key tiles of the same 64 query rows in turn; `Stages` tiles of K and of V are in flight. With
 /// one warpgroup a multiprocessor has as many CTAs as its registers allow, and they hide each other's copies: at
 /// head_dim 128 (3, 256, 32 heads on 8) takes 14.0 us in three CTAs of one stage and 15.3 in two of three stages.
-/// `Mods`: a mask, or what tells sequences apart, or nothing.
+/// `Mods`: what pairs have, or what tells sequences apart, or nothing.
 template <int B_c_, int HeadDim_, class Element_, int Stages_, int Warpgroups_, Features Mods_>
 struct ShortTraits : Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stages_, 1, 0> {
   using Base = Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stages_, 1, 0>;
@@ -75,11 +79,30 @@ struct ShortTraits : Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stage
   static constexpr int CtasAtOnce = Warpgroups == 2 ? 1 : HeadDim_ <= 64 ? 4 : 3;
   static_assert(Warpgroups == 1 || Warpgroups == 2);
   static_assert(Stages_ % Warpgroups == 0, "a stage is always the same warpgroup's");
-  static constexpr bool HasMask = Mods_ == feature::Mask, Unlike = Mods_ != 0 && !HasMask;
+  static constexpr Features Mods = Mods_;
+  static constexpr bool Pairs = Mods & feature::kPairs, Unlike = Mods != 0 && !Pairs;
+  // All calls of a kernel that takes a bias have one; of one that takes dropout beside a mask, dropout.
+  static constexpr bool HasBias = Mods & feature::Bias, HasMask = Mods & feature::Mask;
+  static constexpr bool HasDropout = Mods & feature::Dropout, AlwaysDrops = HasDropout && !HasBias;
+  static constexpr Features Wants = HasBias       ? feature::Bias
+                                    : AlwaysDrops ? feature::Dropout
+                                    : Pairs       ? feature::Mask
+                                                  : 0;
   using Params =
-      std::conditional_t<HasMask, ShortParamsOfMask, std::conditional_t<Unlike, ShortParamsOfUnlike, ShortParams>>;
-  static constexpr int kTilesOfMap = 32;  // in a word of a mask's map
-  static_assert(!HasMask || (B_c_ == Mask::kBlock && Warpgroups == 1), "a tile of keys is a block of the mask's map");
+      std::conditional_t<Pairs, ShortParamsOfPairs, std::conditional_t<Unlike, ShortParamsOfUnlike, ShortParams>>;
+  using Maps = std::conditional_t<HasBias, TensorMapsOfPairs, TensorMaps>;
+  static constexpr int Slack = HasDropout ? 8 : 0;  // of a row's maximum: O is hardly ever rescaled
+  static constexpr int kTilesOfMap = 32;            // in a word of a mask's map
+  static_assert(!Pairs || (B_c_ == Mask::kBlock && Warpgroups == 1), "a tile of keys is a block of the mask's map");
+
+  /// What a call has, where the kernel takes it.
+  CUTE_HOST_DEVICE static bool copies_bias(cutlass_ext::Params const&) { return HasBias; }
+  CUTE_DEVICE static bool has_mask(ShortParamsOfPairs const& params) {
+    return Wants == feature::Mask || (HasMask && cutlass_ext::has_mask(params));
+  }
+  CUTE_DEVICE static bool has_dropout(ShortParamsOfPairs const& params) {
+    return AlwaysDrops || (HasDropout && cutlass_ext::has_dropout(params));
+  }
 
   /// What a warpgroup hands over, a float4 a thread.
   struct Sums {
@@ -90,6 +113,7 @@ struct ShortTraits : Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stage
     alignas(1024) Element_ q[cosize_v<typename Base::LayoutQ>];  // in the end, the output
     alignas(1024) Element_ k[cosize_v<typename Base::LayoutK>];
     alignas(1024) Element_ v[cosize_v<typename Base::LayoutV>];
+    alignas(1024) Element_ biases[HasBias ? Stages_ * kAtomRows * B_c_ : 0];
     Sums second[Warpgroups - 1];  // of the second warpgroup
     Barrier q_full, k_full[Stages_], k_empty[Stages_], v_full[Stages_], v_empty[Stages_];
     Barrier v_tail;  // the copy of a tile whose rows past the sequence's last are to be zeroed
@@ -132,32 +156,38 @@ CUTE_DEVICE ShortTile tile_of_cta(typename Traits::Params const& params) {
   }
 }
 
-/// What a mask's map says of the key tiles of a CTA's rows, a bit each. The launch that writes it may have run beside
-/// this one: it is not read as what never changes.
+/// What a mask's map says of the key tiles of a CTA's rows, a bit each; of a call without one nothing. The launch that
+/// writes it may have run beside this one: it is not read as what never changes.
+template <class Traits>
 struct SeenTiles {
   uint32_t some, all;  // whether some pair is seen, and all
 
   SeenTiles() = default;
-  CUTE_DEVICE SeenTiles(ShortParamsOfMask const& params, int row0) {
+  CUTE_DEVICE SeenTiles(ShortParamsOfPairs const& params, int row0) {
     Mask const& mask = params.mask;
+    if (!Traits::has_mask(params)) return;
     int const block = mask.row == 0 ? 0 : row0 / Mask::kBlock;
     uint2 const map =
         __ldcg(reinterpret_cast<uint2 const*>(bits_of(mask) + (mask.rows + block) * Mask::words_of(params.n_kv)));
     some = map.x, all = map.y;
   }
 
-  CUTE_DEVICE bool sees(int tile) const { return some >> tile & 1; }
-  CUTE_DEVICE bool hides(int tile) const { return !(all >> tile & 1); }
+  CUTE_DEVICE bool sees(ShortParamsOfPairs const& params, int tile) const {
+    return !Traits::has_mask(params) || (some >> tile & 1);
+  }
+  CUTE_DEVICE bool hides(ShortParamsOfPairs const& params, int tile) const {
+    return Traits::has_mask(params) && !(all >> tile & 1);
+  }
 
   /// From the first to the last of `tiles` that is seen.
-  CUTE_DEVICE Range within(Range const& tiles) const {
-    if (tiles.size() == 0) return tiles;
+  CUTE_DEVICE Range within(ShortParamsOfPairs const& params, Range const& tiles) const {
+    if (!Traits::has_mask(params) || tiles.size() == 0) return tiles;
     uint32_t const seen = some & ~0u << tiles.begin & ~0u >> (32 - tiles.end);
     return seen == 0 ? Range{0, 0} : Range{__ffs(seen) - 1, 32 - __clz(seen)};
   }
 
   /// Which of the lane's columns of a tile a row sees.
-  CUTE_DEVICE static uint32_t columns(ShortParamsOfMask const& params, int row, int tile, int lane) {
+  CUTE_DEVICE static uint32_t columns(ShortParamsOfPairs const& params, int row, int tile, int lane) {
     auto const* const of_row = bits_of(params.mask) + min(row, params.n_q - 1) * params.mask.row;
     return columns_of_words(__ldcg(reinterpret_cast<uint2 const*>(of_row) + tile), lane);
   }
@@ -171,34 +201,43 @@ struct SeenTiles {
 
 /// The warp that copies: sets up the barriers, asks for Q and the first keys, and keeps the rings of K and V full.
 template <class Traits>
-CUTE_DEVICE void copy_short(typename Traits::Params const& params, TensorMaps const& maps,
+CUTE_DEVICE void copy_short(typename Traits::Params const& params, typename Traits::Maps const& maps,
                             typename Traits::SharedStorage& shared, ShortTile const& here, Range tiles) {
   constexpr int B_c = Traits::B_c, Stages = Traits::Stages;
   bool const leader = threadIdx.x % 32 == 0;
   int const head_kv = params.heads_per_kv.div(here.head);
   RingPosition<Stages> at;
   auto const load_k = [&](int tile) {
+    if constexpr (Traits::HasBias) {  // comes with them
+      auto& full = shared.k_full[at.stage];
+      auto* const to = shared.biases + at.stage * kAtomRows * B_c;
+      auto const& of = bias_of(params);
+      full.arrive_and_expect_tx(kAtomRows * B_c * sizeof(*to));
+      SM90_TMA_LOAD_4D::copy(&maps.biases, reinterpret_cast<uint64_t*>(&full),
+                             static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL), to, tile * B_c, here.row0,
+                             of.head == 0 ? 0 : here.head, of.batch == 0 ? 0 : here.batch);
+    }
     copy_panels<B_c, Traits::ColumnsQK>(maps.k, shared.k_full[at.stage], shared.k + at.stage * B_c * Traits::ColumnsQK,
                                         here.k_row0 + tile * B_c, head_kv, here.batch, TMA::CacheHintSm90::EVICT_LAST);
   };
-  [[maybe_unused]] SeenTiles seen;
+  [[maybe_unused]] SeenTiles<Traits> seen;
   if (leader) {
-    auto const init = [](Barrier(&full)[Stages], Barrier(&empty)[Stages]) {
-      for (auto& barrier : full) barrier.init(1);
+    auto const init = [](Barrier(&full)[Stages], Barrier(&empty)[Stages], int writers = 1) {
+      for (auto& barrier : full) barrier.init(writers);
       for (auto& barrier : empty) barrier.init(kWarpgroup / 32);
     };
     shared.q_full.init(1);
     if constexpr (Traits::Unlike) shared.v_tail.init(1);
-    init(shared.k_full, shared.k_empty);
+    init(shared.k_full, shared.k_empty, Traits::HasBias ? 2 : 1);
     init(shared.v_full, shared.v_empty);
     cutlass::arch::fence_barrier_init();
     if (tiles.size() > 0) {
       copy_packed_panels<kAtomRows, Traits::ColumnsQK>(maps.q, shared.q_full, shared.q, kAtomRows, here.q_row0,
                                                        here.head, here.batch, TMA::CacheHintSm90::EVICT_FIRST);
       if constexpr (Traits::HasMask) {
-        wait_for_launch_before();  // which packs the mask; q, k and v were there before it
+        wait_for_launch_before();  // which packs the mask, or copies the bias; q, k and v were there before
         seen = {params, here.row0};
-        tiles = seen.within(tiles);
+        tiles = seen.within(params, tiles);
       }
       if (tiles.size() > 0) load_k(tiles.end - 1);
     }
@@ -207,7 +246,9 @@ CUTE_DEVICE void copy_short(typename Traits::Params const& params, TensorMaps co
   if (!Traits::Unlike && !leader) return;
   CUTE_NO_UNROLL
   for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-    if (Traits::HasMask && !seen.sees(tile)) continue;
+    if constexpr (Traits::HasMask) {
+      if (!seen.sees(params, tile)) continue;
+    }
     if (tile < tiles.end - 1) {
       shared.k_empty[at.stage].wait_for(at.phase ^ 1);
       if (leader) load_k(tile);
@@ -269,7 +310,8 @@ CUTE_DEVICE bool merge_warpgroups(typename Traits::SharedStorage& shared, int wa
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
-    short_kernel(__grid_constant__ typename Traits::Params const params, __grid_constant__ TensorMaps const maps) {
+    short_kernel(__grid_constant__ typename Traits::Params const params,
+                 __grid_constant__ typename Traits::Maps const maps) {
   using Element = typename Traits::Element;
   constexpr int B_c = Traits::B_c, Warpgroups = Traits::Warpgroups;
   extern __shared__ __align__(1024) unsigned char smem[];
@@ -311,19 +353,25 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
     if constexpr (Traits::Unlike) stored_rows = params.lengths.stored_rows();
     lse_out += (int64_t(here.batch) * params.heads_q + head) * stored_rows + row_of_q;
   }
-  if constexpr (!Traits::HasMask) {  // beside one no registers are left
+  if constexpr (!Traits::Pairs) {  // beside what they have no registers are left
     materialize(scale), materialize(sink_log2), materialize(rows), materialize(head_dim_v), materialize(row_stride),
         materialize(out), materialize(lse_out);
   }
 
-  OnlineSoftmax<2, 4, 1> softmax;
+  OnlineSoftmax<2, 4, 1, Traits::Slack> softmax;
   clear(cO);
   bool const has_q = tiles.size() > 0;
-  [[maybe_unused]] SeenTiles seen;
+  [[maybe_unused]] SeenTiles<Traits> seen;
+  [[maybe_unused]] PairMod pairs;
+  [[maybe_unused]] bool drops = false;
+  if constexpr (Traits::HasDropout) {
+    drops = Traits::has_dropout(params);
+    if (drops) pairs = {params.dropout, visibility, here.batch, head};
+  }
   if constexpr (Traits::HasMask) {
     wait_for_launch_before();
     seen = {params, row0};
-    tiles = seen.within(tiles);
+    tiles = seen.within(params, tiles);
   }
   int const first = tiles.end - 1 - warpgroup;
   int stage = warpgroup;
@@ -334,8 +382,8 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
   for (int tile = first; tile >= tiles.begin; tile -= Warpgroups) {
     bool masked = !unmasked.contains(tile);
     if constexpr (Traits::HasMask) {
-      if (!seen.sees(tile)) continue;
-      masked |= seen.hides(tile);
+      if (!seen.sees(params, tile)) continue;
+      masked |= seen.hides(params, tile);
     }
     TileMask<B_c / 4> mask;
     if (masked) {
@@ -343,14 +391,26 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
       mask = {visibility.counted_from(tile * B_c), {row, row + row_of(1)}, lane};
       if constexpr (Traits::HasMask) {
         CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) mask.visible[i][0] &= SeenTiles::columns(params, row + row_of(i), tile, lane);
+        for (int i = 0; i < 2; ++i) {
+          if (Traits::has_mask(params)) mask.visible[i][0] &= seen.columns(params, row + row_of(i), tile, lane);
+        }
       }
       for (auto& words : mask.visible) materialize(words[0]);
+    }
+    [[maybe_unused]] uint32_t kept;  // by dropout, of the thread's pairs
+    if constexpr (Traits::HasDropout) {
+      if (drops) kept = pairs.kept_of_rows(params.threshold, row0 + warp_row, tile * B_c, lane);
     }
     shared.k_full[stage].wait_for(phase);
     gemm_async<Traits::HeadDim / 16>(typename Traits::MmaQK{}, fQ(_, _, _, 0), fK(_, _, _, stage), cS, true);
     warpgroup_wait<0>();
     warpgroup_fence_operand(cS);
+    if constexpr (Traits::HasBias) {
+      CopiedBias<Element, B_c, false> copied;
+      copied.take(shared.biases + stage * kAtomRows * B_c, warp_row, lane);
+      copied.add(S, dtype_of_bias(params), params.bias_unit);
+      finish_loads_of_shared();
+    }
     release(shared.k_empty[stage]);
     if (masked) mask.apply(S);
     float rescale[2];
@@ -361,7 +421,16 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) put_operand<Element>(words, i, j, S(i, j), S(i, j + 1));
     }
-    if (tile < first) {
+    if constexpr (Traits::HasDropout) {
+      uint32_t const of_rows[] = {kept, kept};
+      auto const mask_of = [&](int i) {
+        return mask_of_sixteen(of_rows, i % 2,
+                               [&](int r, int half) { return PairMod::bit_of_rows(2 * i + half, 0, r) % 8; });
+      };
+      if (drops) drop(words, mask_of);
+    }
+    bool const rises = Traits::Slack == 0 || __any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f);
+    if (tile < first && rises) {
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         CUTE_UNROLL
@@ -384,7 +453,9 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
     int const row = lane / 4 + i * 8;
-    Finish const finished = softmax.template finish<Element>(i, sink_log2, O);
+    float scale_of_kept = 1.f;
+    if constexpr (Traits::HasDropout) scale_of_kept = drops ? params.dropout.scale : 1.f;
+    Finish const finished = softmax.template finish<Element>(i, sink_log2, O, scale_of_kept);
     if (row < rows && lane % 4 == 0 && lse_out) lse_out[row] = finished.lse();
   }
   cutlass::arch::NamedBarrier::sync(kWarpgroup, 2);  // nobody reads Q any more
@@ -401,9 +472,14 @@ struct ShortFMHA {
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &short_kernel<Traits>;
   static constexpr Kind kKind = Kind::Short;
-  static constexpr Features kTakes = feature::Sink | Mods, kWants = Traits::HasMask ? Mods : 0;
-  static bool takes_shape(Params const& params) { return !Traits::HasMask || params.n_kv <= Traits::kTilesOfMap * B_c; }
-  static bool waits(Params const& params) { return Traits::HasMask && params.mask.packed_before; }
+  static constexpr Features kTakes = feature::Sink | Mods, kWants = Traits::Wants;
+  static bool takes_shape(Params const& params) {
+    if (Traits::HasBias && !is_copyable(bias_of(params)) && !shares_bias(params)) return false;
+    return !cutlass_ext::has_mask(params) || params.n_kv <= Traits::kTilesOfMap * B_c;
+  }
+  static bool waits(Params const& params) {
+    return Traits::HasMask && cutlass_ext::has_mask(params) && params.mask.packed_before;
+  }
   static_assert(Traits::CtasAtOnce * (kSharedBytes + 1024) <= 228 * 1024, "what a multiprocessor of Hopper has");
 };
 

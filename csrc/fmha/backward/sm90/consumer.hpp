@@ -63,13 +63,13 @@ CUTE_DEVICE void begin(Mainloop<Traits, What>& loop) {
           shared.full_v[ring_v.stage].wait_for(ring_v.phase);
           if (block == loop.row_block)
             load_held<Loop::Step>(loop.fXv, shared.streamed_v + ring_v.stage * Loop::Step * Loop::ColumnsV);
-          __syncwarp();
+          finish_loads_of_shared();
           loop.release(shared.empty_v[ring_v.stage]);
           ring_v.advance();
         }
       } else {
         load_held<Traits::Held>(loop.fXv, shared.held_v);
-        __syncwarp();
+        finish_loads_of_shared();
         loop.release(shared.held_v_empty);
       }
     }

@@ -303,7 +303,7 @@ CUTE_DEVICE void add_up(BackwardParams const& params, BiasTiles const& tiles, ty
   RingPosition<Traits::Slots> ring;
   RingPosition<Traits::Turns> at;
   auto const release = [&](int slot) {
-    __syncwarp();
+    finish_loads_of_shared();  // of statistics
     if (lane < tiles.cluster) shared.empty[slot].arrive_at(lane);
   };
   int cluster = its.first;

@@ -291,7 +291,7 @@ class TilePairs {
 
   /// Draws for the warp's 16 rows.
   template <class Place>
-  CUTE_DEVICE void draw(uint32_t threshold, Place const& place, PairMod const& pairs) {
+  CUTE_DEVICE void draw(Threshold const& threshold, Place const& place, PairMod const& pairs) {
     static_assert(OfKeys || Step % 64 == 0, "whole words");
     CUTE_UNROLL
     for (int word = 0; word < Step / 64; ++word)
@@ -300,7 +300,7 @@ class TilePairs {
 
   /// The same from the side of keys, for the warp's 16 keys and 64 rows.
   template <class Place>
-  CUTE_DEVICE void draw_across(uint32_t threshold, Place const& place, PairMod const& pairs) {
+  CUTE_DEVICE void draw_across(Threshold const& threshold, Place const& place, PairMod const& pairs) {
     static_assert(!OfKeys || Step == 64, "as many rows as are drawn for");
     kept_[0] = pairs.kept_of_keys(threshold, place.row, place.key, threadIdx.x % 32);
   }

@@ -71,7 +71,7 @@ class BiasAhead {
                                                 swizzled_chunk<uint16_t>(chunk, row));
     shared.bias_full.wait_for(stage % 2);
     take([&](int m, uint32_t (&x)[4]) { load_matrices_transposed(x, from + m * (16 * kPanel * sizeof(uint16_t))); });
-    __syncwarp();
+    finish_loads_of_shared();
     if (elect_one_sync()) shared.bias_empty.arrive();
   }
 };
