@@ -204,18 +204,31 @@ inline bool short_tiles_pay_of_unlike(ShortTiles const& tiles, int head_dim, int
   return blocks <= (tiles.unequal() && longest <= 8 ? 110 : 36);
 }
 
-/// The same of calls with a mask, dropout or a bias.
-/// A mask, whatever it hides: of 220 random calls of tiles that see up to 11 blocks those with padding are 1.51 times as
-/// fast in the mean as in the persistent kernels or by mma.sync, the lowest 0.97, with pairs at random 1.37, with
-/// nothing hidden 1.46. At head_dim 128 up to 7 where there are many: (66, 503), 16 heads, nothing hidden, 308 us
-/// for 267.
+/// The same of calls with a mask, dropout or a bias, beside the persistent kernels and mma.sync. Figures are of random
+/// calls, the mean and the lowest; "fill" means as many query tiles as multiprocessors.
+/// A mask, whatever it hides: of 220 of tiles that see up to 11 blocks those with padding 1.51, 0.97, with pairs at
+/// random 1.37, with nothing hidden 1.46. At head_dim 128 up to 7 where there are many: (66, 503), 16 heads, nothing
+/// hidden, 308 us for 267. Beside a bias up to 11 as well: of 224 1.36, 0.95.
+/// Dropout up to 11 blocks: of 368 1.43, 1.00, with a mask of 316 1.57, 1.02. Longer rows gain where tiles fill: at
+/// head_dim 64 up to 16 blocks, of 45 1.10, 0.87, or 32 beside a mask, of 87 1.15, 0.74; above it 32, of 292 1.19,
+/// 0.85, and more where there are many tiles, of 70 1.08, 0.91. But (4, 4096, 12 heads, 64) 669 us for 643. Dropout and
+/// a bias of any length where tiles fill: of 1003 1.53, 0.79. A bias: of 260 1.30, 0.85. Up to 11 blocks, 5 at head_dim
+/// 128, where there are few; (32, 512), 12 heads, 64, 87.5 us for 81.0, (16, 512), 16 heads, 128, 102 for 84.
 inline bool short_tiles_pay_with_pairs(Params const& p, ShortTiles const& tiles, int head_dim, Device const& device) {
-  Features const has = features_of(p) & feature::kPairs;
+  Features const features = features_of(p);
+  bool const has_bias = features & feature::Bias, has_mask = features & feature::Mask,
+             drops = features & feature::Dropout;
   int64_t const longest = tiles.longest;
-  bool const many = tiles.blocks_a_multiprocessor > 36, wide = head_dim > 96;
-  if ((has & feature::Bias) && (has & feature::Dropout)) return longest <= 10 || tiles.all >= device.multiprocessors;
-  if (has & feature::Dropout) return longest <= 11;
-  if (has & feature::Mask) return longest <= (wide && many ? 7 : 11);
+  bool const fill = tiles.all >= device.multiprocessors, many = tiles.blocks_a_multiprocessor > 36,
+             wide = head_dim > 96;
+  if (drops && has_bias) return longest <= 10 || fill;
+  if (drops) {
+    int64_t const most = head_dim <= 64                            ? (has_mask ? 32 : 16)
+                         : tiles.all >= 8 * device.multiprocessors ? INT64_MAX
+                                                                   : 32;
+    return longest <= (fill ? most : 11);
+  }
+  if (has_mask) return longest <= (!has_bias && wide && many ? 7 : 11);
   if (tiles.unequal()) return longest <= (wide ? 6 : 13);
   if (!many) return longest <= (wide ? 5 : 11);
   return longest <= (tiles.half_fills_large_tiles(p) ? wide ? 5 : 9 : wide ? 2 : 4);
@@ -238,10 +251,11 @@ inline bool short_tiles_pay_with_pairs(Params const& p, ShortTiles const& tiles,
 /// heads of a KV head would hold together, up to 1024 keys and 6 blocks: 4 rows of 8 x 294 keys, 128 heads on 16, 31.3
 /// for 13.9, but of 1 x 128 keys 7.5 for 12.
 inline int warpgroups_of_short(Params const& p, Device const& device) {
-  constexpr int kMaxTiles = 64, kMostBlocks = 80, kMostSequences = 65535;  // what a grid takes
+  constexpr int kMostBlocks = 80, kMostSequences = 65535;  // what a grid takes
+  int const most_tiles = has_dropout(p) ? 128 : 64;
   int const head_dim = std::max(p.head_dim, p.head_dim_v);
   if (device.capability != 90 || head_dim > 128 || p.batch > kMostSequences ||
-      Scheduler::tiles_of(p.n_q, ShortTiles::kBlock) > kMaxTiles)
+      Scheduler::tiles_of(p.n_q, ShortTiles::kBlock) > most_tiles)
     return 0;
   ShortTiles const tiles(p, device);
   int64_t const longest = tiles.longest, blocks = tiles.blocks_a_multiprocessor,

@@ -219,8 +219,9 @@ Plan plan_prefill(Call const& call) {
     return !(k.kind == Kind::Persistent && tiny) && call.runs(k);
   };
   Kernel const* best = warpgroups > 0 ? cheapest({Kind::Short}, dtype, accepts, cost_of) : nullptr;
-  // Small heads, an H200's ms there and in the persistent kernels: (1024, 49, 6, 32) with a bias 0.072 and 0.193, with
-  // dropout 0.057 and 0.205; but plain, in the short ones, 0.040 for 0.053.
+  // Small heads, where no short kernel takes the call. An H200's ms there, in the persistent kernels and in the short
+  // ones: (1024, 49, 6, 32) with a bias 0.073, 0.193 and 0.050, with dropout 0.057, 0.205 and 0.045, plain 0.053 and,
+  // in the short ones, 0.040.
   if (!best) {
     Kernel const* const of_heads = cheapest({Kind::Heads}, dtype, accepts, cost_of);
     if (of_heads && (backend != "auto" || small_heads_pay(p, call.device))) best = of_heads;

@@ -4,6 +4,8 @@
 #include <cstdint>
 
 #include "fmha/decode/params.hpp"
+#include "fmha/features.hpp"
+#include "fmha/pairs.hpp"
 #include "host/kernel_table.hpp"
 
 namespace cutlass_ext {

@@ -318,6 +318,43 @@ TEST(Plan, OfShortSequencesWithAMaskOrUnlike) {
   });
 }
 
+TEST(Plan, OfShortSequencesWithDropoutOrABias) {
+  char const* const persistent = "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters";
+  check({
+      // Dropout: up to 11 blocks, further where tiles fill the GPU, and above head_dim 64.
+      CASE(fmha(64, 128, 128, 12, 12, 64).dropout(), "sm90 short 64x64 d64 by 1, 1 split, grid 12 2 64"),
+      CASE(fmha(1, 704, 704, 2, 2, 64).dropout().mask(), "sm90 short 64x64 d64 by 1, 1 split, grid 2 11 1"),
+      CASE(fmha(8, 1024, 1024, 16, 16, 64).dropout().causal(), "sm90 short 64x64 d64 by 1, 1 split, grid 16 16 8"),
+      CASE(fmha(8, 1025, 1025, 16, 16, 64).dropout(), persistent),
+      CASE(fmha(8, 2048, 2048, 16, 16, 64).dropout().mask(), "sm90 short 64x64 d64 by 1, 1 split, grid 16 32 8"),
+      CASE(fmha(8, 2049, 2049, 16, 16, 64).dropout().mask(), persistent),
+      CASE(fmha(2, 8192, 8192, 16, 16, 128).dropout(), "sm90 short 64x64 d128 by 1, 1 split, grid 16 128 2"),
+      CASE(fmha(2, 8193, 8193, 16, 16, 128).dropout(),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(1, 4096, 4096, 16, 16, 128).dropout(),
+           "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(64, 128, 128, 12, 12, 64).dropout().splits(1), persistent),
+      CASE(fmha(64, 128, 128, 12, 12, 64).dropout().lengths(), persistent),
+      // A bias, of few blocks, or where large tiles would be half empty; its copy where rows are no vectors.
+      CASE(fmha(64, 128, 128, 12, 12, 64).bias(128), "sm90 short 64x64 d64 by 1, 1 split, grid 12 2 64"),
+      CASE(fmha(128, 197, 197, 12, 12, 64).bias(197), "sm90 short 64x64 d64 by 1, 1 split, grid 12 4 128"),
+      CASE(fmha(32, 512, 512, 12, 12, 64).bias(512),
+           "sm90 persistent 192x128 d64 plain, 1 split, grid 132, 2 counters"),
+      CASE(fmha(32, 540, 540, 12, 12, 64).bias(540), "sm90 short 64x64 d64 by 1, 1 split, grid 12 9 32"),
+      CASE(fmha(16, 300, 300, 16, 16, 128).bias(304).mask(), "sm90 short 64x64 d128 by 1, 1 split, grid 16 5 16"),
+      CASE(fmha(32, 512, 512, 12, 12, 64).bias(512).mask(), "sm90 short 64x64 d64 by 1, 1 split, grid 12 8 32"),
+      CASE(fmha(64, 128, 128, 12, 12, 64).bias(), persistent),
+      // Both: of any length, where tiles fill.
+      CASE(fmha(8, 4096, 4096, 16, 16, 128).bias(4096).dropout(), "sm90 short 64x64 d128 by 1, 1 split, grid 16 64 8"),
+      CASE(fmha(8, 2100, 2100, 16, 16, 64).bias(2104).dropout().mask(),
+           "sm90 persistent 128x128 d64, 1 split, grid 132, 2 counters"),
+      CASE(fmha(1, 704, 704, 2, 2, 64).bias(704).dropout(),
+           "sm90 persistent 128x128 d64, 6 splits, grid 72, 2 counters, merged apart"),
+      // Small heads have short kernels, too.
+      CASE(fmha(1024, 49, 49, 6, 6, 32).bias(56).mask(), "sm90 short 64x64 d64 by 1, 1 split, grid 6 1 1024"),
+  });
+}
+
 TEST(Plan, OfOneThingThatChangesScoresHasAKernelOfItsOwn) {
   auto const mods_of = [](Call const& call) { return plan_of(call).kernel->takes & feature::kMods; };
   for (int const head_dim : {64, 128}) {
