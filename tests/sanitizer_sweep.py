@@ -113,6 +113,13 @@ def padded_cases():
             yield dtype, n_q, n_kv, d, d, {"mask": blocks[..., :n_q, :n_kv] < 0.5, "window": (50, 9), "start_pos": 90}
             for mask in (pairs, keys):  # its persistent ones, which alone take a fixed number of splits
                 yield dtype, n_q, n_kv, d, d, {"mask": mask, "num_splits": 1}
+        # The same with dropout or a bias, whose rows are vectors, or are copied to such.
+        drop = {"dropout_p": 0.3, "dropout_seed": torch.tensor([3, -5]), "key_start": 5}
+        for d, (n_q, n_kv) in itertools.product((64, 128), ((130, 72), (75, 197))):
+            bias, keys = {"bias": torch.randn(1, 4, n_q, n_kv).to(dtype)}, {"mask": torch.rand(2, 1, 1, n_kv) < 0.6}
+            for beside in (drop, drop | keys, bias, bias | keys, bias | drop, bias | keys | drop):
+                yield dtype, n_q, n_kv, d, d, CAUSAL | {"start_pos": "end"} | beside
+                yield dtype, n_q, n_kv, d, d, beside | {"num_splits": 1}
         for features in (CAUSAL, {"window": (17, 5)}):
             used, pads = torch.tensor([130, 65], dtype=torch.int32), torch.tensor([3, 64], dtype=torch.int32)
             yield dtype, 70, 140, 128, 128, features | {"seqused_k": used, "leftpad_k": pads}
@@ -277,6 +284,7 @@ def small_head_cases():
         lengths["leftpad_k"] = torch.tensor([0, 3], dtype=torch.int32)
         yield dtype, n_q, n_kv, d, d_v, {"alibi_slopes": torch.rand(4)} | lengths
         yield dtype, n_q, n_kv, d, d_v, {"bias": bias.to(dtype), "mask": mask, "sink": torch.randn(4)} | dropout
+        yield dtype, n_q, n_kv, d, d_v, {"bias": bias, "mask": mask} | dropout | SM80
         yield dtype, n_q, n_kv, d, d_v, {"softcap": 20.0, "mask": mask, "causal": True, "start_pos": "end"}
         yield dtype, n_q, n_kv, d, d_v, {"bias": bias, "window": (17, 5)} | SM80
         yield dtype, n_q, n_kv, d, d_v, {"start_pos": -9, "causal": True} | SM80
