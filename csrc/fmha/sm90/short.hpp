@@ -2,7 +2,8 @@
 // warp that copies and one or two warpgroups that multiply. What counts there is the way to the first product and back
 // from the last, so a CTA knows its work from its block index, its parameters lie together, and there is nothing in the
 // code that plain calls do not need: what pairs have (a bias, a mask, dropout), and sequences that only the device
-// knows, have kernels of their own. Instantiated by csrc/kernels/sm90_short.cu.
+// knows, have kernels of their own. With dropout longer rows go here, too: of several CTAs on a multiprocessor some
+// draw while others wait or multiply. Instantiated by csrc/kernels/sm90_short.cu.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
