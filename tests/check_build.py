@@ -24,10 +24,6 @@ USE = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) byte
 # head_dim 64, a word of them in the loop over key tiles. Its gradients at head_dim 128 store 36 beside a bias, and 28
 # beside a mask or both, in warps that copy and before the loop; of these a warp loads 8 a turn.
 SPILL_LIMIT, SPILL_LIMIT_SM90 = 16, 36
-# Owed: at head_dim 64 and 256 two forward kernels of CUDA cores store more since what dropout compares with is a struct
-# of nine words (`Threshold` in csrc/fmha/pairs.hpp), 0 to 8 bytes before; at 64 a thread loads 36 to 48 of them a tile
-# of 3,000 to 6,000 instructions. They want the number itself, and the words where they are compared.
-SPILL_LIMITS_OWED = {"simt_f32_d64.cu": 96, "simt_f32_d256.cu": 44}
 SERIALISED = re.compile(r"\(C75\d\d\) Potential Performance Loss: wgmma.*")
 
 
@@ -73,8 +69,7 @@ def spills() -> tuple[int, list[str]]:
         log = ROOT / "build" / "ptxas" / (source.replace("/", "__") + ".txt")
         if not log.exists():
             sys.exit(f"{log.relative_to(ROOT)} is missing: make clean build")
-        usual = SPILL_LIMIT_SM90 if "sm90" in source else SPILL_LIMIT
-        kernel, limit = None, SPILL_LIMITS_OWED.get(Path(source).name, usual)
+        kernel, limit = None, SPILL_LIMIT_SM90 if "sm90" in source else SPILL_LIMIT
         for line in log.read_text().splitlines():
             if entry := ENTRY.search(line):
                 kernel, count = entry, count + 1

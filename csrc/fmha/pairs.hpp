@@ -165,8 +165,9 @@ CUTE_HOST_DEVICE uint32_t block_of_keys(uint32_t keys) {
 }
 
 #if defined(__CUDACC__)
-/// Of each byte of the result all bits are the top one of the byte of a and b that the selector names, plus 8.
-CUTE_DEVICE uint32_t signs(uint32_t a, uint32_t b, uint32_t selector) {
+/// Each byte of the result is that of a and b which its digit of the selector names, or, of that plus 8, all bits are
+/// its top one. `__byte_perm` has the former alone, and masks the selector for it.
+CUTE_DEVICE uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t x;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(selector));
   return x;
@@ -177,13 +178,18 @@ CUTE_DEVICE uint32_t signs(uint32_t a, uint32_t b, uint32_t selector) {
 template <int LaneBit, int Place>
 CUTE_DEVICE uint32_t trade(uint32_t word, int lane) {
   uint32_t const others = __shfl_xor_sync(0xffffffffu, word, 1 << LaneBit);
-  bool const upper = lane >> LaneBit & 1;
-  if constexpr (Place == 4) return __byte_perm(word, others, upper ? 0x3276 : 0x5410);
-  if constexpr (Place == 3) return __byte_perm(word, others, upper ? 0x3715 : 0x6240);
+  uint32_t upper = lane >> LaneBit & 1;
+  materialize(upper);  // that it is 0 or 1 the compiler would make selections of, on the unit that draws are short of
+  auto const of_half = [&](uint32_t lower_lane, uint32_t upper_lane) {
+    return lower_lane + upper * (upper_lane - lower_lane);
+  };
+  if constexpr (Place == 4) return bytes_of(word, others, of_half(0x5410, 0x3276));
+  if constexpr (Place == 3) return bytes_of(word, others, of_half(0x6240, 0x3715));
   constexpr int kApart = 1 << Place;
   constexpr uint32_t kLower = ~0u / ((1u << kApart) + 1);
-  uint32_t const own = upper ? ~kLower : kLower;
-  return (word & own) | (__funnelshift_l(others, others, upper ? 32 - kApart : kApart) & ~own);
+  uint32_t own = of_half(kLower, ~kLower);
+  materialize(own);  // and not ~own besides
+  return (word & own) | (__funnelshift_l(others, others, of_half(kApart, 32 - kApart)) & ~own);
 }
 
 /// Of the mask's word of 32 keys those of a lane's columns in accumulators, a bit each.
@@ -341,7 +347,7 @@ struct PairMod {
 
   /// Which of the `count` keys from `key` on dropout keeps of a row, 32 at most, wherever they lie; bits of some that
   /// follow are behind theirs.
-  CUTE_DEVICE uint32_t kept(Threshold const& threshold, int row, int key, int count) const {
+  CUTE_DEVICE uint32_t kept(uint32_t threshold, int row, int key, int count) const {
     int const first = key + origin, shift = first & (kBlockKeys - 1);
     uint32_t word = 0;
     CUTE_NO_UNROLL
@@ -397,7 +403,7 @@ struct PairMod {
 
   /// Makes 0 of what dropout does not keep of the keys from `key` on, and `scale` times as much of the others.
   template <int Count>
-  CUTE_DEVICE void drop(float (&p)[Count], Threshold const& threshold, int row, int key, float scale = 1.f) const {
+  CUTE_DEVICE void drop(float (&p)[Count], uint32_t threshold, int row, int key, float scale = 1.f) const {
     uint32_t const of_keys = kept(threshold, row, key, Count);
     CUTE_UNROLL
     for (int e = 0; e < Count; ++e) p[e] = of_keys >> e & 1 ? p[e] * scale : 0.f;
@@ -462,9 +468,10 @@ struct PairMod {
 
   /// Of the block that a row has with the keys whose positions, divided by sixteen, are `group`: the row's bits are
   /// where those of a block's first row are.
-  CUTE_DEVICE uint32_t block_of(Threshold const& threshold, int row, int group) const {
+  CUTE_DEVICE uint32_t block_of(uint32_t threshold, int row, int group) const {
     Philox const philox(seed, head, sequence);
     int const at = position + row;
+    materialize(threshold);  // its nine words around a main loop of CUDA cores spilled
     return kept_of_block(philox, at & ~1, philox.of_sixteen(group), threshold) >> (at & 1);
   }
 #endif

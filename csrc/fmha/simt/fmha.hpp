@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::MinCtas) fmha_kernel(
               key = tile * B_c + first_key_of_warp<Traits>() + at.col * kVector;
     change_fours<Traits, false>(of_warp(shared.p), at, [&](float (&x)[kVector], int i, int j) {
       if (drops) {
-        pairs.drop(x, threshold_of(params), row + row_of(i), key + key_of(j));
+        pairs.drop(x, params.dropout.threshold, row + row_of(i), key + key_of(j));
       } else {
         pairs.apply(x, params, of.visibility, row + row_of(i), key + key_of(j), [](int e) { return e; });
       }

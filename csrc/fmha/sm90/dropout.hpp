@@ -14,7 +14,7 @@ template <class PlaceOf>
 CUTE_DEVICE uint4 mask_of_sixteen(uint32_t const (&kept)[2], bool upper, PlaceOf const& place_of) {
   auto const of = [&](int r, int half) {
     uint32_t const x = kept[r] << (7 - place_of(r, half));
-    return signs(x, x, upper ? 0xbbaa : 0x9988);
+    return bytes_of(x, x, upper ? 0xbbaa : 0x9988);
   };
   return make_uint4(of(0, 0), of(1, 0), of(0, 1), of(1, 1));
 }

@@ -125,4 +125,82 @@ struct LazySoftmax : OnlineSoftmax<2, 4, 1> {
   float early_[2][Early];
 };
 
+/// The same where no registers are left to take a tile twice: exponents take the place of scores, and are looked at
+/// there. Their greatest is wanted only where one is above kSlack, and of positive numbers the order is that of their
+/// bits: half as many instructions as a maximum of floats, of three operands, and no exchange with other lanes.
+struct LazySoftmaxInPlace : OnlineSoftmax<2, 4, 1> {
+  static constexpr float kSlack = 8.f;  // P stays below 256, which fp16 holds
+
+  CUTE_DEVICE LazySoftmaxInPlace() { m[0] = m[1] = -FLT_MAX; }
+
+  /// S becomes P, l and O follow m where it rises. O is 0 in front of the `first` tile.
+  template <class ScoreTensor, class OutTensor>
+  CUTE_DEVICE void update(ScoreTensor& S, OutTensor& O, float scale, bool first) {
+    bool const look = all_seen_;
+    bool rises = !look && !first;
+    float rescale[2];
+    if (!look) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) rescale[i] = raise(i, fmaxf(m[i], max_of_row(i, S, scale)));
+      all_seen_ = __all_sync(0xffffffffu, m[0] != -FLT_MAX && m[1] != -FLT_MAX);
+    }
+    CUTE_UNROLL
+    for (int j = 0; j < cute::size<1>(S); ++j) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) S(i, j) = fmaf(S(i, j), scale, -m[i]);
+    }
+    if (look) {
+      int greatest[4] = {};  // of one each waits for the last
+      CUTE_UNROLL
+      for (int j = 0; j < cute::size<1>(S); ++j) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          int& of = greatest[i * 2 + j / 2 % 2];
+          of = max(of, __float_as_int(S(i, j)));
+        }
+      }
+      rises = __any_sync(0xffffffffu, max(max(greatest[0], greatest[1]), max(greatest[2], greatest[3])) >
+                                          __float_as_int(kSlack));
+      if (rises) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          float const before = m[i];
+          rescale[i] = raise(i, before + fmaxf(max_of_row(i, S, 1.f), 0.f));
+          float const by = m[i] - before;
+          CUTE_UNROLL
+          for (int j = 0; j < cute::size<1>(S); ++j) S(i, j) -= by;
+        }
+      }
+    }
+    if (rises) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        CUTE_UNROLL
+        for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= rescale[i];
+      }
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      float sum = 0.f;
+      CUTE_UNROLL
+      for (int j = 0; j < cute::size<1>(S); j += 2) {
+        S(i, j) = exp2_approx(S(i, j));
+        S(i, j + 1) = exp2_approx(S(i, j + 1));
+        sum += S(i, j) + S(i, j + 1);
+      }
+      l[i] += sum;
+      materialize(l[i]);  // behind the next product it would keep all of P beside the operand made of it
+    }
+  }
+
+ private:
+  CUTE_DEVICE float raise(int i, float m_new) {
+    float const rescale = exp2_approx(m[i] - m_new);
+    m[i] = m_new;
+    l[i] *= rescale;
+    return rescale;
+  }
+  bool all_seen_ = false;  // whether all rows of the warp have seen a key
+};
+
 }  // namespace cutlass_ext::sm90

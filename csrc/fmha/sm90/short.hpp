@@ -19,6 +19,7 @@
 #include "../visibility.hpp"
 #include "copied_bias.hpp"
 #include "dropout.hpp"
+#include "lazy_softmax.hpp"
 #include "tensor_maps.hpp"
 #include "traits.hpp"
 #include "warpgroup.hpp"
@@ -92,7 +93,6 @@ struct ShortTraits : Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stage
   using Params =
       std::conditional_t<Pairs, ShortParamsOfPairs, std::conditional_t<Unlike, ShortParamsOfUnlike, ShortParams>>;
   using Maps = std::conditional_t<HasBias, TensorMapsOfPairs, TensorMaps>;
-  static constexpr int Slack = HasDropout ? 8 : 0;  // of a row's maximum: O is hardly ever rescaled
   static constexpr int kTilesOfMap = 32;            // in a word of a mask's map
   static_assert(!Pairs || (B_c_ == Mask::kBlock && Warpgroups == 1), "a tile of keys is a block of the mask's map");
 
@@ -309,6 +309,36 @@ CUTE_DEVICE bool merge_warpgroups(typename Traits::SharedStorage& shared, int wa
   return false;
 }
 
+/// Where the results of a warp's 16 rows go, and what ends them.
+template <class Element>
+struct ShortResults {
+  float sink_log2;
+  int rows, head_dim_v;  // rows that exist
+  int64_t row_stride;
+  Element* o;
+  float* lse;  // null: not asked for
+};
+template <class Traits>
+CUTE_DEVICE ShortResults<typename Traits::Element> results_of(typename Traits::Params const& params,
+                                                              ShortTile const& here, int warp_row) {
+  using Element = typename Traits::Element;
+  int const head = here.head, row_of_q = here.q_row0 + warp_row;
+  ShortResults<Element> of;
+  of.sink_log2 = params.sink ? params.sink[head] * kLog2e : -INFINITY;
+  of.rows = here.visibility.n_q - here.row0 - warp_row;
+  of.head_dim_v = params.head_dim_v;
+  of.row_stride = params.o_stride.row;
+  of.o = static_cast<Element*>(params.o) + here.batch * params.o_stride.batch + row_of_q * of.row_stride +
+         head * params.o_stride.head;
+  of.lse = params.lse;
+  if (of.lse) {
+    int stored_rows = params.n_q;
+    if constexpr (Traits::Unlike) stored_rows = params.lengths.stored_rows();
+    of.lse += (int64_t(here.batch) * params.heads_q + head) * stored_rows + row_of_q;
+  }
+  return of;
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
     short_kernel(__grid_constant__ typename Traits::Params const params,
@@ -319,7 +349,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
   auto& shared = *reinterpret_cast<typename Traits::SharedStorage*>(smem);
   ShortTile const here = tile_of_cta<Traits>(params);
   if (Traits::Unlike && !here.exists) return;
-  int const row0 = here.row0, head = here.head;
+  int const row0 = here.row0;
   Visibility const& visibility = here.visibility;
   Range tiles = visibility.tiles_of(row0, kAtomRows, B_c);
   int const warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
@@ -340,26 +370,16 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
     if (lane == 0) barrier.arrive();
   };
 
-  // What the end wants of the parameters comes while the first tiles are on their way.
   Range const unmasked = visibility.unmasked_tiles_of(row0, kAtomRows, B_c);
-  float scale = params.scale, sink_log2 = params.sink ? params.sink[head] * kLog2e : -INFINITY;
-  int rows = visibility.n_q - row0 - warp_row, head_dim_v = params.head_dim_v;  // rows of the warp's 16 that exist
-  int64_t row_stride = params.o_stride.row;
-  int const row_of_q = here.q_row0 + warp_row;
-  Element* out = static_cast<Element*>(params.o) + here.batch * params.o_stride.batch + row_of_q * row_stride +
-                 head * params.o_stride.head;
-  float* lse_out = params.lse;  // null: not asked for
-  if (lse_out) {
-    int stored_rows = params.n_q;
-    if constexpr (Traits::Unlike) stored_rows = params.lengths.stored_rows();
-    lse_out += (int64_t(here.batch) * params.heads_q + head) * stored_rows + row_of_q;
-  }
-  if constexpr (!Traits::Pairs) {  // beside what they have no registers are left
-    materialize(scale), materialize(sink_log2), materialize(rows), materialize(head_dim_v), materialize(row_stride),
-        materialize(out), materialize(lse_out);
+  float scale = params.scale;
+  ShortResults<Element> results;
+  if constexpr (!Traits::Pairs) {  // while the first tiles are on their way; beside pairs no registers are left
+    results = results_of<Traits>(params, here, warp_row);
+    materialize(scale), materialize(results.sink_log2), materialize(results.rows), materialize(results.head_dim_v),
+        materialize(results.row_stride), materialize(results.o), materialize(results.lse);
   }
 
-  OnlineSoftmax<2, 4, 1, Traits::Slack> softmax;
+  LazySoftmaxInPlace softmax;
   clear(cO);
   bool const has_q = tiles.size() > 0;
   [[maybe_unused]] SeenTiles<Traits> seen;
@@ -367,7 +387,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
   [[maybe_unused]] bool drops = false;
   if constexpr (Traits::HasDropout) {
     drops = Traits::has_dropout(params);
-    if (drops) pairs = {params.dropout, visibility, here.batch, head};
+    if (drops) pairs = {params.dropout, visibility, here.batch, here.head};
   }
   if constexpr (Traits::HasMask) {
     wait_for_launch_before();
@@ -414,9 +434,7 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
     }
     release(shared.k_empty[stage]);
     if (masked) mask.apply(S);
-    float rescale[2];
-    auto const rescale_of = [&](int i) -> float& { return rescale[i]; };
-    softmax.update(S, rescale_of, scale);
+    softmax.update(S, O, scale, tile == first);
     CUTE_UNROLL
     for (int j = 0; j < size<1>(S); j += 2) {
       CUTE_UNROLL
@@ -429,14 +447,6 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
                                [&](int r, int half) { return PairMod::bit_of_rows(2 * i + half, 0, r) % 8; });
       };
       if (drops) drop(words, mask_of);
-    }
-    bool const rises = Traits::Slack == 0 || __any_sync(0xffffffffu, rescale[0] != 1.f || rescale[1] != 1.f);
-    if (tile < first && rises) {
-      CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        CUTE_UNROLL
-        for (int j = 0; j < size<1>(O); ++j) O(i, j) *= rescale[i];
-      }
     }
     shared.v_full[stage].wait_for(phase);
     gemm_async<B_c / 16>(typename Traits::MmaPV{}, fP, fV(_, _, _, stage), cO, false);
@@ -451,18 +461,19 @@ __global__ void __launch_bounds__(Traits::Threads, Traits::CtasAtOnce)
     if (merge_warpgroups<Traits>(shared, warpgroup, tiles.size(), softmax, O)) return;
   }
 
+  if constexpr (Traits::Pairs) results = results_of<Traits>(params, here, warp_row);
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
     int const row = lane / 4 + i * 8;
     float scale_of_kept = 1.f;
     if constexpr (Traits::HasDropout) scale_of_kept = drops ? params.dropout.scale : 1.f;
-    Finish const finished = softmax.template finish<Element>(i, sink_log2, O, scale_of_kept);
-    if (row < rows && lane % 4 == 0 && lse_out) lse_out[row] = finished.lse();
+    Finish const finished = softmax.template finish<Element>(i, results.sink_log2, O, scale_of_kept);
+    if (row < results.rows && lane % 4 == 0 && results.lse) results.lse[row] = finished.lse();
   }
   cutlass::arch::NamedBarrier::sync(kWarpgroup, 2);  // nobody reads Q any more
   store_rows<Traits>(
-      out + lane / 8 * row_stride, [&](int pass) { return pass * 4 * row_stride; }, rows, head_dim_v, O,
-      shared.q + warp_row * Traits::StagedPanels * kPanel, lane);
+      results.o + lane / 8 * results.row_stride, [&](int pass) { return pass * 4 * results.row_stride; }, results.rows,
+      results.head_dim_v, O, shared.q + warp_row * Traits::StagedPanels * kPanel, lane);
 }
 
 /// The kernel of one tile shape, launched for every query tile.

@@ -143,7 +143,7 @@ class TilePairs {
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
         auto const highest = [&](int odd) { return kept_[0] << (7 - bit_of(m, odd, i) % 8); };  // of the byte
-        words(2 * m + i) &= signs(highest(0), highest(1), 0xCC88 + m % 4 * 0x1111);
+        words(2 * m + i) &= bytes_of(highest(0), highest(1), 0xCC88 + m % 4 * 0x1111);
       }
     }
   }
