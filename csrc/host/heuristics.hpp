@@ -209,24 +209,25 @@ inline bool short_tiles_pay_of_unlike(ShortTiles const& tiles, int head_dim, int
 /// A mask, whatever it hides: of 220 of tiles that see up to 11 blocks those with padding 1.51, 0.97, with pairs at
 /// random 1.37, with nothing hidden 1.46. At head_dim 128 up to 7 where there are many: (66, 503), 16 heads, nothing
 /// hidden, 308 us for 267. Beside a bias up to 11 as well: of 224 1.36, 0.95.
-/// Dropout up to 11 blocks: of 368 1.43, 1.00, with a mask of 316 1.57, 1.02. Longer rows gain where tiles fill: at
-/// head_dim 64 up to 16 blocks, of 45 1.10, 0.87, or 32 beside a mask, of 87 1.15, 0.74; above it 32, of 292 1.19,
-/// 0.85, and more where there are many tiles, of 70 1.08, 0.91. But (4, 4096, 12 heads, 64) 669 us for 643. Dropout and
-/// a bias of any length where tiles fill: of 1003 1.53, 0.79. A bias: of 260 1.30, 0.85. Up to 11 blocks, 5 at head_dim
-/// 128, where there are few; (32, 512), 12 heads, 64, 87.5 us for 81.0, (16, 512), 16 heads, 128, 102 for 84.
+/// Dropout up to 16 blocks: of 368 up to 11 1.43, 1.00, of 208 of 12 to 16 1.19, 0.87, with a mask of 316 1.57, 1.02,
+/// and of 98 1.30, 1.03. Longer rows gain where they fill: with a mask up to 32, of 169 1.17, 0.81; without one where
+/// there are many tiles, at head_dim 64 of 318 1.11, 0.97, of 88 with a causal mask 1.09, 0.92; above it of 184 1.17,
+/// 0.92, and of 77 1.11, 0.92. Of few unequal ones the longest end alone: causal (8, 2048), 4 heads, 64, 82 us for 71.
+/// Dropout and a bias of any length where tiles fill: of 1003 1.53, 0.79. A bias: of 260 1.30, 0.85. Up to 11 blocks, 5
+/// at head_dim 128, where there are few; (32, 512), 12 heads, 64, 87.5 us for 81.0, (16, 512), 16 heads, 128, 102 for
+/// 84.
 inline bool short_tiles_pay_with_pairs(Params const& p, ShortTiles const& tiles, int head_dim, Device const& device) {
   Features const features = features_of(p);
   bool const has_bias = features & feature::Bias, has_mask = features & feature::Mask,
              drops = features & feature::Dropout;
-  int64_t const longest = tiles.longest;
-  bool const fill = tiles.all >= device.multiprocessors, many = tiles.blocks_a_multiprocessor > 36,
-             wide = head_dim > 96;
+  int64_t const longest = tiles.longest, multiprocessors = device.multiprocessors;
+  bool const fill = tiles.all >= multiprocessors, many = tiles.blocks_a_multiprocessor > 36, wide = head_dim > 96;
   if (drops && has_bias) return longest <= 10 || fill;
   if (drops) {
-    int64_t const most = head_dim <= 64                            ? (has_mask ? 32 : 16)
-                         : tiles.all >= 8 * device.multiprocessors ? INT64_MAX
-                                                                   : 32;
-    return longest <= (fill ? most : 11);
+    bool const small = head_dim <= 64;
+    int64_t const many_a_multiprocessor = tiles.unequal() ? (small ? 16 : 8) : (small ? 2 : 1);
+    if (tiles.all >= many_a_multiprocessor * multiprocessors) return true;
+    return longest <= (!fill ? 16 : has_mask ? 32 : small ? 16 : 24);
   }
   if (has_mask) return longest <= (!has_bias && wide && many ? 7 : 11);
   if (tiles.unequal()) return longest <= (wide ? 6 : 13);

@@ -159,8 +159,8 @@ struct LazySoftmaxInPlace : OnlineSoftmax<2, 4, 1> {
           of = max(of, __float_as_int(S(i, j)));
         }
       }
-      rises = __any_sync(0xffffffffu, max(max(greatest[0], greatest[1]), max(greatest[2], greatest[3])) >
-                                          __float_as_int(kSlack));
+      rises = __any_sync(0xffffffffu,
+                         max(max(greatest[0], greatest[1]), max(greatest[2], greatest[3])) > __float_as_int(kSlack));
       if (rises) {
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {

@@ -32,7 +32,8 @@ namespace cutlass_ext::sm90 {
 struct ShortParams {
   int n_q, n_kv, start_pos, window_left, window_right;
   int query_tiles, head_dim_v;
-  float scale;  // from products to scores in the log2 domain
+  bool at_once;  // whether multiprocessors hold all CTAs of the launch
+  float scale;   // from products to scores in the log2 domain
   cutlass::FastDivmod heads_per_kv;
   int heads_q;
   void* o;
@@ -48,6 +49,7 @@ struct ShortParams {
         window_right(p.window_right),
         query_tiles(Scheduler::tiles_of(p.n_q, kAtomRows)),
         head_dim_v(p.head_dim_v),
+        at_once(int64_t(p.batch) * p.heads_q * query_tiles <= p.resident_ctas),
         scale(p.softmax_scale * kLog2e),
         heads_per_kv(p.heads_q / p.heads_kv),
         heads_q(p.heads_q),
@@ -93,7 +95,7 @@ struct ShortTraits : Traits<kAtomRows, B_c_, HeadDim_, HeadDim_, Element_, Stage
   using Params =
       std::conditional_t<Pairs, ShortParamsOfPairs, std::conditional_t<Unlike, ShortParamsOfUnlike, ShortParams>>;
   using Maps = std::conditional_t<HasBias, TensorMapsOfPairs, TensorMaps>;
-  static constexpr int kTilesOfMap = 32;            // in a word of a mask's map
+  static constexpr int kTilesOfMap = 32;  // in a word of a mask's map
   static_assert(!Pairs || (B_c_ == Mask::kBlock && Warpgroups == 1), "a tile of keys is a block of the mask's map");
 
   /// What a call has, where the kernel takes it.
@@ -130,11 +132,12 @@ struct ShortTile {
   Visibility visibility;
 };
 
-/// The first row of a query tile. The longest tiles of a causal mask come first and the shortest next, so that two that
-/// share a multiprocessor make about the same work everywhere: causal (1, 512, 32 heads on 8, 128), in tiles of 128
-/// keys, took 15.6 us from the longest to the shortest and 15.0 so.
-CUTE_DEVICE int row0_of(int order, int query_tiles) {
-  int const long_tiles = query_tiles - query_tiles / 2;
+/// The first row of a query tile. The longest tiles of a causal mask come first. Where all are there at once the
+/// shortest come next, so that two that share a multiprocessor make about the same work everywhere: causal (1, 512, 32
+/// heads on 8, 128), in tiles of 128 keys, took 15.6 us from the longest to the shortest and 15.0 so. Elsewhere they
+/// come last, and the launch ends with them.
+CUTE_DEVICE int row0_of(int order, int query_tiles, bool at_once) {
+  int const long_tiles = at_once ? query_tiles - query_tiles / 2 : query_tiles;
   return kAtomRows * (order < long_tiles ? query_tiles - 1 - order : order - long_tiles);
 }
 
@@ -143,10 +146,11 @@ CUTE_DEVICE ShortTile tile_of_cta(typename Traits::Params const& params) {
   int const head = blockIdx.x, order = blockIdx.y, b = blockIdx.z;
   if constexpr (Traits::Unlike) {
     Sequence const sequence = sequence_of(params.lengths, b);
-    int const tiles = (sequence.visibility.n_q + kAtomRows - 1) / kAtomRows, row0 = row0_of(order, tiles);
+    int const tiles = (sequence.visibility.n_q + kAtomRows - 1) / kAtomRows,
+              row0 = row0_of(order, tiles, params.at_once);
     return {order < tiles, head, sequence.batch, sequence.q_row0 + row0, sequence.k_row0, row0, sequence.visibility};
   } else {
-    int const row0 = row0_of(order, params.query_tiles);
+    int const row0 = row0_of(order, params.query_tiles, params.at_once);
     return {true,
             head,
             b,
