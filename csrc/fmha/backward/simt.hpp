@@ -336,7 +336,7 @@ class BackwardTile {
       int const own = first_own + own_of(i), walked = first_walked + walked_of(j);
       int const row = OfKeys ? walked : own, key = OfKeys ? own : walked;
       if (drops) {
-        pairs.drop(x, threshold_of(params_), row, key, scale);
+        pairs.drop(x, params_.dropout.threshold, row, key, scale);
       } else {
         pairs.apply(x, params_, sequence.visibility, row, key, [](int e) { return e; });
       }
