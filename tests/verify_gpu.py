@@ -69,7 +69,11 @@ def run_tests(modules: list[str]) -> dict[str, dict[str, int] | Failed]:
         processes = TEST_PROCESSES * torch.cuda.device_count()
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", str(processes), "--dist", "worksteal"]
         command += ["--durations=15", f"--junitxml={report}", *(str(MODULES[name]) for name in modules)]
-        done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        # Each process would start a thread for each core.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+        )
         end = re.search(r"(?ms)^=+ slowest .*", done.stdout)  # the slowest tests, then a line for each that failed
         cases = list(xml.parse(report).getroot().iter("testcase")) if report.exists() else []
     print(end[0] if end else "", flush=True)

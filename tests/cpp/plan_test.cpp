@@ -321,17 +321,22 @@ TEST(Plan, OfShortSequencesWithAMaskOrUnlike) {
 TEST(Plan, OfShortSequencesWithDropoutOrABias) {
   char const* const persistent = "sm90 persistent 128x128 d64 plain, 1 split, grid 132, 2 counters";
   check({
-      // Dropout: up to 11 blocks, further where tiles fill the GPU, and above head_dim 64.
+      // Dropout: up to 16 blocks, any number where tiles fill the GPU, more of them where they are unequal.
       CASE(fmha(64, 128, 128, 12, 12, 64).dropout(), "sm90 short 64x64 d64 by 1, 1 split, grid 12 2 64"),
       CASE(fmha(1, 704, 704, 2, 2, 64).dropout().mask(), "sm90 short 64x64 d64 by 1, 1 split, grid 2 11 1"),
       CASE(fmha(8, 1024, 1024, 16, 16, 64).dropout().causal(), "sm90 short 64x64 d64 by 1, 1 split, grid 16 16 8"),
-      CASE(fmha(8, 1025, 1025, 16, 16, 64).dropout(), persistent),
+      CASE(fmha(8, 1025, 1025, 16, 16, 64).dropout(), "sm90 short 64x64 d64 by 1, 1 split, grid 16 17 8"),
+      CASE(fmha(1, 1024, 1024, 2, 2, 64).dropout(), "sm90 short 64x64 d64 by 1, 1 split, grid 2 16 1"),
+      CASE(fmha(4, 2048, 2048, 2, 2, 64).dropout(), persistent),
+      CASE(fmha(8, 2048, 2048, 16, 16, 64).dropout().causal(), "sm90 short 64x64 d64 by 1, 1 split, grid 16 32 8"),
+      CASE(fmha(8, 2048, 2048, 4, 4, 64).dropout().causal(), persistent),
       CASE(fmha(8, 2048, 2048, 16, 16, 64).dropout().mask(), "sm90 short 64x64 d64 by 1, 1 split, grid 16 32 8"),
       CASE(fmha(8, 2049, 2049, 16, 16, 64).dropout().mask(), persistent),
       CASE(fmha(2, 8192, 8192, 16, 16, 128).dropout(), "sm90 short 64x64 d128 by 1, 1 split, grid 16 128 2"),
       CASE(fmha(2, 8193, 8193, 16, 16, 128).dropout(),
            "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
-      CASE(fmha(1, 4096, 4096, 16, 16, 128).dropout(),
+      CASE(fmha(1, 4096, 4096, 16, 16, 128).dropout(), "sm90 short 64x64 d128 by 1, 1 split, grid 16 64 1"),
+      CASE(fmha(1, 4096, 4096, 12, 12, 128).dropout().causal(),
            "sm90 persistent 128x128 d128 plain, 1 split, grid 132, 2 counters"),
       CASE(fmha(64, 128, 128, 12, 12, 64).dropout().splits(1), persistent),
       CASE(fmha(64, 128, 128, 12, 12, 64).dropout().lengths(), persistent),

@@ -56,6 +56,73 @@ def test_large_scores(hopper):
     check(hopper, q, k, v)
 
 
+# In the order in which a warpgroup of one takes the tiles: of every second row, of the others it is less. A maximum that
+# is passed by up to 8 log 2 stays.
+LEVELS = {
+    "creeps": [0, 3, 6, 9, 12, 15, 18],
+    "leaps": [0, 12, 24, 6, 36, 48, 60],
+    "leaps further than an exponential": [-200, 50, -100, 240, 250, -250, 256],
+    "falls": [100, 80, 60, 8, -60, -64, -128],
+}
+
+
+@pytest.mark.parametrize("of", LEVELS)
+@pytest.mark.parametrize("d", [64, 128])
+def test_maxima_from_tile_to_tile(hopper, d, of):
+    """Sums and output follow a maximum that rises, by rows of one warp of their own, where nothing is hidden and where a
+    mask leaves rows without a key in the first tiles."""
+    n_kv = len(LEVELS[of]) * TILE
+    levels = torch.tensor(LEVELS[of][::-1], device=hopper.device).repeat_interleave(TILE)
+    mask = torch.rand(3, 1, 100, n_kv, device=hopper.device) < 0.7
+    mask[:, :, ::3, -3 * TILE :] = False
+    mask[:, :, 40:, 2 * TILE : 5 * TILE] = False
+    drop, bias = dropout_of(hopper), bias_of(hopper, 3, 4, 100, n_kv)
+    lengths = {"seqused_k": hopper.int32([n_kv, n_kv - 1, n_kv - 2 * TILE])}
+    kinds = [{}, {"mask": mask}, drop, drop | {"mask": mask}, {"bias": bias}, drop | {"bias": bias, "mask": mask}, lengths]
+    for batch, heads in ((3, 4), (3, 48)):  # two warpgroups where nothing else is asked, and one
+        q, k, v = hopper.qkv(batch, 100, heads, d, n_kv=n_kv, heads_kv=1)
+        q[..., 0], k[..., 0] = 1 - 2.0 * (torch.arange(100, device=q.device)[:, None] % 2), levels[:, None].to(k.dtype)
+        for options in kinds if heads == 4 else ({}, {"mask": mask}, drop):
+            check(hopper, q, k, v, f"{heads=}, {list(options)}", softmax_scale=1.0, **options)
+
+
+@pytest.mark.parametrize("hidden", [-1e4, -65504.0, -1e9])
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_bias_that_stands_for_a_mask(hopper, d, hidden):
+    """The first tile may have nothing but scores far below all others, from which these must lose nothing: as if a mask
+    hid its keys."""
+    q, k, v = hopper.qkv(2, 100, 4, d, n_kv=256)
+    bias = torch.zeros(2, 4, 100, 256, device=hopper.device, dtype=torch.float16 if hidden > -1e5 else torch.bfloat16)
+    bias[..., 120:] = hidden
+    bias[:, :, ::3, 60:] = hidden
+    for options in ({}, dropout_of(hopper), {"sink": hopper.vector(4)}):
+        assert cutlass_ext.explain(q, k, v, bias=bias, **options).kernel == "short"
+        out, lse = hopper.fmha(q, k, v, bias=bias, **options)
+        want, want_lse = hopper.fmha(q, k, v, mask=bias == 0, **options)
+        torch.testing.assert_close(out, want, **peer_tolerance(q.dtype))
+        torch.testing.assert_close(lse, want_lse, rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_row_is_its_own(hopper, d):
+    """Whatever the other rows of a warp do to its maxima."""
+    for heads, options in ((4, {}), (48, {}), (4, dropout_of(hopper))):
+        q, k, v = hopper.qkv(3, 70, heads, d, n_kv=400)
+        assert cutlass_ext.explain(q, k, v, **options).kernel == "short"
+        want = hopper.fmha(q, k, v, **options)
+        for loud in (30.0, float("nan")):
+            changed = q.clone()
+            changed[:, 1::2] *= loud
+            out, lse = hopper.fmha(changed, k, v, **options)
+            assert_same_bits((out[:, ::2], lse[..., ::2]), (want[0][:, ::2], want[1][..., ::2]))
+
+
+def test_more_rows_than_there_is_room_for(hopper):
+    """Of a launch in waves the longest tiles come first, all the way."""
+    for heads, d in ((32, 64), (40, 128)):
+        check(hopper, *hopper.qkv(8, 197, heads, d, n_kv=192, heads_kv=8), f"{d=}", causal=True)
+
+
 def test_keys_without_end(hopper):
     """What lies behind the last key of a sequence, the next one's here, is not of it; NaN shows."""
     q, k, v = hopper.qkv(3, 70, 4, 64, n_kv=100)
@@ -228,6 +295,8 @@ def test_a_bias_of_many_tiles(hopper, d):
 
 def test_dropout_of_many_keys(hopper):
     """More than a word of a mask's map has blocks for, which a call without one does not ask."""
+    for d in (64, 128):
+        check(hopper, *hopper.qkv(1, 70, 140, d, n_kv=2200), f"{d=}", **dropout_of(hopper))
     q, k, v = hopper.qkv(1, 70, 140, 64, n_kv=2200)
     bias = torch.randn(1, 140, 70, 2200, device=hopper.device).to(q.dtype)
     check(hopper, q, k, v, bias=bias, **dropout_of(hopper))

@@ -1,5 +1,5 @@
-// The online softmax of the Hopper kernels, which looks for a tile's maximum only where the running one will not do.
-// Used by fmha.hpp.
+// The online softmax of the Hopper kernels, which looks for a tile's maximum only where the running one will not do: of
+// the persistent ones (fmha.hpp), and of those for short launches (short.hpp).
 #pragma once
 
 #include <cfloat>
@@ -128,55 +128,42 @@ struct LazySoftmax : OnlineSoftmax<2, 4, 1> {
 /// The same where no registers are left to take a tile twice: exponents take the place of scores, and are looked at
 /// there. Their greatest is wanted only where one is above kSlack, and of positive numbers the order is that of their
 /// bits: half as many instructions as a maximum of floats, of three operands, and no exchange with other lanes.
+///
+/// Exponents are counted from m. From an m far below the scores they would have lost what these differ by (-1e9 of a
+/// bias that stands for a mask), so from one below kLow they are counted from 0, and m follows. What a row gets does
+/// not depend on the other rows of its warp.
 struct LazySoftmaxInPlace : OnlineSoftmax<2, 4, 1> {
   static constexpr float kSlack = 8.f;  // P stays below 256, which fp16 holds
+  static constexpr float kLow = -64.f;
 
   CUTE_DEVICE LazySoftmaxInPlace() { m[0] = m[1] = -FLT_MAX; }
 
-  /// S becomes P, l and O follow m where it rises. O is 0 in front of the `first` tile.
+  /// S becomes P; l and O follow m where it rises. Both are 0 in front of the `first` tile.
   template <class ScoreTensor, class OutTensor>
   CUTE_DEVICE void update(ScoreTensor& S, OutTensor& O, float scale, bool first) {
-    bool const look = all_seen_;
-    bool rises = !look && !first;
-    float rescale[2];
-    if (!look) {
-      CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) rescale[i] = raise(i, fmaxf(m[i], max_of_row(i, S, scale)));
-      all_seen_ = __all_sync(0xffffffffu, m[0] != -FLT_MAX && m[1] != -FLT_MAX);
+    float base[2];
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      if (first) m[i] = fmaxf(m[i], max_of_row(i, S, scale));
+      base[i] = first || !is_low(i) ? m[i] : 0.f;
     }
     CUTE_UNROLL
     for (int j = 0; j < cute::size<1>(S); ++j) {
       CUTE_UNROLL
-      for (int i = 0; i < 2; ++i) S(i, j) = fmaf(S(i, j), scale, -m[i]);
+      for (int i = 0; i < 2; ++i) S(i, j) = fmaf(S(i, j), scale, -base[i]);
     }
-    if (look) {
-      int greatest[4] = {};  // of one each waits for the last
-      CUTE_UNROLL
-      for (int j = 0; j < cute::size<1>(S); ++j) {
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          int& of = greatest[i * 2 + j / 2 % 2];
-          of = max(of, __float_as_int(S(i, j)));
-        }
-      }
-      rises = __any_sync(0xffffffffu,
-                         max(max(greatest[0], greatest[1]), max(greatest[2], greatest[3])) > __float_as_int(kSlack));
-      if (rises) {
-        CUTE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          float const before = m[i];
-          rescale[i] = raise(i, before + fmaxf(max_of_row(i, S, 1.f), 0.f));
-          float const by = m[i] - before;
-          CUTE_UNROLL
-          for (int j = 0; j < cute::size<1>(S); ++j) S(i, j) -= by;
-        }
-      }
-    }
-    if (rises) {
+    if (!first && rises(S)) {
       CUTE_UNROLL
       for (int i = 0; i < 2; ++i) {
+        float const greatest = max_of_row(i, S, 1.f);
+        float const m_new = is_low(i) ? fmaxf(m[i], greatest) : greatest > kSlack ? m[i] + greatest : m[i];
+        float const rescale = exp2_approx(m[i] - m_new), by = m_new - base[i];
+        m[i] = m_new;
+        l[i] *= rescale;
         CUTE_UNROLL
-        for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= rescale[i];
+        for (int j = 0; j < cute::size<1>(S); ++j) S(i, j) -= by;
+        CUTE_UNROLL
+        for (int j = 0; j < cute::size<1>(O); ++j) O(i, j) *= rescale;
       }
     }
     CUTE_UNROLL
@@ -194,13 +181,23 @@ struct LazySoftmaxInPlace : OnlineSoftmax<2, 4, 1> {
   }
 
  private:
-  CUTE_DEVICE float raise(int i, float m_new) {
-    float const rescale = exp2_approx(m[i] - m_new);
-    m[i] = m_new;
-    l[i] *= rescale;
-    return rescale;
+  CUTE_DEVICE bool is_low(int i) const { return m[i] < kLow; }
+
+  /// Whether some row of the warp has an exponent above kSlack, or an m that is to be looked for.
+  template <class ScoreTensor>
+  CUTE_DEVICE bool rises(ScoreTensor const& exponents) const {
+    int greatest[4] = {};  // of one each waits for the last
+    CUTE_UNROLL
+    for (int j = 0; j < cute::size<1>(exponents); ++j) {
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        int& of = greatest[i * 2 + j / 2 % 2];
+        of = max(of, __float_as_int(exponents(i, j)));
+      }
+    }
+    int const of_all = max(max(greatest[0], greatest[1]), max(greatest[2], greatest[3]));
+    return __any_sync(0xffffffffu, of_all > __float_as_int(kSlack) || is_low(0) || is_low(1));
   }
-  bool all_seen_ = false;  // whether all rows of the warp have seen a key
 };
 
 }  // namespace cutlass_ext::sm90
