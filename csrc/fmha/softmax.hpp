@@ -55,6 +55,11 @@ CUTE_DEVICE float sum_for_one(float sum, float sink_log2, float lse_log2) {
   return fabsf(all - 1.f) <= rounding ? all : 1.f;
 }
 
+/// The least maximum, in the log2 domain, that P of 16 bits is counted from. Scores below it count as hidden: those of
+/// a bias that stands for a mask, such as -1e9, of which products and maxima are rounded to multiples of 128. Counted
+/// from such a maximum P was up to 2^64, and fp16 has no such number.
+constexpr float kLeastMaximum = -0x1p20f;
+
 /// What is known of a row over some keys: m, and l, the sum of exp2(score - m). The sums of P V go with l.
 struct Part {
   float m = -INFINITY;
@@ -97,7 +102,8 @@ CUTE_DEVICE void store_lse(Params const& params, int64_t row, Finish const& fini
 /// m and l of the `Rows` rows that a thread shares with `Lanes` lanes at `Stride`. l stays a sum over the thread's own
 /// columns until `finish`: one shuffle tree a row instead of one a tile. m stays where it is until a row's maximum
 /// passes it by more than `Slack` (log2 units): P is then up to 2^Slack instead of 1, the division at the end takes
-/// that out again, and O is hardly ever rescaled (as FlashAttention-4 does). It rises to `Headroom` below the maximum.
+/// that out again, and O is hardly ever rescaled (as FlashAttention-4 does). It rises to `Headroom` below the maximum,
+/// and with slack, as P of 16 bits has it, from kLeastMaximum on.
 template <int Rows, int Lanes, int Stride, int Slack = 0, int Headroom = 0>
 struct OnlineSoftmax {
   float m[Rows];
@@ -169,7 +175,8 @@ struct OnlineSoftmax {
 
  private:
   CUTE_DEVICE void raise_row(int i, float tile_max, float& rescale, float& base) {
-    float const m_new = tile_max > m[i] + Slack ? tile_max - Headroom : m[i];
+    float const passed = Slack > 0 ? fmaxf(m[i] + Slack, kLeastMaximum) : m[i];
+    float const m_new = tile_max > passed ? tile_max - Headroom : m[i];
     base = base_of(m_new);
     rescale = exp2_approx(m[i] - base);
     m[i] = m_new;

@@ -59,10 +59,10 @@ def test_large_scores(hopper):
 # In the order in which a warpgroup of one takes the tiles: of every second row, of the others it is less. A maximum that
 # is passed by up to 8 log 2 stays.
 LEVELS = {
-    "creeps": [0, 3, 6, 9, 12, 15, 18],
-    "leaps": [0, 12, 24, 6, 36, 48, 60],
-    "leaps further than an exponential": [-200, 50, -100, 240, 250, -250, 256],
-    "falls": [100, 80, 60, 8, -60, -64, -128],
+    "creeps": [0, 3, 6, 9, 12],
+    "leaps": [0, 12, 24, 6, 36],
+    "leaps further than an exponential": [-200, 50, -100, 240, 256],
+    "falls": [100, 80, 8, -60, -128],
 }
 
 
@@ -74,8 +74,8 @@ def test_maxima_from_tile_to_tile(hopper, d, of):
     n_kv = len(LEVELS[of]) * TILE
     levels = torch.tensor(LEVELS[of][::-1], device=hopper.device).repeat_interleave(TILE)
     mask = torch.rand(3, 1, 100, n_kv, device=hopper.device) < 0.7
-    mask[:, :, ::3, -3 * TILE :] = False
-    mask[:, :, 40:, 2 * TILE : 5 * TILE] = False
+    mask[:, :, ::3, -2 * TILE :] = False
+    mask[:, :, 40:, TILE : 3 * TILE] = False
     drop, bias = dropout_of(hopper), bias_of(hopper, 3, 4, 100, n_kv)
     lengths = {"seqused_k": hopper.int32([n_kv, n_kv - 1, n_kv - 2 * TILE])}
     kinds = [{}, {"mask": mask}, drop, drop | {"mask": mask}, {"bias": bias}, drop | {"bias": bias, "mask": mask}, lengths]

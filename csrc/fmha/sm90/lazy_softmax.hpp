@@ -2,8 +2,6 @@
 // the persistent ones (fmha.hpp), and of those for short launches (short.hpp).
 #pragma once
 
-#include <cfloat>
-
 #include "../cute_tensor.hpp"
 #include "../softmax.hpp"
 #include "../operand.hpp"
@@ -27,8 +25,8 @@ struct LazySoftmax : OnlineSoftmax<2, 4, 1> {
   static constexpr float kMaxSum = 1 << (Headroom > 0 ? 15 : 14);
   static_assert(Columns * (1 << Headroom) <= kMaxSum, "where m has just been raised the sum fits");
 
-  /// Where no key has been seen m is the lowest number there is: any score overflows against it.
-  CUTE_DEVICE LazySoftmax() { m[0] = m[1] = -FLT_MAX; }
+  /// Where no key has been seen m is so low that any score that counts overflows against it.
+  CUTE_DEVICE LazySoftmax() { m[0] = m[1] = kLeastMaximum; }
 
   /// The first tile: `words` gets P in pairs of 16 bits, in the order of the scores.
   template <class Element, class ScoreTensor, class WordTensor>
@@ -136,7 +134,7 @@ struct LazySoftmaxInPlace : OnlineSoftmax<2, 4, 1> {
   static constexpr float kSlack = 8.f;  // P stays below 256, which fp16 holds
   static constexpr float kLow = -64.f;
 
-  CUTE_DEVICE LazySoftmaxInPlace() { m[0] = m[1] = -FLT_MAX; }
+  CUTE_DEVICE LazySoftmaxInPlace() { m[0] = m[1] = kLeastMaximum; }
 
   /// S becomes P; l and O follow m where it rises. Both are 0 in front of the `first` tile.
   template <class ScoreTensor, class OutTensor>
