@@ -58,7 +58,7 @@ CUTE_DEVICE float sum_for_one(float sum, float sink_log2, float lse_log2) {
 /// The least maximum, in the log2 domain, that P of 16 bits is counted from. Scores below it count as hidden: those of
 /// a bias that stands for a mask, such as -1e9, of which products and maxima are rounded to multiples of 128. Counted
 /// from such a maximum P was up to 2^64, and fp16 has no such number.
-constexpr float kLeastMaximum = -0x1p20f;
+constexpr float kLeastMaximum = -0x1p24f;
 
 /// What is known of a row over some keys: m, and l, the sum of exp2(score - m). The sums of P V go with l.
 struct Part {
