@@ -204,7 +204,7 @@ class ForwardOfHead : WholeHead<Traits> {
       float largest = S(i, 0), sum = 0.f;
       CUTE_UNROLL
       for (int j = 1; j < size<1>(S); ++j) largest = fmaxf(largest, S(i, j));
-      float const base = base_of(scale * warp_max<4, 1>(largest));
+      float const base = fmaxf(scale * warp_max<4, 1>(largest), kLeastMaximum);
       CUTE_UNROLL
       for (int j = 0; j < size<1>(S); j += 2) {
         float weights[2];
