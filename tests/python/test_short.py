@@ -56,8 +56,8 @@ def test_large_scores(hopper):
     check(hopper, q, k, v)
 
 
-# In the order in which one warpgroup takes the tiles, of every second row; of the others their negatives. A maximum that is
-# passed by up to 8 log 2 stays.
+# In the order in which one warpgroup takes the tiles, of every second row; of the others their negatives. A maximum
+# that is passed by up to 8 log 2 stays.
 LEVELS = {
     "creeps": [0, 3, 6, 9, 12],
     "leaps": [0, 12, 24, 6, 36],
