@@ -327,7 +327,7 @@ TEST(Plan, OfShortSequencesWithDropoutOrABias) {
       CASE(fmha(8, 1024, 1024, 16, 16, 64).dropout().causal(), "sm90 short 64x64 d64 by 1, 1 split, grid 16 16 8"),
       CASE(fmha(8, 1025, 1025, 16, 16, 64).dropout(), "sm90 short 64x64 d64 by 1, 1 split, grid 16 17 8"),
       CASE(fmha(1, 1024, 1024, 2, 2, 64).dropout(), "sm90 short 64x64 d64 by 1, 1 split, grid 2 16 1"),
-      CASE(fmha(4, 2048, 2048, 2, 2, 64).dropout(), persistent),
+      CASE(fmha(4, 2048, 2048, 2, 2, 64).dropout(), "sm90 persistent 128x128 d64 plain, 1 split, grid 128, 2 counters"),
       CASE(fmha(8, 2048, 2048, 16, 16, 64).dropout().causal(), "sm90 short 64x64 d64 by 1, 1 split, grid 16 32 8"),
       CASE(fmha(8, 2048, 2048, 4, 4, 64).dropout().causal(), persistent),
       CASE(fmha(8, 2048, 2048, 16, 16, 64).dropout().mask(), "sm90 short 64x64 d64 by 1, 1 split, grid 16 32 8"),
