@@ -212,7 +212,8 @@ inline bool short_tiles_pay_of_unlike(ShortTiles const& tiles, int head_dim, int
 /// Dropout up to 16 blocks: of 368 up to 11 1.43, 1.00, of 208 of 12 to 16 1.19, 0.87, with a mask of 316 1.57, 1.02,
 /// and of 98 1.30, 1.03. Longer rows gain where they fill: with a mask up to 32, of 169 1.17, 0.81; without one where
 /// there are many tiles, at head_dim 64 of 318 1.11, 0.97, of 88 with a causal mask 1.09, 0.92; above it of 184 1.17,
-/// 0.92, and of 77 1.11, 0.92. Of few unequal ones the longest end alone: causal (8, 2048), 4 heads, 64, 82 us for 71.
+/// 0.92, and of 77 1.11, 0.92. Of few unequal ones the longest end alone: causal (8, 2048), 4 heads, 64, 82 us for 71;
+/// above head_dim 64 from 25 blocks on.
 /// Dropout and a bias of any length where tiles fill: of 1003 1.53, 0.79. A bias: of 260 1.30, 0.85. Up to 11 blocks, 5
 /// at head_dim 128, where there are few; (32, 512), 12 heads, 64, 87.5 us for 81.0, (16, 512), 16 heads, 128, 102 for
 /// 84.
