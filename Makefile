@@ -81,7 +81,7 @@ cpp: configure                               ## the kernels without torch, their
 configure: $(VENV)/ready                     ## build/cmake, which `make cpp` and `make bench` build in
 	$(CMAKE) -S . -B build/cmake -G Ninja -DPython_EXECUTABLE="$(CURDIR)/$(PY)"
 
-$(VENV)/ready: requirements.txt tools/setup_venv.py
+$(VENV)/ready: requirements.txt tools/setup_venv.py tools/toolchain.py
 	$(PYTHON) tools/setup_venv.py $(VENV)
 	@touch $@
 

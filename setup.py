@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 import toolchain  # noqa: E402
 
-TORCH_PIN = "torch==2.13.0"
 TORCH_TARGET = "0x020a000000000000"  # the stable ABI of torch 2.10
 PTX = ROOT / "build" / "ptx"
 KEEPS_PTX = os.environ.get("CUTLASS_EXT_KEEP_PTX") == "1"
@@ -40,7 +39,7 @@ for path in map(str, toolchain.site_packages()):
 
 def missing_requirements() -> list[str]:
     """What pip has to fetch into an isolated build because this machine has none."""
-    torch = [] if importlib.util.find_spec("torch") else [TORCH_PIN]
+    torch = [] if importlib.util.find_spec("torch") else [toolchain.TORCH]
     return torch + ([] if toolchain.cuda_home() else toolchain.CUDA_WHEELS)
 
 
@@ -174,7 +173,9 @@ arguments = {}
 if compiles:
     try:
         if not importlib.util.find_spec("torch"):
-            raise toolchain.MissingTool(f"torch is missing. Type:\n    {sys.executable} -m pip install {TORCH_PIN}")
+            raise toolchain.MissingTool(
+                f"torch is missing. Type:\n    {sys.executable} -m pip install {toolchain.TORCH}"
+            )
         extension, build_ext = build_command()
         arguments = {"ext_modules": [extension], "cmdclass": {"build_ext": build_ext}}
     except toolchain.MissingTool as error:

@@ -233,7 +233,7 @@ def _refusal(error: RuntimeError, operator, arguments: tuple) -> Exception | Non
         if str(argument.type) == "Tensor" and not isinstance(value, Tensor):  # the operators take None for a tensor
             return TypeError(f"{argument.name}: is of type {type(value).__name__}; expected a tensor")
         if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
-            layout = "nested" if value.is_nested else str(value.layout)[6:]
+            layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
             return TypeError(f"{argument.name}: is a {layout} tensor; expected a dense one, with strides")
     if found := _FAILED_CHECK.search(message):
         name, text = found.groups()
@@ -259,6 +259,11 @@ def _renamed(error: Exception, names: dict[str, str]) -> Exception:
     text = re.sub(rf"\b({'|'.join(names)})\b", lambda name: names[name[1]], str(error))
     # Several arguments that are one there ("k and v" of a packed kv) are named once.
     return type(error)(re.sub(rf"\b({'|'.join(names.values())})((, | and )\1\b)+", r"\1", text))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As errors say it: float16."""
+    return str(dtype).removeprefix("torch.")
 
 
 Function = TypeVar("Function", bound=Callable)

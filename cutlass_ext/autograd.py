@@ -1,7 +1,7 @@
 """The operators that compute attention and its gradients, and how autograd gets from the one to the other.
 
-`fmha` calls the first pair where nothing requires grad, and the second where something does: an operator that autograd
-knows, for torch.compile to trace, or a `torch.autograd.Function` around the first pair.
+`fmha` calls `forward` where nothing requires grad, and `with_grad` where something does: an operator that autograd
+knows, for torch.compile to trace, or a `torch.autograd.Function` around `forward`.
 """
 
 import functools
@@ -82,7 +82,7 @@ def _function_of(operator, plain, backward: Callable, setup_context: Callable | 
             output = plain(*arguments)
             if setup_context:
                 setup_context(ctx, arguments, output)
-                ctx.bias_at = 1 + tensors.index(_BIAS)
+                ctx.bias_at = 1 + tensors.index(_BIAS)  # 1: the first input is `arguments` itself
             return output
 
         @staticmethod

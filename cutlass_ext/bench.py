@@ -130,6 +130,10 @@ def output_of(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def driver_version() -> str | None:
+    return output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+
+
 def commit_of_sources(package: Path) -> str | None:
     """Of the source tree that a package lies in. None where there is none: the git repository around an installed
     package, as that of the project whose environment it is in, says nothing of it."""
@@ -149,8 +153,7 @@ def machine(device: str) -> dict:
     facts = {"library": cutlass_ext.__version__, "commit": commit, "torch": torch.__version__}
     facts |= {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"), "gpu": None, "driver": None}
     if device == "cuda":
-        driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
-        facts |= {"gpu": torch.cuda.get_device_name(), "driver": driver}
+        facts |= {"gpu": torch.cuda.get_device_name(), "driver": driver_version()}
     else:
         facts["cpu"] = f"{platform.machine()}, {torch.get_num_threads()} threads"
     return facts

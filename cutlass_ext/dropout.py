@@ -5,6 +5,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from ._ops import name_of
 from .interface import StartPos, behind_keys, check_numbers, check_positions, split_start
 from .philox import kept, threshold_of
 
@@ -73,7 +74,7 @@ def dropout_mask(
     check_positions(start_pos=start)
     for name, x in (("start_pos", start_positions), ("key_start", key_start)):
         if isinstance(x, Tensor) and x.dtype != torch.int32:
-            raise TypeError(f"{name}: has dtype {str(x.dtype)[6:]}; expected int32")
+            raise TypeError(f"{name}: has dtype {name_of(x.dtype)}; expected int32")
         if isinstance(x, Tensor) and x.shape != (B,):
             raise ValueError(f"{name}: has shape {list(x.shape)}; expected [batch] = [{B}]")
     if isinstance(key_start, Tensor):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._ops import renaming
+from ._ops import name_of, renaming
 from .interface import check_bool, check_tensors
 from .support import attend
 from .torch_padded import dtype_of_scores
@@ -45,7 +45,7 @@ def engine_arguments(function: str, s_aux: Tensor | None, others: dict, q: Tenso
         return None
     in_float64 = getattr(q, "dtype", None) == getattr(s_aux, "dtype", None) == torch.float64
     if not isinstance(s_aux, Tensor) or not (s_aux.dtype in _SINKS or in_float64):
-        given = f"has dtype {str(s_aux.dtype)[6:]}" if isinstance(s_aux, Tensor) else f"is {s_aux!r}"
+        given = f"has dtype {name_of(s_aux.dtype)}" if isinstance(s_aux, Tensor) else f"is {s_aux!r}"
         raise TypeError(f"s_aux: {given}; expected a tensor of float32, float16 or bfloat16, or of float64 as q")
     return s_aux.to(dtype_of_scores(q)) if isinstance(q, Tensor) else s_aux
 
@@ -211,7 +211,7 @@ def longest(**lengths: int | Tensor | None) -> list[int | None]:
     for name, n in lengths.items():
         if isinstance(n, Tensor):
             if n.numel() != 1 or n.dtype == torch.bool or n.is_floating_point() or n.is_complex():
-                raise TypeError(f"{name}: is {str(n.dtype)[6:]}{list(n.shape)}; expected an int, or a tensor of one")
+                raise TypeError(f"{name}: is {name_of(n.dtype)}{list(n.shape)}; expected an int, or a tensor of one")
             lengths[name] = n.item()
     return [*lengths.values()]
 

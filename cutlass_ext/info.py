@@ -15,7 +15,8 @@ import torch
 import cutlass_ext
 
 from . import _C, flash_attn_with_kvcache
-from .bench import output_of
+from ._ops import name_of
+from .bench import driver_version
 from .interface import Backend
 
 PEERS = "transformers", "flash-attn", "xformers", "flashinfer-python", "triton", "diffusers"
@@ -41,7 +42,7 @@ def versions() -> Iterator[str]:
     of_binary = f"CUDA runtime {runtime // 1000}.{runtime % 1000 // 10} in its binary"
     yield f"cutlass_ext {cutlass_ext.__version__}, {of_binary}, {os.path.dirname(cutlass_ext.__file__)}"
     yield f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none: a CPU build'}"
-    yield f"driver {output_of('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader', '--id=0') or 'none'}"
+    yield f"driver {driver_version() or 'none'}"
     yield f"Python {sys.version.split()[0]}, {platform.platform()}"
     for name in PEERS:
         try:
@@ -84,7 +85,7 @@ def kernels() -> Iterator[str]:
         says = {}
         for dtype in DTYPES:
             q = torch.empty(1, 256, 4, 64, device=device(), dtype=dtype)
-            says[str(dtype)[6:]] = explained(q, q, q, causal=True, backend=name)
+            says[name_of(dtype)] = explained(q, q, q, causal=True, backend=name)
         taken = [dtype for dtype, text in says.items() if not text.startswith("none")]
         yield f"{name}: {', '.join(taken) or next(iter(says.values()))}"
 
@@ -110,7 +111,7 @@ def choices() -> Iterator[str]:
         d, d_v = dims if isinstance(dims, tuple) else (dims, dims)
         q, k, v = (empty(B, n, h, w, dtype=dtype) for n, h, w in ((N_q, H_q, d), (N_kv, H_kv, d), (N_kv, H_kv, d_v)))
         sizes = f"B {B}, N {N_q}, H {H_q}/{H_kv}, d {d}" + (f"/{d_v}" if d != d_v else "")
-        yield f"{name} ({sizes}, {str(dtype)[6:]}): {explained(q, k, v, causal=causal)}"
+        yield f"{name} ({sizes}, {name_of(dtype)}): {explained(q, k, v, causal=causal)}"
         out, lse = empty(B, N_q, H_q, d_v, dtype=dtype), empty(B, H_q, N_q, dtype=torch.float32)
         backward = explained(cutlass_ext.fmha_backward, out, q, k, v, out, lse, causal=causal)
         yield f"  its gradients: {backward}"

@@ -54,8 +54,8 @@ def flash_attn_with_kvcache(
     is masked, how scores are made, and what rows without keys give, is as in `fmha`. Positions at or past `len_b`,
     before `cache_leftpad`, and pages of others never reach an output, whatever bits they hold.
 
-    One kernel is launched, whose grid follows from shapes alone: a CUDA graph captured once replays with other lengths,
-    tables and contents. `cache_seqlens` is not changed: the caller adds `N_new` to it.
+    The grid follows from shapes alone: a CUDA graph captured once replays with other lengths, tables and contents.
+    `cache_seqlens` is not changed: the caller adds `N_new` to it.
 
     Args:
         q: `[B, N_q, H_q, d]`, float32, float16 or bfloat16; any `N_q`, and few rows are fast.

@@ -238,8 +238,9 @@ class Oracle:
 
         Where a row sees few keys, or one takes nearly all, dP and delta are nearly one number, from two sums of d
         products; written-out attention subtracts the one sum from itself, and its rounding is gone. In 400 draws of
-        (1, 33, 2, 64) causal, emulated in float32, 5% were beyond section 3's bounds without this, 0.2% with it; it
-        goes with P^2, so that of many keys little is left: at N 256 a fifth of the reference's error, in full 2%.
+        (1, 33, 2, 64) causal, emulated in float32, 5% were beyond the bounds of docs/semantics.md without this, 0.2%
+        with it; it goes with P^2, so that of many keys little is left: at N 256 a fifth of the reference's error, in
+        full 2%.
         """
         q, dout = (t[0].transpose(0, 1) for t in (x.q, x.dout))  # [G, rows, d]
         k, v = (t[0, :, 0] for t in (x.k, x.v))

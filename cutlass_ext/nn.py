@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import Parameter
 
+from ._ops import name_of
 from .interface import check_bool, check_tensors
 from .support import attend, given, refusal, warn_once
 
@@ -300,10 +301,10 @@ def _what_stays_behind(module: nn.Module) -> str | None:
 def _of_scores(name: str, mask: Tensor, dtype: torch.dtype, to: tuple[int, ...], *expected: tuple[int, ...]) -> Tensor:
     """A mask of four dimensions, True for visible keys where it is bool."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise TypeError(f"{name}: has dtype {str(mask.dtype)[6:]}; expected bool, True for keys to ignore, or floats")
+        raise TypeError(f"{name}: has dtype {name_of(mask.dtype)}; expected bool, True for keys to ignore, or floats")
     if mask.dtype == torch.float64 != dtype:
         raise TypeError(
-            f"{name}: has dtype float64 and query {str(dtype)[6:]}; expected bool, or floats of 32 or 16 bits"
+            f"{name}: has dtype float64 and query {name_of(dtype)}; expected bool, or floats of 32 or 16 bits"
         )
     if tuple(mask.shape) not in expected:
         shapes = " or ".join(str(list(shape)) for shape in expected)

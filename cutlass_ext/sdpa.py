@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._ops import renaming
+from ._ops import name_of, renaming
 from .interface import fmha
 from .support import attend
 
@@ -68,7 +68,7 @@ def scaled_dot_product_attention(
     bias = mask = None
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-            given = str(attn_mask.dtype)[6:]
+            given = name_of(attn_mask.dtype)
             raise TypeError(
                 f"attn_mask: has dtype {given}; expected bool, true where a key is visible, or float32, float16 or "
                 "bfloat16, added to the scores"

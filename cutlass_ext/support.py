@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import autograd
+from ._ops import name_of
 from .backward import fmha_backward
 from .interface import fmha
 
@@ -37,9 +38,9 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> str | None:
         return "dropout_p is 1"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in _DTYPES and not (x.dtype == torch.float64 and x.device.type == "cpu"):
-            return f"{name} has dtype {str(x.dtype)[6:]}"
+            return f"{name} has dtype {name_of(x.dtype)}"
         if x.dtype != q.dtype:
-            return f"{name} has dtype {str(x.dtype)[6:]} and q {str(q.dtype)[6:]}"
+            return f"{name} has dtype {name_of(x.dtype)} and q {name_of(q.dtype)}"
         if not 0 < x.shape[-1] <= _LARGEST_HEAD_DIM:
             return f"{name} has head_dim {x.shape[-1]}, which is not from 1 to {_LARGEST_HEAD_DIM}"
     return None

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import os
 import re
 import statistics
@@ -181,10 +180,6 @@ def commit_of(data: dict) -> str:
     return data["machine"]["commit"] or "not recorded"
 
 
-def geometric_mean(ratios: list[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
-
-
 def over_ours(group: list[dict], others: Container[str]) -> float | None:
     """The time of the fastest of these providers over ours."""
     ours, *_ = (row["ms"] for row in group if row["provider"] == OURS)
@@ -211,10 +206,10 @@ def summary(data: dict) -> str:
     for name, suite in suites().items():
         groups = [group for _, group in grouped(data["suites"].get(name, []))]
         if ratios := [ratio for group in groups if (ratio := over_ours(group, others))]:
-            cells = [f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
+            cells = [f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
             for provider in others:
                 of_one = [ratio for group in groups if (ratio := over_ours(group, [provider]))]
-                cells.append(f"{geometric_mean(of_one):.2f}" if of_one else "-")
+                cells.append(f"{statistics.geometric_mean(of_one):.2f}" if of_one else "-")
             lines.append([suite.title, *cells])
     gpu = data["machine"]["gpu"] or "CPU"
     return table([f"time over ours, on one {gpu}", "fastest other (by row)", *others], lines)
@@ -287,7 +282,7 @@ def block(data: dict, plots: list[Path], shown: Path) -> str:
             summary(data),
             "Each number is the time of another library divided by this one's: above 1 this one is faster.",
             f"It is the geometric mean over the rows of one run ([all of them]({up / PAGE})) that the other",
-            "computes; in the first column, over all rows, of the fastest other.",
+            "computes; the first column takes each row's fastest other.",
             where_from(data["machine"]),
             "",
             *(f"![{PLOTS[path.stem]}]({up / RESULTS / path.name})" for path in pictures),

@@ -30,12 +30,12 @@ def provenance(facts: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in facts.items() if value)
 
 
-def ratios(group: list[dict]) -> tuple[dict, str, str]:
-    """Our row, and how many times as fast it is as written-out attention and as the best of the others."""
+def ratios(group: list[dict]) -> tuple[str, str]:
+    """How many times as fast ours is as written-out attention and as the best of the others."""
     ours = next(row for row in group if row["provider"] == OURS)
     best = min((row["ms"] for row in group if row["provider"] != OURS), default=None)
     speedup = f"{ours['speedup']:.2f}" if ours["speedup"] else "-"
-    return ours, speedup, f"{best / ours['ms']:.2f}" if best else "-"
+    return speedup, f"{best / ours['ms']:.2f}" if best else "-"
 
 
 def page(measured: dict, name: str, plots: list[Path]) -> str:
@@ -46,7 +46,7 @@ def page(measured: dict, name: str, plots: list[Path]) -> str:
     for case, group in cases:
         by_name = {row["provider"]: row for row in group}
         in_order = [by_name.get(provider) for provider in providers]
-        _, speedup, against_best = ratios(group)
+        speedup, against_best = ratios(group)
         times.append([str(case), *(f"{r['ms']:.4f} ({r['tflops']:.3g})" if r else "-" for r in in_order)])
         times[-1] += [speedup, against_best]
         memory.append([str(case), *(f"{r['peak_bytes'] / 1e6:.2f}" if r else "-" for r in in_order)])

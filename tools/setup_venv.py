@@ -3,7 +3,7 @@
     python3 tools/setup_venv.py .venv
 
 Where there is a GPU and this machine's Python already has a CUDA build of PyTorch, .venv uses that one. Otherwise it
-installs torch 2.13.0: the CUDA build where there is a GPU, the CPU build where there is none.
+installs the pinned torch: the CUDA build where there is a GPU, the CPU build where there is none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import toolchain
 
-TORCH = "2.13.0"
 CMAKE_MINIMUM = (3, 22)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 MACHINE_TORCH = """
@@ -78,13 +77,13 @@ def main(venv: Path) -> None:
         site = Path(subprocess.check_output(where, text=True).strip())
         (site / "machine_torch.pth").write_text("\n".join(folders) + "\n")
     elif gpu:
-        print(f"installing torch {TORCH} (a CUDA build: this takes a while)", flush=True)
-        pip(f"torch=={TORCH}")
+        print(f"installing {toolchain.TORCH} (a CUDA build: this takes a while)", flush=True)
+        pip(toolchain.TORCH)
     else:
-        print(f"no GPU here: installing the CPU build of torch {TORCH}", flush=True)
-        cpu = f"torch=={TORCH}+cpu"
+        print(f"no GPU here: installing the CPU build of {toolchain.TORCH}", flush=True)
+        cpu = f"{toolchain.TORCH}+cpu"
         # the configured index may offer the CPU build; PyTorch's own does; PyPI has only the CUDA build
-        pip(cpu, may_fail=True) or pip("--extra-index-url", CPU_INDEX, cpu, may_fail=True) or pip(f"torch=={TORCH}")
+        pip(cpu, may_fail=True) or pip("--extra-index-url", CPU_INDEX, cpu, may_fail=True) or pip(toolchain.TORCH)
 
     print("installing the build and test tools", flush=True)
     pip("-r", str(toolchain.ROOT / "requirements.txt"))

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PORTABLE = ("torch", "host", "steps", "simt", "sm80", "decode")  # families for every GPU from compute capability 8.0 on
 DEFAULT_ARCHS = "80;90"
 MIN_CUDA = (12, 8)
+TORCH = "torch==2.13.0"  # what is built against where no other one is installed
 CUDA_WHEELS = [f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-runtime")]
 CUTLASS_WHEEL = "nvidia-cutlass==4.2.0.0"
 

@@ -74,7 +74,7 @@ inline bool has_all_keys(Params const& p, Kernel const& kernel) { return p.n_kv 
 /// what the rounded lse leaves in it, and so does a tile that has all keys. Others cannot, and are for calls that do
 /// not ask for the highest precision: where rows see hundreds of keys sums err as much as lse, and dQ of both
 /// together 1.9 times as much as by two kernels, dK and dV 1.1 to 1.3 times, half as much as by PyTorch's
-/// memory-efficient kernel. Of 50 keys, or scores in the tens, they may err by more than section 3 of the design
+/// memory-efficient kernel. Of 50 keys, or scores in the tens, they may err by more than docs/semantics.md
 /// allows.
 inline bool adds_to_queries_on_cuda_cores(Params const& p, Kernel const& kernel, bool asks_for_highest) {
   constexpr int kManyKeys = 256;

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._ops import name_of
 from ..interface import check_tensors
 
 
@@ -120,7 +121,7 @@ def _check(name: str, mask: Tensor, hidden_states: Tensor, *, takes_bool: bool =
     """Rows of a mask of another length would be those of another token."""
     check_tensors(**{name: mask})
     if mask.is_floating_point() or (mask.dtype == torch.bool and not takes_bool):
-        raise TypeError(f"{name}: has dtype {str(mask.dtype)[6:]}; expected {'bool or ' * takes_bool}int")
+        raise TypeError(f"{name}: has dtype {name_of(mask.dtype)}; expected {'bool or ' * takes_bool}int")
     if mask.shape != hidden_states.shape[:2]:
         expected = list(hidden_states.shape[:2])
         raise ValueError(f"{name}: has shape {list(mask.shape)}; expected [batch, seq] = {expected}")

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from .._ops import name_of
 from ..interface import check_tensors
 from ..kvcache import rotated, turned
 
@@ -41,7 +42,7 @@ def apply_rotary_emb(
     if cu_seqlens is not None:
         check_tensors(cu_seqlens=cu_seqlens)
         if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
-            given = f"{str(cu_seqlens.dtype)[6:]} {list(cu_seqlens.shape)}"
+            given = f"{name_of(cu_seqlens.dtype)} {list(cu_seqlens.shape)}"
             raise ValueError(f"cu_seqlens: is {given}; expected int32 [batch + 1]")
     longest = x.shape[1] if cu_seqlens is None else max_seqlen
     if longest is not None and not isinstance(longest, Tensor):

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from .._ops import name_of
 from ..kvcache import flash_attn_with_kvcache
 from ..support import attend, given, refusal, warn_once
 from ..torch_padded import dtype_of_scores
@@ -388,7 +389,7 @@ def _visible(attention_mask: Tensor, query: Tensor, key: Tensor) -> dict:
         if attention_mask.is_floating_point():
             return {"bias": attention_mask}
     raise ValueError(
-        f"attention_mask: has shape {list(attention_mask.shape)} and dtype {str(dtype)[6:]}; expected what "
+        f"attention_mask: has shape {list(attention_mask.shape)} and dtype {name_of(dtype)}; expected what "
         f"cutlass_ext.adapters.transformers.mask gives, or bool or floats [batch, heads or 1, {query.shape[2]}, "
         f"{key.shape[2]}]"
     )

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ..backward import fmha_backward
 from ..interface import fmha
-from ..torch_backend import dtype_of_scores
+from ..torch_padded import dtype_of_scores
 from .agreement import Agreement
 from .model import KEPT_BYTES
 from .ring import routes_of

@@ -6,7 +6,7 @@ from torch import Tensor
 from ..autograd import cast_before
 from ..interface import Backend, explain, fmha
 from ..merge import merge_attention
-from ..torch_backend import dtype_of_scores
+from ..torch_padded import dtype_of_scores
 from .agreement import agreed, all_gather, group_of, untraced
 
 

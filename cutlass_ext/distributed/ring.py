@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..backward import fmha_backward
 from ..interface import fmha
-from ..torch_backend import dtype_of_scores
+from ..torch_padded import dtype_of_scores
 from .spread import Pair, Spread
 from .transfer import Transfer, connect
 

@@ -1,6 +1,6 @@
-"""What the tests hold the library against: DESIGN section 2's formulas in float64 (the oracle), the same in fp32 with
-P and O rounded to the inputs' dtype (`ref` of section 3), and section 3's tolerance; their gradients; packed sequences,
-rotary embedding and where a cache keeps its keys. Called by every test module and by tests/soak.py."""
+"""What the tests hold the library against: the formulas of docs/semantics.md in float64 (the oracle), the same in fp32
+with P and O rounded to the inputs' dtype (the reference, `ref`), and the bounds that both give; their gradients; packed
+sequences, rotary embedding and where a cache keeps its keys. Called by every test module and by tests/soak.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK_ELEMENTS = 1 << 23  # scores held at a time, so that a long case fits next
 
 
 def visible(positions, keys, *, causal, window, leftpad, len_kv):
-    """Which of `keys` [n] a query row at each of `positions` [m] sees: bool [m, n]. Section 2's four conditions."""
+    """Which of `keys` [n] a query row at each of `positions` [m] sees: bool [m, n]."""
     p, j = positions[:, None], keys[None, :]
     seen = (j >= leftpad) & (j < len_kv)
     if causal:
@@ -63,7 +63,7 @@ def attention(
     sink=None, seqused_k=None, leftpad_k=None, bias=None, mask=None, dropout_p=0.0, dropout_seed=None, head_start=0,
     sequence_start=0, key_start=0, rows=None, compute=torch.float64, round_to=None,
 ):  # fmt: skip
-    """Section 2, one sequence at a time. Same arguments as `cutlass_ext.fmha`; `rows` picks query rows.
+    """The formula, one sequence at a time. Same arguments as `cutlass_ext.fmha`; `rows` picks query rows.
 
     Returns out [B, rows, H_q, d_v] and lse [B, H_q, rows], both in `compute`, and the largest |s| that a row saw. P, O
     and, where autograd goes through, dS are rounded to `round_to`, and rowsum(dO O) in dS is that of the rounded O.
@@ -140,7 +140,7 @@ def attention(
 
 @dataclasses.dataclass
 class Expected:
-    """The oracle's and the reference's answer to one case; `check` is section 3."""
+    """The oracle's and the reference's answer to one case; `check` holds a result to the bounds."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -152,7 +152,7 @@ class Expected:
     head_dim: int
 
     def check(self, out, lse=None, *, small=False, rotated=False, what=""):
-        """Section 3's two inequalities, as they stand there, on `out`; the first of them, in fp32, on `lse`.
+        """The two bounds of docs/semantics.md on `out`; the first of them, in fp32, on `lse`.
 
         `small` is for cases of a few rows and keys, where the ratio of two rounding errors is luck: it allows, on top,
         the expected rounding error of the largest score, a chain of `head_dim` fp32 additions (sqrt(head_dim) / 4 ulp).
@@ -166,7 +166,7 @@ class Expected:
         chain = max(1.0, self.head_dim**0.5 / 4)
         slack = chain * (1 + self.largest_score) * torch.finfo(torch.float32).eps if small else 0.0
         slack += chain * (1 + self.largest_score) * eps if rotated else 0.0
-        assert_section3(out, self.ref_out, self.out, eps=eps, slack=slack, one_row=small, what=f"{what} out")
+        assert_bounds(out, self.ref_out, self.out, eps=eps, slack=slack, one_row=small, what=f"{what} out")
         if lse is not None:
             assert lse.dtype == torch.float32, f"{what}: lse is {lse.dtype}"
             assert lse.shape == self.lse.shape, f"{what}: lse is {tuple(lse.shape)}, should be {tuple(self.lse.shape)}"
@@ -175,7 +175,7 @@ class Expected:
             assert torch.equal(lse[~finite].double(), self.lse[~finite]), f"{what}: lse has the wrong infinity"
             worst, allowed = _largest_errors(lse[finite], self.ref_lse[finite], self.lse[finite], 2**-23, slack)
             allowed += slack  # an error of a score is one of lse, which may be next to 0
-            assert worst <= allowed, f"{what}: lse is off by {worst:.3e}, section 3 allows {allowed:.3e}"
+            assert worst <= allowed, f"{what}: lse is off by {worst:.3e}, the bounds allow {allowed:.3e}"
 
 
 def _largest_errors(got, ref, oracle, eps, slack):
@@ -186,7 +186,7 @@ def _largest_errors(got, ref, oracle, eps, slack):
     return worst, allowed.item()
 
 
-def assert_section3(got, ref, oracle, *, eps, slack=0.0, absolute=0.0, one_row=False, what=""):
+def assert_bounds(got, ref, oracle, *, eps, slack=0.0, absolute=0.0, one_row=False, what=""):
     """max|got - oracle| <= 2 max|ref - oracle| + 2 eps max|oracle|  and  ||got - oracle|| <= 1.5 ||ref - oracle||
 
     `one_row` allows the norm, on top, a row of the errors that the first inequality allows an element anyway: nothing
@@ -197,12 +197,12 @@ def assert_section3(got, ref, oracle, *, eps, slack=0.0, absolute=0.0, one_row=F
     assert got.isfinite().all(), f"{what}: {(~got.isfinite()).sum().item()} of {got.numel()} elements are not finite"
     worst, allowed = _largest_errors(got, ref, oracle, eps, slack)
     allowed += absolute
-    assert worst <= allowed, f"{what}: largest error {worst:.3e}, section 3 allows {allowed:.3e}"
+    assert worst <= allowed, f"{what}: largest error {worst:.3e}, the bounds allow {allowed:.3e}"
     norm = (got.double() - oracle).norm().item()
     allowed = (1.5 * (ref.double() - oracle).norm() + slack * oracle.norm()).item() + absolute * oracle.numel() ** 0.5
     if one_row and oracle.numel():
         allowed += 2 * eps * oracle.shape[-1] ** 0.5 * oracle.abs().max().item()
-    assert norm <= allowed, f"{what}: error norm {norm:.3e}, section 3 allows {allowed:.3e}"
+    assert norm <= allowed, f"{what}: error norm {norm:.3e}, the bounds allow {allowed:.3e}"
 
 
 def assert_same_bits(got, want):
@@ -219,7 +219,7 @@ def peer_tolerance(dtype):
 
 
 def expect(q, k, v, *, rows=None, **kwargs) -> Expected:
-    """What `cutlass_ext.fmha(q, k, v, **kwargs)` should give (at query rows `rows`), with section 3's reference."""
+    """What `cutlass_ext.fmha(q, k, v, **kwargs)` should give (at query rows `rows`), with the reference."""
     out, lse, largest = attention(q, k, v, rows=rows, **kwargs)
     round_to = None if q.dtype == torch.float32 else q.dtype
     ref_out, ref_lse, _ = attention(q, k, v, rows=rows, compute=torch.float32, round_to=round_to, **kwargs)
@@ -272,7 +272,7 @@ class ExpectedGradients:
     bias_dtype: torch.dtype | None = None
 
     def check(self, got, *, small=False, what=""):
-        """Section 3 on each of them. `small` allows what rounding in float32 makes of few rows and keys, as `Expected`
+        """The bounds on each of them. `small` allows what rounding in float32 makes of few rows and keys, as `Expected`
         has it, and of a dS that is 0 because one key takes everything. dsink, a number a head, is allowed what rounding
         O makes of the sum of rowsum(dO O) over all rows: how that falls is luck."""
         assert len(got) == len(self.oracle), f"{what}: {len(got)} gradients, should be {list(self.oracle)}"
@@ -283,7 +283,7 @@ class ExpectedGradients:
             chain = max(1.0, self.terms**0.5 / 4)
             slack = chain * (1 + self.largest_score) * torch.finfo(torch.float32).eps if small else 0.0
             noise = self.noise[name] if small or name == "dsink" else 0.0
-            assert_section3(
+            assert_bounds(
                 t, self.ref[name], oracle, eps=max(eps, torch.finfo(dtype).eps), slack=slack, absolute=noise,
                 one_row=small or name == "dsink", what=f"{what} {name}",
             )  # fmt: skip
@@ -315,7 +315,7 @@ def gradients(q, k, v, dout, dlse=None, *, sink=None, bias=None, compute=torch.f
 
 
 def expect_gradients(q, k, v, dout, dlse=None, **options) -> ExpectedGradients:
-    """What the gradients of `cutlass_ext.fmha(q, k, v, **options)` should be, with section 3's reference."""
+    """What the gradients of `cutlass_ext.fmha(q, k, v, **options)` should be, with the reference."""
     oracle, largest, (of_row, of_head) = gradients(q, k, v, dout, dlse, **options)
     round_to = None if q.dtype == torch.float32 else q.dtype
     ref, *_ = gradients(q, k, v, dout, dlse, compute=torch.float32, round_to=round_to, **options)

@@ -84,7 +84,7 @@ def test_every_kind_of_case_is_checked_and_timed(name, backward, monkeypatch):
         assert name == "dropout" or row["max_error"] < 1e-4, provider
 
 
-def test_a_result_that_is_wrong_is_not_timed(monkeypatch):
+def test_a_result_that_is_wrong_is_not_timed():
     for name, case in CASES.items():
         wrong = lambda case, x: lambda: peers.ours(case, x)() * 1.01  # noqa: E731
         with pytest.raises(measurement.Wrong, match=name):

@@ -35,7 +35,7 @@ def host():
 
 # ------------------------------------------------------------------------------------------------ visibility
 def visible_keys(position, len_kv, left, right):
-    """Section 2, key by key; causal is right = 0, and keys count from the first after the left padding."""
+    """The rule, key by key; causal is right = 0, and keys count from the first after the left padding."""
     return {j for j in range(len_kv) if (left < 0 or j >= position - left) and (right < 0 or j <= position + right)}
 
 

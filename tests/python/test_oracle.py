@@ -1,14 +1,14 @@
-"""The oracle itself, against section 2 written out element by element and against answers known without it."""
+"""The oracle itself, against the formula written out element by element and against answers known without it."""
 
 import math
 
 import pytest
 import torch
-from oracle import assert_section3, attention, expect
+from oracle import assert_bounds, attention, expect
 
 
 def by_element(q, k, v, b, i, h, *, p, first, last, causal, window, scale, softcap, slope, sink):
-    """One output row of section 2 in Python floats."""
+    """One output row of the formula in Python floats."""
     weights, total, group = [], math.exp(sink), q.shape[2] // k.shape[2]
     for j in range(k.shape[1]):
         if not first <= j < last or (causal and j > p):
@@ -55,9 +55,9 @@ def test_the_tolerance_rejects_tf32_and_a_wrong_row():
     expected.check(expected.ref_out.float(), expected.ref_lse)
     to_tf32 = lambda t: (t.view(torch.int32) + (1 << 12) & ~((1 << 13) - 1)).view(torch.float32)  # noqa: E731
     coarse = attention(to_tf32(q), to_tf32(k), v)[0].float()
-    with pytest.raises(AssertionError, match="section 3"):
+    with pytest.raises(AssertionError, match="the bounds"):
         expected.check(coarse)
     wrong = expected.out.float()
     wrong[0, 64] = wrong[0, 65]
-    with pytest.raises(AssertionError, match="section 3"):
-        assert_section3(wrong, expected.ref_out, expected.out, eps=torch.finfo(torch.float32).eps)
+    with pytest.raises(AssertionError, match="the bounds"):
+        assert_bounds(wrong, expected.ref_out, expected.out, eps=torch.finfo(torch.float32).eps)

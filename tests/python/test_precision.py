@@ -332,7 +332,7 @@ def test_a_factor_of_scores_that_is_nothing():
 def test_as_exact_as_cuda_cores(family, numbers, n_kv, d):
     """Its error beside that of our CUDA cores, in the tiles of large calls, and of PyTorch's memory-efficient kernel,
     which has them too. What tensor cores cut off adds up where numbers have one sign. Of V with one sign and many keys
-    O is a sum of as many rounded ones: there neither way keeps section 3's bound of norms, which is 1.5 times the error
+    O is a sum of as many rounded ones: there neither way keeps the bound of norms, which is 1.5 times the error
     of PyTorch's matrix product, a sum in a tree (docs/semantics.md has the figures)."""
     q, k, v = qkv(1, 2048, 16, d, n_kv=n_kv)
     if numbers == "uniform":
