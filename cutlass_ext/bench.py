@@ -276,29 +276,34 @@ def plot_pass(rows: list[dict], prefix: str, facts: dict, folder: Path) -> list[
         if not points:
             continue
         figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-        for provider in NAMES:
-            line = [(row["n"], value(row)) for row in points if row["provider"] == provider]
-            if line:
-                width = 2.5 if provider == OURS else 1.2
-                axes.plot(*zip(*line, strict=True), marker="o", markersize=4, linewidth=width, label=provider)
         first = points[0]
         heads = f"{first['heads']} head{'s' if first['heads'] > 1 else ''}"
-        axes.set_title(
+        title = (
             f"{heads}, d {first['head_dim']}, {first['dtype']}{', causal' if first['causal'] else ''}"
-            f"{', backward' if prefix else ''}: {facts['gpu'] or 'CPU'}",
-            fontsize=10,
+            f"{', backward' if prefix else ''}: {facts['gpu'] or 'CPU'}"
         )
-        axes.set_xscale("log", base=2)
-        axes.set_yscale(scale)
-        ticks = sorted({row["n"] for row in points})
-        axes.set_xticks(ticks, [str(n) for n in ticks])
-        axes.set(xlabel="N (query and key rows)", ylabel=label)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        draw_against_n(axes, points, value, title, label, scale)
         paths.append(folder / f"{prefix}{name}.png")
         figure.savefig(paths[-1], dpi=150)
         plt.close(figure)
     return paths
+
+
+def draw_against_n(axes, rows: list[dict], value: Callable[[dict], float], title: str, label: str, scale: str) -> None:
+    """A line of each provider's values, ours wider than the others'."""
+    for provider in NAMES:
+        line = sorted((row["n"], value(row)) for row in rows if row["provider"] == provider)
+        if line:
+            width = 2.5 if provider == OURS else 1.2
+            axes.plot(*zip(*line, strict=True), marker="o", markersize=4, linewidth=width, label=provider)
+    axes.set_title(title, fontsize=10)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale(scale)
+    ticks = sorted({row["n"] for row in rows})
+    axes.set_xticks(ticks, [str(n) for n in ticks])
+    axes.set(xlabel="N (query and key rows)", ylabel=label)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
 
 
 @contextmanager
@@ -332,7 +337,7 @@ def at_least(least: int) -> Callable[[str], int]:
     return integer
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m cutlass_ext.bench", description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", type=device_here, choices=("cuda", "cpu"), help="default: the GPU if there is one")
     parser.add_argument(
@@ -360,12 +365,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--commit", help="what to record as commit, not what git says of this library's source tree")
     options = parser.parse_args(arguments)
     try:
-        from rich.console import Console
+        import rich  # noqa: F401
 
         if options.plot:
             import matplotlib  # noqa: F401
     except ImportError as error:
         parser.error(f"{error.name} is missing: pip install rich matplotlib")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 110)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

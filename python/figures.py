@@ -308,18 +308,7 @@ def picture(
     facts = data["machine"]
     figure, all_axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4), layout="constrained", squeeze=False)
     for axes, (title, rows) in zip(all_axes[0], panels, strict=True):
-        for provider in in_order(rows):
-            line = sorted((row["n"], value(row)) for row in rows if row["provider"] == provider)
-            width = 2.5 if provider == OURS else 1.2
-            axes.plot(*zip(*line, strict=True), marker="o", markersize=4, linewidth=width, label=provider)
-        axes.set_title(title, fontsize=10)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale(scale)
-        ticks = sorted({row["n"] for row in rows})
-        axes.set_xticks(ticks, [str(n) for n in ticks])
-        axes.set(xlabel="N (query and key rows)", ylabel=label)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        bench.draw_against_n(axes, rows, value, title, label, scale)
     figure.suptitle(f"{facts['gpu'] or 'CPU'}, commit {commit_of(data)}", fontsize=10)
     figure.savefig(path, dpi=130, metadata={"Comment": f"commit {commit_of(data)}"})
     plt.close(figure)
