@@ -93,6 +93,17 @@ def discard_all_but_ptx():
         path.replace(PTX / (path.name.split(".")[0] + ".ptx"))
 
 
+def require_build_tools(cpp_extension):
+    if not cpp_extension.is_ninja_available():
+        raise toolchain.MissingTool(f"ninja is missing. Type:\n    {sys.executable} -m pip install ninja")
+    if not shutil.which(cpp_extension.get_cxx_compiler()):
+        raise toolchain.MissingTool("A C++ compiler is missing. Debian, Ubuntu:\n    sudo apt-get install g++")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        raise toolchain.MissingTool(
+            "Python's headers are missing. Debian, Ubuntu:\n    sudo apt-get install python3-dev"
+        )
+
+
 def build_command():
     """The extension, and torch's BuildExtension told where nvcc is and which targets each family gets."""
     import torch
@@ -105,14 +116,7 @@ def build_command():
     cpp_extension.CUDA_HOME = str(home)
     cpp_extension.COMMON_NVCC_FLAGS.clear()  # they take away the half-precision operators that CuTe uses
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja's wheel
-    if not cpp_extension.is_ninja_available():
-        raise toolchain.MissingTool(f"ninja is missing. Type:\n    {sys.executable} -m pip install ninja")
-    if not shutil.which(cpp_extension.get_cxx_compiler()):
-        raise toolchain.MissingTool("A C++ compiler is missing. Debian, Ubuntu:\n    sudo apt-get install g++")
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        raise toolchain.MissingTool(
-            "Python's headers are missing. Debian, Ubuntu:\n    sudo apt-get install python3-dev"
-        )
+    require_build_tools(cpp_extension)
 
     class Build(cpp_extension.BuildExtension):
         def build_extension(self, ext):

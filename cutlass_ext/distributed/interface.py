@@ -112,15 +112,7 @@ def fmha(
     def prepare() -> tuple[tuple[Spread, str, tuple[int, int]], dict[str, object]]:
         tensors = {"alibi_slopes": alibi_slopes, "sink": sink}
         check_tensors(q=q, k=k, v=v, **{name: x for name, x in tensors.items() if x is not None})
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            dims = 4 if cu_seqlens is None else 3
-            if x.dim() != dims:
-                expected = "[rows, heads, head_dim] with cu_seqlens" if dims == 3 else "[batch, rows, heads, head_dim]"
-                raise ValueError(f"{name}: has shape {list(x.shape)}; expected {expected}")
-            if x.shape[dims - 3] != q.shape[dims - 3]:
-                raise ValueError(f"{name}: has {x.shape[dims - 3]} rows and q {q.shape[dims - 3]}; they must be equal")
-        if alibi_slopes is not None and alibi_slopes.dim() != 1:
-            raise ValueError(f"alibi_slopes: has shape {list(alibi_slopes.shape)}; expected [{q.shape[-2]}], for heads")
+        _check_shapes(q, k, v, alibi_slopes, packed=cu_seqlens is not None)
         rows = q.shape[-3]
         spread = spread_of(rows * ranks, cu_seqlens, ranks, layout, "q")
         if rows != spread.rows[rank]:
@@ -168,6 +160,18 @@ def fmha(
         out, lse = all_gather.attention(q, k, v, sink, place, return_lse or _needs_grad(q, k, v, sink))
         return (out, lse) if return_lse else out
     return all_to_all.attention(q, k, v, group, spread, options, alibi_slopes, sink, head_start, return_lse)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, *, packed: bool) -> None:
+    dims = 3 if packed else 4
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != dims:
+            expected = "[rows, heads, head_dim] with cu_seqlens" if packed else "[batch, rows, heads, head_dim]"
+            raise ValueError(f"{name}: has shape {list(x.shape)}; expected {expected}")
+        if x.shape[dims - 3] != q.shape[dims - 3]:
+            raise ValueError(f"{name}: has {x.shape[dims - 3]} rows and q {q.shape[dims - 3]}; they must be equal")
+    if alibi_slopes is not None and alibi_slopes.dim() != 1:
+        raise ValueError(f"alibi_slopes: has shape {list(alibi_slopes.shape)}; expected [{q.shape[-2]}], for heads")
 
 
 def _method(method: str, q: Tensor, k: Tensor, v: Tensor, spread: Spread, causal: bool, window: tuple[int, int]) -> str:
