@@ -69,6 +69,15 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(torch.
 
 Tensors = tuple[Tensor, ...]
 
+func_is_active = torch._C._are_functorch_transforms_active  # whether torch.func is at work
+
+
+def requires_grad(x: object) -> bool:
+    """Whether gradients of `x` are wanted. Inside torch.vmap a tensor says no where the one outside says yes."""
+    while isinstance(x, Tensor) and not x.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return getattr(x, "requires_grad", False)
+
 
 @torch.library.register_fake("cutlass_ext::pack_mask", lib=library)
 def _shape_of_packed(mask: Tensor) -> Tensor:
@@ -201,7 +210,7 @@ def refuse_grad(operator, arguments: tuple, of: str) -> None:
     """Raises if an argument requires grad: without a backward pass `of` this the result would be detached silently."""
     if torch.is_grad_enabled():
         for name, value in zip(_names[operator], arguments, strict=False):
-            if value is not None and getattr(value, "requires_grad", False):
+            if value is not None and requires_grad(value):
                 raise NotImplementedError(
                     f"{name}: requires grad, and there is no backward pass of {of}; "
                     "call under torch.no_grad() or torch.inference_mode(), or pass detached tensors"
@@ -221,8 +230,10 @@ def position(operator, name: str) -> int:
 _FAILED_CHECK = re.compile(r"cutlass_ext\.(ValueError|TypeError|NotImplementedError|RuntimeError): ([^\n]*)")
 _DTYPES = {"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Bool": "bool"}
 _DTYPES |= {"Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64"}
+_DTYPES |= {"ComplexHalf": "complex32", "ComplexFloat": "complex64", "ComplexDouble": "complex128"}
+_DTYPES |= {name: name.lower() for name in ("UInt16", "UInt32", "UInt64", "Float8_e4m3fn", "Float8_e5m2")}
 _DTYPE = re.compile(rf"\b({'|'.join(_DTYPES)})\b")  # C++'s names
-_NOT_VMAPPED = re.compile(r"Batching rule not implemented for cutlass_ext::(\w+)")
+_NOT_VMAPPED = re.compile(r"Batching rule not implemented for cutlass_ext::(\w+_(?:out|append)\w*)")
 _WRONG_TYPE = re.compile(r"Expected a value of type '(.*?)' for argument '(\w+)' but instead found type '(.*?)'")
 
 

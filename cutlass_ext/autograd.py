@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from . import torch_backend
-from ._ops import Tensors, lse_if_asked, position, register, register_autograd, run
+from ._ops import Tensors, func_is_active, lse_if_asked, position, register, register_autograd, run
 
 forward, forward_torch = register("fmha", lse_if_asked(torch_backend.fmha))
 forward_out, forward_out_torch = register("fmha_out", lse_if_asked(torch_backend.fmha))
 with_grad, with_grad_torch = register("fmha_with_grad", lse_if_asked(torch_backend.fmha))
 backward, backward_torch = register("fmha_backward", torch_backend.fmha_backward, torch_backend.empty_gradients)
 
-func_is_active = torch._C._are_functorch_transforms_active  # whether torch.func is at work
 _DETERMINISTIC, _OUT_DTYPE = (position(with_grad, name) for name in ("deterministic", "out_dtype"))
 _DEFAULTS = [argument.default_value for argument in with_grad._schema.arguments]
 # Where the arguments stand whose gradients are the results dq, dk, ... of the backward operator.

@@ -3,27 +3,31 @@
 import torch
 from torch import Tensor
 
-_KEPT = "_cutlass_ext_mask"  # the attribute of a BlockMask in which the mask that was made of it stays
+_KEPT = "_cutlass_ext_mask"  # the attribute of a BlockMask in which the mask that was made of it stays, and of what
+_MADE_OF = "mask_mod", "seq_lengths", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 
 
 def mask_of(block_mask: object, *, packs: bool = False) -> Tensor:
     """Bool `[1 or B, 1 or H, N_q, N_kv]`, true where the BlockMask shows a key; the same in bits where it `packs`.
 
     That is in its full blocks, and where its `mask_mod` says so in its partial ones. `mask_mod` is evaluated once, the
-    result kept with the BlockMask, so that calls that follow launch nothing for it.
+    result kept with the BlockMask, until one of its attributes is replaced, so that calls that follow launch nothing.
     """
     from torch.nn.attention.flex_attention import BlockMask  # importing it takes 0.3 s
 
     if not isinstance(block_mask, BlockMask):
         given = type(block_mask).__name__
         raise TypeError(f"block_mask: is of type {given}; expected a torch.nn.attention.flex_attention.BlockMask")
-    kept = getattr(block_mask, _KEPT, None)
-    if kept is None or (kept.dtype == torch.int32) != packs:
+    made_of = [getattr(block_mask, name) for name in _MADE_OF]
+    kept, of = getattr(block_mask, _KEPT, (None, ()))
+    is_of_these = kept is not None and all(a is b for a, b in zip(made_of, of, strict=True))
+    if not is_of_these or (kept.dtype == torch.int32) != packs:
         with torch.inference_mode(False), torch.no_grad():  # what is kept may be saved for a backward pass later
             kept = _evaluated(block_mask)
             if packs:
                 kept = torch.ops.cutlass_ext.pack_mask(kept)
-        setattr(block_mask, _KEPT, kept)
+        if type(kept) is Tensor:  # and not a fake one, of torch.export
+            setattr(block_mask, _KEPT, (kept, made_of))
     return kept
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, is_grad_enabled
 from torch.overrides import TorchFunctionMode
 
 from . import autograd
-from ._ops import run
-from .autograd import func_is_active
+from ._ops import func_is_active, requires_grad, run
 from .block_mask import can_pack, mask_of
 
 Backend = Literal["auto", "simt", "sm80", "sm90", "torch"]
@@ -247,6 +246,7 @@ def fmha(
     except AttributeError:  # no tensor, which the operator refuses
         needs_grad = False
     if in_grad_mode and (needs_grad or func_is_active()):
+        needs_grad = needs_grad or any(map(requires_grad, (q, k, v, sink, alibi_slopes, bias)))
         _check_gradients(needs_grad, alibi_slopes, block_table)
     # In the order of csrc/options.def: what every call has, then up to `deterministic`, then the last ones. Those that
     # a plain call leaves out would cost it 0.3 us each.
@@ -370,7 +370,7 @@ def _check_gradients(needs_grad: bool, alibi_slopes: Tensor | None, block_table:
     if torch.compiler.is_compiling() and func_is_active():
         raise NotImplementedError("fmha: torch.compile does not trace it inside torch.func; leave out fullgraph=True")
     name, reason = None, ""
-    if getattr(alibi_slopes, "requires_grad", False):
+    if requires_grad(alibi_slopes):
         name, reason = "alibi_slopes", "requires grad, and slopes have no gradient"
     elif needs_grad and block_table is not None:
         name, reason = "block_table", "there is no backward pass of keys in pages, and an input requires grad"

@@ -77,7 +77,7 @@ def scaled_dot_product_attention(
         bias, mask = (None, of_scores) if attn_mask.dtype == torch.bool else (of_scores, None)
     # 1.9 us of the host's time less than `attend` where nothing is to be mended
     strides_fit = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    compute = fmha if strides_fit and q.shape[-1] % 8 == v.shape[-1] % 8 == 0 else attend
+    compute = fmha if strides_fit and q.shape[-1] % 8 == k.shape[-1] % 8 == v.shape[-1] % 8 == 0 else attend
     out = compute(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=is_causal, softmax_scale=scale, bias=bias,
         mask=mask, dropout_p=dropout_p,

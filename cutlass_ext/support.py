@@ -76,6 +76,9 @@ def attend(
     alike = strided and q.shape[-1:] == k.shape[-1:]
     if strided and not alike and q.dim() > 0 and k.dim() > 0:
         raise ValueError(f"k: has head_dim {k.shape[-1]} and q has {q.shape[-1]}; they must be equal")
+    for name, x in (("q", q), ("v", v)) if alike and isinstance(v, Tensor) else ():
+        if x.dim() > 0 and x.shape[-1] > _LARGEST_HEAD_DIM:  # padding would make another number of it
+            raise ValueError(f"{name}: has head_dim {x.shape[-1]}; expected one from 1 to {_LARGEST_HEAD_DIM}")
     tensors = (readable(q), readable(k), readable(v)) if alike else (q, k, v)  # padding would hide what is not
     if softmax_scale is None and tensors[0] is not q:
         softmax_scale = q.shape[-1] ** -0.5

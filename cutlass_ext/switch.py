@@ -4,6 +4,7 @@ PyTorch chooses one of a few operators by a call's shapes and dtypes, flash atte
 have gradients of their own. While the switch is on, this library computes those operators.
 """
 
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -17,6 +18,7 @@ from .support import attend, attend_backward, given, refusal, warn_once
 
 NAME = "cutlass_ext"
 _on: dict[str, ExitStack] = {}  # by device; closing one restores what PyTorch had
+_switching = threading.RLock()
 
 
 class Switch:
@@ -41,8 +43,9 @@ def activate(device: str | torch.device = "cuda") -> Switch:
             model(x)
 
     Everything above it follows: `nn.MultiheadAttention`, `nn.TransformerEncoder`, models of other packages,
-    torch.compile, autograd. It is on for the whole process. PyTorch's own switch is the same one:
-    `torch.nn.attention.activate_flash_attention_impl("cutlass_ext")`, where PyTorch has it (2.11).
+    torch.compile, autograd. It is on for the whole process. It is not to be turned while another thread computes
+    attention: PyTorch does not take it that operators are replaced while they run. PyTorch's own switch is the same
+    one: `torch.nn.attention.activate_flash_attention_impl("cutlass_ext")`, where PyTorch has it (2.11).
 
     PyTorch's flash attention operators (float16 and bfloat16 without a mask, `varlen_attn` and nested tensors too) and
     its memory-efficient ones (float32, masks, `d != d_v`, causal calls of unequal lengths) are computed by `fmha`.
@@ -63,11 +66,12 @@ def activate(device: str | torch.device = "cuda") -> Switch:
         RuntimeError: "cuda" with a PyTorch that is built without CUDA.
     """
     device = _kind_of(device)
-    turned_on = device not in _on
-    if turned_on and device == "cuda" and _REGISTRY:
-        torch.nn.attention.activate_flash_attention_impl(NAME)
-    elif turned_on:
-        _turn_on(device)
+    with _switching:
+        turned_on = device not in _on
+        if turned_on and device == "cuda" and _REGISTRY:
+            torch.nn.attention.activate_flash_attention_impl(NAME)
+        elif turned_on:
+            _turn_on(device)
     return Switch(device, turned_on)
 
 
@@ -86,12 +90,13 @@ def deactivate(device: str | torch.device = "cuda") -> None:
         ValueError: another device.
     """
     device = _kind_of(device)
-    if device not in _on:
-        return
-    if device == "cuda" and _REGISTRY:
-        torch.nn.attention.restore_flash_attention_impl()
-    else:
-        _on.pop(device).close()
+    with _switching:
+        if device not in _on:
+            return
+        if device == "cuda" and _REGISTRY:
+            torch.nn.attention.restore_flash_attention_impl()
+        else:
+            _on.pop(device).close()
 
 
 def _kind_of(device: str | torch.device) -> str:

@@ -80,10 +80,10 @@ def _let_models_without_interface_refuse() -> None:
 def _asks_interface(model: type) -> bool:
     """Whether the layers of a model, or the models that it is made of, get their attention from the interface."""
     own = vars(sys.modules[model.__module__])
-    if "ALL_ATTENTION_FUNCTIONS" in own:
-        return True
     if any(name.endswith("_ATTENTION_CLASSES") for name in own):  # a layer class for each implementation it knows
         return False
+    if "ALL_ATTENTION_FUNCTIONS" in own:
+        return True
     flags = "_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn"
     return any(getattr(model, flag, False) for flag in flags)
 
@@ -161,9 +161,10 @@ def mask(
         options: `device`, and what `sdpa_mask` takes besides.
 
     Returns:
-        None where a layer's `is_causal` says everything; int32 `[B, left + 2, right + 2, 1 or 3]`, a view of the first
-        row's position and, with padding, each sequence's first key and end; of packed sequences int32 `[1, longest,
-        left + 2, right + 2, sequences + 1]`, a view of where they begin and end; or else `sdpa_mask`'s bool mask.
+        None where every row sees all keys; int32 `[B, left + 2, right + 2, 0, 1 or 3]`, a view of the first row's
+        position, nothing where that is 0, and, with padding, each sequence's first key and end; of packed sequences
+        int32 `[1, longest, left + 2, right + 2, sequences + 1]`, a view of where they begin and end; or else
+        `sdpa_mask`'s bool mask.
     """
     arguments = {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
@@ -206,7 +207,9 @@ def mask(
     place = kv_length - 1 if q_length == 1 else 0
     sees_right = window.right < 0 or (type(start) is int and start == place)
     if may_skip and keys is None and sees_left and sees_right:
-        return None
+        # Not every layer that gets a causal mask says that it is causal, as those of PegasusX do not.
+        is_square = window.right == 0 and q_length > 1
+        return torch.empty(batch_size, 1, 2, 0, dtype=torch.int32, device=device) if is_square else None
     start = torch.as_tensor(start, device=device).expand(batch_size)
     columns = torch.stack([start, *(keys or ())]).int()  # [1 or 3, B], so that each of them is contiguous
     return columns.t()[:, None, None].expand(-1, window.left + 2, window.right + 2, -1)
@@ -374,7 +377,7 @@ def _sides(left: int, right: int) -> dict:
 def _visible(attention_mask: Tensor, query: Tensor, key: Tensor) -> dict:
     """What a mask says, as `fmha` takes it."""
     dims, dtype = attention_mask.dim(), attention_mask.dtype
-    if dims in (4, 5) and dtype == torch.int32 and attention_mask.shape[-1] > 0:
+    if dims in (4, 5) and dtype == torch.int32:
         options = _sides(attention_mask.shape[-3] - 2, attention_mask.shape[-2] - 2)
         if dims == 5:
             ends, longest = attention_mask[0, 0, 0, 0], attention_mask.shape[1]
@@ -383,15 +386,15 @@ def _visible(attention_mask: Tensor, query: Tensor, key: Tensor) -> dict:
         columns = attention_mask[:, 0, 0].expand(query.shape[0], -1).unbind(-1)
         names = "start_pos", "leftpad_k", "seqused_k"
         return options | dict(zip(names, (c.contiguous() for c in columns), strict=False))
-    if dims == 4 and attention_mask.shape[-2:] == (query.shape[2], key.shape[2]):
+    if dims == 4 and attention_mask.shape[-2] in (1, query.shape[2]) and attention_mask.shape[-1] == key.shape[2]:
         if dtype == torch.bool:
             return {"mask": attention_mask}
         if attention_mask.is_floating_point():
             return {"bias": attention_mask}
     raise ValueError(
         f"attention_mask: has shape {list(attention_mask.shape)} and dtype {name_of(dtype)}; expected what "
-        f"cutlass_ext.adapters.transformers.mask gives, or bool or floats [batch, heads or 1, {query.shape[2]}, "
-        f"{key.shape[2]}]"
+        f"cutlass_ext.adapters.transformers.mask gives, or bool or floats [batch, heads or 1, "
+        f"{query.shape[2]} or 1, {key.shape[2]}]"
     )
 
 

@@ -512,7 +512,25 @@ def test_positions_beside_a_tensor_are_not_taken_modulo_2_to_the_32(start_pos):
         cutlass_ext.fmha(x, x, x, start_pos=[1, 2], key_start=1)
 
 
+def test_head_dims_that_are_too_large_where_they_are_padded():
+    """By the size that the caller gave."""
+    x = torch.randn(1, 8, 2, 257)
+    with pytest.raises(ValueError, match="q: has head_dim 257; expected one from 1 to 256"):
+        cutlass_ext.flash_attn_func(x, x, x)
+    with pytest.raises(ValueError, match="v: has head_dim 257; expected one from 1 to 256"):
+        cutlass_ext.flash_attn_func(x[..., :9], x[..., :9], x)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint16])
+def test_dtypes_have_pythons_names(dtype):
+    x = torch.zeros(1, 8, 2, 8, dtype=dtype)
+    with pytest.raises(TypeError, match=f"q: has dtype {str(dtype)[6:]}; expected float32, float16 or bfloat16"):
+        cutlass_ext.fmha(x, x, x)
+
+
 def test_head_dims_that_differ_where_they_are_padded():
     x = torch.randn(2, 8, 4, 8)
+    with pytest.raises(ValueError, match="key: has head_dim 7 and query has 8; they must be equal"):
+        cutlass_ext.scaled_dot_product_attention(x, x[..., :7].contiguous(), x)
     with pytest.raises(ValueError, match="k: has head_dim 7 and q has 5; they must be equal"):
         cutlass_ext.flash_attn_func(x[..., :5], x[..., :7], x)

@@ -1437,6 +1437,35 @@ def test_packed_sequences_have_neither(device, name, shape):
     assert_refused(cutlass_ext.fmha, name, NI, arguments | {name: x})
 
 
+def test_a_block_mask_that_is_changed(target_fp32):
+    """What is kept with it is of the `mask_mod` that it had."""
+    q, k, v = target_fp32.qkv(1, 200, 2, 32)
+    block_mask = create_block_mask(BLOCKS["sliding"], None, None, 200, 200, device=target_fp32.device)
+    tried(target_fp32, lambda: target_fp32.fmha(q, k, v, block_mask=block_mask))
+    block_mask.mask_mod = lambda b, h, i, j: (i >= j) & (i - j < 3)
+    fresh = BlockMask.from_kv_blocks(
+        block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices,
+        block_mask.BLOCK_SIZE, block_mask.mask_mod, (200, 200),
+    )  # fmt: skip
+    assert_same_bits(target_fp32.fmha(q, k, v, block_mask=block_mask), target_fp32.fmha(q, k, v, block_mask=fresh))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_block_mask_under_export(strict):
+    """The mask that it is traced with is no tensor to keep."""
+
+    class Model(torch.nn.Module):
+        def forward(self, q, k, v):
+            return cutlass_ext.fmha(q, k, v, block_mask=block_mask)
+
+    q, k, v = (torch.randn(1, 100, 2, 32) for _ in "qkv")
+    block_mask = create_block_mask(BLOCKS["sliding"], None, None, 100, 100, device="cpu")
+    exported = torch.export.export(Model(), (q, k, v), strict=strict).module()
+    got = cutlass_ext.fmha(q, k, v, block_mask=block_mask)
+    assert type(got) is torch.Tensor
+    torch.testing.assert_close(exported(q, k, v), got)
+
+
 def test_wrong_block_mask(device):
     block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device=device)
     assert_refused(cutlass_ext.fmha, "block_mask", T, valid(device) | {"block_mask": torch.ones(N, N)})

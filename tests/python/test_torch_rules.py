@@ -286,6 +286,32 @@ def test_vmap_of_a_cache(on):
         torch.vmap(lambda q: cutlass_ext.fmha(q, keys, values, out=torch.empty_like(q)))(queries)
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_vmap_of_what_requires_grad_outside(on, backend):
+    """A tensor of vmap says that it requires no grad, whatever the one outside says; gradients are those of a loop."""
+    q, k, v = on.qkv(6, 17, 4, 32)
+    many, w = q.unflatten(0, (3, 2)), on.randn(32, 32)
+    call = lambda q: cutlass_ext.fmha(q, k[:2], v[:2], causal=True, backend=backend, deterministic=True)  # noqa: E731
+    results = []
+    for each in (lambda f, x: torch.vmap(f)(x), lambda f, x: torch.stack([f(x[i]) for i in range(3)])):
+        leaves = many.clone().requires_grad_(), w.clone().requires_grad_()
+        out = each(lambda q, w=leaves[1]: call(q @ w), leaves[0])
+        results.append(torch.autograd.grad(out.square().sum(), leaves))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)  # of w sums in another order
+
+
+def test_vmap_refuses_what_has_no_gradient_outside(on):
+    q, k, v = on.qkv(2, 1, 4, 32, n_kv=40)
+    queries, slopes = torch.stack([q, -q]), on.vector(4).requires_grad_()
+    with pytest.raises(NotImplementedError, match="alibi_slopes: requires grad"):
+        torch.vmap(lambda q: cutlass_ext.fmha(q, k, v, alibi_slopes=slopes))(queries)
+    queries.requires_grad_()
+    with pytest.raises(NotImplementedError, match="q: requires grad, and there is no backward pass of a cache"):
+        torch.vmap(lambda q: cutlass_ext.flash_attn_with_kvcache(q, k, v))(queries)
+    with torch.no_grad():
+        assert torch.vmap(lambda q: cutlass_ext.flash_attn_with_kvcache(q, k, v))(queries).shape == queries.shape
+
+
 FORWARD_MODE = {
     "jvp": lambda f, q, t: torch.func.jvp(f, (q,), (t,)),
     "jacfwd": lambda f, q, t: torch.func.jacfwd(lambda x: f(x).sum())(q),

@@ -368,6 +368,41 @@ def test_fallback_is_said_once(recwarn):
     assert len(recwarn) == 1 and "why" in str(recwarn[0].message)
 
 
+SMALL_SEQ2SEQ = {
+    "vocab_size": 99, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 80, "decoder_ffn_dim": 80, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, more", [("BigBirdPegasus", {"attention_type": "original_full"}), ("PegasusX", {})])
+def test_decoders_whose_layers_do_not_say_that_they_are_causal(name, more, device):
+    cls = getattr(transformers, f"{name}ForConditionalGeneration")
+    ours, eager = pair(cls, getattr(transformers, f"{name}Config")(**SMALL_SEQ2SEQ | more), device)
+    inputs = {"input_ids": tokens(device, 3, 17), "decoder_input_ids": tokens(device, 3, 6)}
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**inputs).logits, eager(**inputs).logits, atol=2e-5, rtol=2e-5)
+
+
+def test_a_mask_of_floats_for_all_rows(device):
+    """As the layers of SwitchTransformers have it where nothing is padded."""
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=99, d_model=64, d_kv=16, num_heads=4, d_ff=80, num_layers=2, num_experts=2, decoder_start_token_id=0,
+        pad_token_id=0,
+    )  # fmt: skip
+    ours, eager = pair(transformers.SwitchTransformersForConditionalGeneration, config, device)
+    inputs = {"input_ids": tokens(device, 3, 17), "decoder_input_ids": tokens(device, 3, 6)}
+    with torch.no_grad():
+        torch.testing.assert_close(ours(**inputs).logits, eager(**inputs).logits, atol=2e-5, rtol=2e-5)
+
+
+def test_models_with_a_table_of_layers_refuse():
+    """Their modules have the interface, too, for another part of the model."""
+    with pytest.raises(ValueError, match=r"attn_implementation: .*SamModel"):
+        transformers.SamModel._from_config(transformers.SamConfig(), attn_implementation="cutlass_ext")
+    with pytest.raises(ValueError, match=r"attn_implementation: .*GitModel"):
+        transformers.GitModel._from_config(transformers.GitConfig(), attn_implementation="cutlass_ext")
+
+
 @pytest.mark.parametrize("name", ["Bloom", "CodeGen", "GPTJ", "GPTNeo"])
 def test_models_that_ask_no_interface_refuse(name):
     """They would take what `mask` gives for a mask of their own kind, or for none."""
