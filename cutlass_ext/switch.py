@@ -301,6 +301,6 @@ _OPERATORS = {
         "_scaled_dot_product_flash_attention_for_cpu_backward": _on_cpu_backward,
     },
 }
-_REGISTRY = hasattr(torch.nn.attention, "register_flash_attention_impl")
+_REGISTRY = hasattr(torch.nn.attention, "restore_flash_attention_impl")  # 2.10 has half of it
 if _REGISTRY:
     torch.nn.attention.register_flash_attention_impl(NAME, register_fn=_turn_on)
