@@ -320,14 +320,7 @@ def attention(
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=places)
         cu_seq_lens_k, max_length_k = places["cu_seq_lens_k"], places["max_length_k"]
         if places.get("block_table") is not None:
-            # A row of each sequence; its key is written by the call. Sequences that fill a graph up have no pages.
-            q, k, v = (x[0].transpose(0, 1).unsqueeze(1) for x in (query, key, value))
-            out = flash_attn_with_kvcache(
-                q, places["k_cache"], places["v_cache"], k, v, block_table=places["block_table"],
-                cache_seqlens=cu_seq_lens_k.diff()[: len(q)] - 1, softmax_scale=scaling, softcap=softcap or 0.0,
-                sink=sink,
-            )  # fmt: skip
-            return out.transpose(0, 1), None
+            return _by_pages(query, key, value, places, softmax_scale=scaling, softcap=softcap or 0.0, sink=sink), None
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         attention_mask = None
@@ -348,20 +341,38 @@ def attention(
     reason = "output_attentions is True" if others.get("output_attentions") else refusal(query, key, value, dropout)
     if reason is not None:
         warn_once(f'transformers with attn_implementation="{NAME}"', reason)
-        hidden = _written_out(visible, query, key)
         call = {"dropout": dropout, "scaling": scaling, "position_bias": position_bias}
-        if softcap is None and s_aux is None and not others.get("output_attentions"):
-            return sdpa_attention_forward(module, query, key, value, hidden, is_causal=False, **call)
-        if hidden.dtype == torch.bool:  # which eager adds to the scores
-            hidden = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(~hidden, torch.finfo(query.dtype).min)
-        eager = sys.modules[type(module).__module__].eager_attention_forward
-        return eager(module, query, key, value, hidden, **call, softcap=softcap)
+        takes_sdpa = softcap is None and s_aux is None and not others.get("output_attentions")
+        call |= {} if takes_sdpa else {"softcap": softcap}
+        return _by_transformers(module, query, key, value, _written_out(visible, query, key), takes_sdpa, call)
 
     tensors = [x.transpose(1, 2) for x in (query, key, value)]
     if "cu_seqlens_q" in visible:
         tensors = [x.flatten(0, 1) for x in tensors]
     out = attend(*tensors, softmax_scale=scaling, **given(**options))
     return out.view(query.shape[0], query.shape[2], *out.shape[-2:]), None
+
+
+def _by_pages(query: Tensor, key: Tensor, value: Tensor, places: dict, **options) -> Tensor:
+    """A step of one row a sequence, whose key the call writes. Sequences that fill a graph up have no pages."""
+    q, k, v = (x[0].transpose(0, 1).unsqueeze(1) for x in (query, key, value))
+    out = flash_attn_with_kvcache(
+        q, places["k_cache"], places["v_cache"], k, v, block_table=places["block_table"],
+        cache_seqlens=places["cu_seq_lens_k"].diff()[: len(q)] - 1, **options,
+    )  # fmt: skip
+    return out.transpose(0, 1)
+
+
+def _by_transformers(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, takes_sdpa: bool, call: dict
+) -> tuple[Tensor, Tensor | None]:
+    """What `fmha` refuses: by SDPA, or by the model's own `eager`."""
+    if takes_sdpa:
+        return sdpa_attention_forward(module, query, key, value, hidden, is_causal=False, **call)
+    if hidden.dtype == torch.bool:  # which eager adds to the scores
+        hidden = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(~hidden, torch.finfo(query.dtype).min)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return eager(module, query, key, value, hidden, **call)
 
 
 def _sides_of_layer(is_causal: bool, sliding_window: int | None) -> tuple[int, int]:
