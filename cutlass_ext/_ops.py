@@ -74,8 +74,9 @@ func_is_active = torch._C._are_functorch_transforms_active  # whether torch.func
 
 def requires_grad(x: object) -> bool:
     """Whether gradients of `x` are wanted. Inside torch.vmap a tensor says no where the one outside says yes."""
-    while isinstance(x, Tensor) and not x.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
+    if func_is_active() and not torch.compiler.is_compiling():
+        while isinstance(x, Tensor) and not x.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(x):
+            x = torch._C._functorch.get_unwrapped(x)
     return getattr(x, "requires_grad", False)
 
 
