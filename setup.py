@@ -149,8 +149,6 @@ def build_command():
 
     cudart = toolchain.static_cudart(home)
     common = ["-O3", "-std=c++17", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # whose headers have the same by another name
-        common.append("-DSTABLE_TORCH_ERROR_CODE_CHECK=TORCH_ERROR_CODE_CHECK")
     headers = [toolchain.cutlass_include(), *toolchain.cuda_includes(home)]
     system = [part for path in headers for part in ("-isystem", str(path))]
     # Packed for size, machine code weighs a third.

@@ -15,7 +15,8 @@ import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PORTABLE = ("torch", "host", "steps", "simt", "sm80", "decode")  # families for every GPU from compute capability 8.0 on
+# Families for every GPU from compute capability 8.0 on.
+PORTABLE = ("torch", "host", "steps", "simt", "sm80", "gradients", "decode")
 DEFAULT_ARCHS = "80;90"
 MIN_CUDA = (12, 8)
 TORCH = "torch==2.13.0"  # what is built against where no other one is installed
@@ -116,14 +117,16 @@ def gencode(family: str) -> list[str]:
     """nvcc's flags for a family's targets. One front-end pass serves all that are portable; PTX what comes after.
 
     Hopper's tensor-core instructions exist as sm_90a alone. Steps have another pass for compute capability 9.0 and
-    newer, where they know when the launch before them has ended.
+    newer, where they know when the launch before them has ended; gradients, where those are asked for, add vectors
+    there.
     """
     trap = ["-DCUTLASS_EXT_TRAP_ON_HANG"] if os.environ.get("CUTLASS_EXT_TRAP_ON_HANG") == "1" else []
     if family == "sm90":
         return [*trap, "-gencode=arch=compute_90a,code=sm_90a"]
     if family not in PORTABLE:
         raise MissingTool(f"csrc/sources.txt: unknown family {family!r}; known are {', '.join((*PORTABLE, 'sm90'))}")
-    code = {80: [], 90: []} if family == "steps" else {80: []}
+    has_two = family == "steps" or (family == "gradients" and archs()[-1] >= 90)
+    code = {80: [], 90: []} if has_two else {80: []}
     for n in archs():
         code[max(virtual for virtual in code if virtual <= n)].append(f"sm_{n}")
     return trap + [f"-gencode=arch=compute_{n},code=[{','.join([*sm, f'compute_{n}'])}]" for n, sm in code.items()]

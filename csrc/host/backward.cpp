@@ -148,15 +148,18 @@ Kernel const* kernel_of(Call const& call, Kind kind) {
     return call.runs(k) && (!in_order || k.loop.in_order || adds_once(k, call.params));
   };
   auto const cost = [&](Kernel const& k) {
-    double const duration = kind == Kind::AllGradients && wants_hopper(k)
-                                ? duration_of_gradients(call.params, k, resident_tiles(k, call.params, call.device))
-                                : 0;
+    // Of Hopper's the one that takes least time, of CUDA cores' the smallest tile that has all keys.
+    double rank = 0;
+    if (kind == Kind::AllGradients) {
+      rank = wants_hopper(k) ? duration_of_gradients(call.params, k, resident_tiles(k, call.params, call.device))
+                             : k.block_c;
+    }
     // Of those for whole heads the smallest, then Hopper's, unless rows are too few, then what takes more features: of
     // 64 rows and keys by mma.sync (1024, 49, 6, 32) takes 0.114 ms for 0.202, with dropout 0.119 for 0.225, but of 128
     // (64, 128, 12, 64) 0.069 for 0.055, and 0.077 for 0.063.
     int const held_keys = kind == Kind::HeadGradients ? k.block_c : 0;
     bool const is_second_choice = wants_hopper(k) == by_mma_sync;
-    return std::tuple(held_keys, is_second_choice, cost_of(k), duration);
+    return std::tuple(held_keys, is_second_choice, cost_of(k), rank);
   };
   return cheapest({kind}, call.request.dtype, runs, cost);
 }

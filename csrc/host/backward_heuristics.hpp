@@ -47,24 +47,16 @@ inline bool have_few_rows_for_hopper(Params const& p, Device const& device) {
          int64_t(p.batch) * p.heads_kv > 3 * device.multiprocessors / 4 && !(features_of(p) & feature::kMods);
 }
 
-/// The same of a kernel of mma.sync, of which `resident_ctas` are there at once. One makes five parts of what two make
-/// seven, four over tiles of keys; but a tile of keys goes through all heads that share it, so that where these are few
-/// the three over tiles of rows end sooner. An H200's ms in one and in two: (16, 512, 16, 64) 0.200 and 0.225, (16,
-/// 512, 16, 128) 0.406 and 0.453, (1, 512, 8, 128), causal, 0.048 and 0.067, but (1, 2048, 4 heads on 1, 64), causal,
-/// 0.396 and 0.305, (2, 256, 32 on 4, 128) 0.172 and 0.156. Of wide heads both products over keys are made twice: (64,
-/// 128, 16, 192) 0.357 and 0.340, (32, 256, 16, 192) 0.483 and 0.503, (32, 256, 16, 256), causal, 0.521 and 0.473, (16,
-/// 512, 16, 256) 1.000 and 1.066, causal 0.686 and 0.674.
+/// The same of a kernel of mma.sync, of which `resident_ctas` are there at once: of 310 random calls at head_dim 64 to
+/// 256 it takes 0.84 of what two take in the mean. It is slower, by up to 1.39 times, of many heads of few rows and
+/// keys, whose sums are of whole tiles of 64 rows. An H200's us in one and in two: (64, 20, 8, 256) 92 and 66, (64, 22,
+/// 4, 224) 50 and 39; but (64, 27 on 77, 1, 256) 24 and 32, (16, 36, 8, 128) 28 and 30.
 inline bool adds_to_queries_by_mma_sync(Params const& p, Kernel const& kernel, int64_t resident_ctas) {
-  // Sums are of whole tiles of 128 rows: those of fewer would be many times as large as dQ.
-  int const few = kernel.head_dim <= 128   ? 64
-                  : kernel.head_dim <= 192 ? 128
-                                           : 256,
-            mean = p.packed() && p.batch > 0 ? p.total_q / p.batch : p.n_q;
-  if (resident_ctas == 0 || mean <= few) return false;
-  int64_t const rows = Scheduler::tiles_of(p.n_q, kernel.block_c), keys = Scheduler::tiles_of(p.n_kv, kernel.block_c),
-                of_keys = int64_t(p.batch) * p.heads_kv * keys, of_rows = int64_t(p.batch) * p.heads_q * rows;
-  return ceil_div(of_keys, resident_ctas) * (p.heads_q / p.heads_kv) * rows <
-         3 * ceil_div(of_rows, resident_ctas) * keys;
+  constexpr int kFewRows = 32, kFewKeys = 128;
+  int const rows = p.packed() && p.batch > 0 ? p.total_q / p.batch : p.n_q;
+  int64_t const tiles = int64_t(p.batch) * p.heads_kv * Scheduler::tiles_of(p.n_kv, kernel.block_c);
+  bool const are_many = tiles > resident_ctas;
+  return resident_ctas > 0 && p.n_q > 0 && !(rows <= kFewRows && p.n_kv <= kFewKeys && are_many);
 }
 
 /// Whether a tile of `kernel` has all keys of a sequence: then nobody else adds to its dQ.
@@ -172,8 +164,12 @@ constexpr GradientCosts kInAnyOrder{3.1, 0.67, 0.8, 0, 1.16, 1.1, 3.7e6, 1, true
 /// Of two kernels, and where tiles add in their order. Fitted when sums took longer, and to whole tiles of them.
 constexpr GradientCosts kOfFixedBits{3, 0.35, 0.8, 2 / 3., 1.03, 4, 2.5e6, 0.9, false},
     kOnCudaCores{3, 0.5, 27, 3 / 4., 1.03, 4, 2.5e6, 0.9, false};
+/// By mma.sync: what the rows of suites take on an H200, where a CTA at head_dim 128 takes 6 us beside its turns. With
+/// splits so chosen (1, 4039, 4 on 1, 160) takes 0.78 ms for 2.15.
+constexpr GradientCosts kByMmaSync{6, 0.7, 2, 3 / 4., 1.16, 4, 2.5e6, 0.95, false};
 inline GradientCosts const& gradient_costs_of(Kernel const& kernel, bool in_order) {
-  if (!wants_hopper(kernel)) return kOnCudaCores;
+  if (kernel.dtype == DType::Float32) return kOnCudaCores;
+  if (!wants_hopper(kernel)) return kByMmaSync;
   return kernel.kind == Kind::AllGradients && !in_order ? kInAnyOrder : kOfFixedBits;
 }
 

@@ -40,6 +40,9 @@ Occupancy asked(Kernel const& kernel) {
                                                            kernel.shared_bytes),
              "counting a kernel's CTAs");
   found.ctas_a_multiprocessor = std::max(found.ctas_a_multiprocessor, 1);
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel.entry), "reading a kernel's attributes");
+  found.compiled_for = attributes.ptxVersion;
   if (kernel.kind != Kind::Cluster && !kernel.loop.dq_through_cluster) return found;
   for (unsigned size = 2; size <= kMostInCluster; ++size) {
     LaunchConfig const launch(Grid{dim3(size), size}, kernel.threads, kernel.shared_bytes, nullptr);

@@ -26,9 +26,10 @@ inline bool runs_on(Kernel const& kernel, Device const& device) {
   return (!wants_hopper(kernel) || device.capability == 90) && kernel.shared_bytes <= device.shared_bytes;
 }
 
-/// What a device holds of a kernel that runs on it.
+/// What a device holds of a kernel that runs on it, and in which form.
 struct Occupancy {
   int ctas_a_multiprocessor = 0;
+  int compiled_for = 0;                   // the compute capability of the PTX that it comes from; 90 for 9.0
   int clusters[kMostInCluster + 1] = {};  // at once, by their CTAs; of kernels that run in clusters of several sizes
 };
 

@@ -66,7 +66,8 @@ void finish_gradients(Kernel const& kernel, BackwardParams const& params, int64_
   if (params.dq_sums) {
     rows.head0 = head0;
     rows.scale = factor_of_gradients(params);
-    rows.order = wants_hopper(kernel) ? SumsOfTile::Order::Vectors : SumsOfTile::Order::Lanes;
+    bool const adds_vectors = wants_hopper(kernel) || occupancy_of(kernel, current_device()).compiled_for >= 90;
+    rows.order = adds_vectors ? SumsOfTile::Order::Vectors : SumsOfTile::Order::Lanes;
     rows.first = {params.dq_sums, kernel.head_dim, params.dq, params.dq_stride, params.head_dim};
   }
   launch_sums(kernel, params, keys, rows, stream);

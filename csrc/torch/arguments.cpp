@@ -18,10 +18,10 @@ void read(StableIValue from, std::string* to) {
   auto const handle = torch::stable::detail::to<StringHandle>(from);
   size_t length;
   char const* text;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &text));
+  TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &text));
   to->assign(text, length);
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
 }
 void read(StableIValue from, std::optional<std::string>* to) {
   if (auto* const found = torch::stable::detail::to<StableIValue*>(from)) {

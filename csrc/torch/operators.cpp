@@ -26,7 +26,7 @@ AtenTensorHandle no_result(int device, int position) {
     found = storages.emplace(std::pair(device, position), Allocation({0}, kFloat32, device)).first;
   int64_t const size = 0, stride = 1;
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(found->second.handle, 1, &size, &stride, 0, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(found->second.handle, 1, &size, &stride, 0, &handle));
   return handle;
 }
 
@@ -118,7 +118,7 @@ void forward(Arguments const& a, StableIValue* results) {
   if (!a.writes_out())
     *results++ = torch::stable::detail::from(out.release());
   else if (out.handle)
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(a.out.handle(), out.handle, false));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(a.out.handle(), out.handle, false));
   *results = torch::stable::detail::from(a.return_lse ? lse.release() : no_result(device, 1));
 }
 

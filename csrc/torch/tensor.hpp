@@ -85,7 +85,7 @@ class Tensor {
   void const* data = nullptr;  // null where there is no tensor
 
  private:
-  static void ask(AOTITorchError error) { STABLE_TORCH_ERROR_CODE_CHECK(error); }
+  static void ask(AOTITorchError error) { TORCH_ERROR_CODE_CHECK(error); }
   struct Delete {
     void operator()(AtenTensorHandle handle) const { aoti_torch_delete_tensor_object(handle); }
   };
@@ -165,7 +165,7 @@ struct Allocation {
       for (size_t i = 0; i < N; ++i) text << (i ? " x " : "") << shape[i];
       fail("RuntimeError", "could not allocate ", text.str(), " elements on CUDA device ", device);
     }
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(handle, &data));
+    TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(handle, &data));
   }
 };
 

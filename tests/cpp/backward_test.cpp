@@ -417,7 +417,7 @@ TEST(BackwardPlan, AddsToQueriesWhereItIsFasterAndTheOrderIsFree) {
   EXPECT_EQ(line_of(Call(10, 64, 64, 8, 8, 192).in_any_order()).substr(0, 3), "all") << "few of them";
 }
 
-TEST(BackwardPlan, AddsToQueriesByMmaSyncWhereTilesOfKeysFillTheGpu) {
+TEST(BackwardPlan, AddsToQueriesByMmaSyncButForManyHeadsOfFewRowsAndKeys) {
   for (Call const& call : {Call(2, 8192, 8192, 8, 4, 128).softcap(), Call(2, 8192, 8192, 8, 4, 128).backend("sm80"),
                            Call(2, 8192, 8192, 8, 4, 128).on(fake::kA100)}) {
     EXPECT_EQ(line_of(Call(call).in_any_order()), "all sm80 64x128 d128, 512 tiles");
@@ -426,15 +426,13 @@ TEST(BackwardPlan, AddsToQueriesByMmaSyncWhereTilesOfKeysFillTheGpu) {
         << "of whole vectors alone";
     EXPECT_EQ(line_of(Call(call).in_any_order().mask()).substr(0, 9), "keys sm80") << "without pairs";
   }
-  auto const of_few_heads = [](int batch, int heads, int heads_kv) {
-    return line_of(Call(batch, 1024, 1024, heads, heads_kv, 64).backend("sm80").in_any_order()).substr(0, 4);
-  };
-  EXPECT_EQ(of_few_heads(1, 2, 2), "all ") << "as few tiles of rows as of keys";
-  EXPECT_EQ(of_few_heads(1, 8, 2), "keys") << "a tile of keys goes through four heads";
-  EXPECT_EQ(of_few_heads(32, 8, 2), "all ");
-  EXPECT_EQ(line_of(Call(64, 64, 512, 8, 8, 64).backend("sm80").in_any_order()).substr(0, 4), "keys") << "few rows";
-  Call const of_short = Call(100, 512, 512, 8, 8, 64).packed(6000, 6000).backend("sm80").in_any_order();
-  EXPECT_EQ(line_of(of_short).substr(0, 4), "keys") << "60 rows in the mean, and sums of 128 for each";
+  auto const line = [](Call call) { return line_of(call.backend("sm80").in_any_order()); };
+  EXPECT_EQ(line(Call(1, 1024, 1024, 8, 2, 64)), "all sm80 32x128 d64, 16 tiles in 4 by 4") << "of four heads each";
+  EXPECT_EQ(line(Call(40, 32, 128, 8, 8, 128)).substr(0, 4), "keys");
+  EXPECT_EQ(line(Call(40, 33, 128, 8, 8, 128)).substr(0, 4), "all ");
+  EXPECT_EQ(line(Call(40, 32, 129, 8, 8, 128)).substr(0, 4), "all ");
+  EXPECT_EQ(line(Call(10, 32, 128, 8, 8, 128)).substr(0, 4), "all ") << "fewer than the GPU has room for";
+  EXPECT_EQ(line(Call(100, 512, 128, 8, 8, 128).packed(3200, 6000)).substr(0, 4), "keys") << "32 rows in the mean";
   Call const wide = Call(2, 2048, 2048, 8, 8, 192).alibi().in_any_order();
   EXPECT_EQ(line_of(wide).substr(0, 9), "keys sm90") << "Hopper's are faster in two launches, too";
   EXPECT_EQ(line_of(Call(wide).backend("sm80")).substr(0, 8), "all sm80");
@@ -459,6 +457,8 @@ TEST(BackwardPlan, AddsToQueriesOnCudaCoresWhereLseIsNotWhatErrsMost) {
     EXPECT_EQ(line_of(one_tile), "all simt 32x128 d64, 1024 tiles") << "nobody else adds to dQ";
     EXPECT_EQ(line_of(packed).substr(0, 9), "keys simt") << "two tiles of 64";
   }
+  EXPECT_EQ(line_of(exact(Call(64, 999, 64, 16, 16, 64))), "all simt 64x64 d64, 1024 tiles") << "the smaller tile";
+  EXPECT_EQ(line_of(exact(Call(64, 999, 65, 16, 16, 64))), "all simt 32x128 d64, 1024 tiles");
 }
 
 TEST(BackwardPlan, SplitsTilesOfCudaCoresWhereTheyAreFew) {
@@ -554,7 +554,8 @@ TEST(BackwardPlan, TakesWideHeadsOfFewRowsByMmaSync) {
   auto const of = [](int batch, int n_q, int n_kv, int head_dim) {
     return Call(batch, n_q, n_kv, 4, 4, head_dim).in_any_order();
   };
-  for (Call const& call : {of(25, 32, 64, 192), of(200, 1, 1, 136)}) {
+  EXPECT_EQ(line_of(of(25, 32, 64, 192)).substr(0, 8), "all sm80");
+  for (Call const& call : {of(50, 32, 64, 192), of(200, 1, 1, 136)}) {
     EXPECT_EQ(line_of(call).substr(0, 9), "keys sm80");
     Call fixed = call;
     fixed.request.deterministic = true;

@@ -61,6 +61,11 @@ cudaError_t cudaFuncSetAttribute(void const*, cudaFuncAttribute, int shared_byte
   return shared_bytes <= kAnswers[current].block_kb << 10 ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void const*) {
+  attributes->ptxVersion = 10 * kAnswers[current].major;
+  return cudaSuccess;
+}
+
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void const*, int threads, size_t shared_bytes) {
   int const by_shared = (kAnswers[current].multiprocessor_kb << 10) / (static_cast<int>(shared_bytes) + 1024);
   *blocks = std::min({by_shared, 2048 / threads, 65536 / kRegisters / threads});

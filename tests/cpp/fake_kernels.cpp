@@ -191,9 +191,9 @@ RegisteredKernels of_gradients(DType t) {
       gradients(kRows, "sm80", t, 64, 64, 64, kAll),
       gradients(kKeys, "sm80", t, 128, 64, 32, kAll),
       gradients(kRows, "sm80", t, 128, 64, 64, kAll),
-      gradients(Kind::AllGradients, "sm80", t, 64, 32, 128, kPlain | kScoreMods, 65536),
-      gradients(Kind::AllGradients, "sm80", t, 128, 64, 128, kPlain | kScoreMods, 163840),
-      gradients(Kind::AllGradients, "sm80", t, 192, 32, 64, kPlain | kScoreMods, 106496),
+      in_splits(gradients(Kind::AllGradients, "sm80", t, 64, 32, 128, kPlain | kScoreMods, 65536)),
+      in_splits(gradients(Kind::AllGradients, "sm80", t, 128, 64, 128, kPlain | kScoreMods, 163840)),
+      in_splits(gradients(Kind::AllGradients, "sm80", t, 192, 64, 64, kPlain | kScoreMods, 165000)),
       adding(t, 64, 128, 200000),
       adding(t, 64, 192, 225000),
       adding(t, 96, 128, 220000),
@@ -315,6 +315,13 @@ RegisteredKernels of_float_gradients(int d, int keys, int step) {
   };
 }
 RegisteredKernels const kFloatGradients[] = {of_float_gradients(64, 128, 64), of_float_gradients(128, 64, 32)};
+Kernel of_one_tile() {
+  Kernel kernel = in_splits(gradients(Kind::AllGradients, "simt", DType::Float32, 64, 64, 64, Sink | Packed | kUnlike));
+  kernel.takes |= kScoreMods | UnalignedRows;
+  kernel.takes_shape = [](Params const& p) { return p.n_kv <= 64; };
+  return kernel;
+}
+RegisteredKernels const kFloatGradientsOfOneTile{of_one_tile()};
 RegisteredKernels const kFloat{
     simt(32, 128, 64, 128, 65536),
     simt(32, 64, 32, 128, 24576),

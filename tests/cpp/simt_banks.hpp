@@ -225,6 +225,8 @@ inline std::map<std::string, BankReport> bank_reports() {
                BackwardTraits<Kind::QueryGradients, 32, 64, 256, float, 128, Walk<64, 1, 2>>{});
   add(BackwardTraits<Kind::AllGradients, 64, 128, 32, float, 128, Walk<32>>{}, "simt_all");
   add(BackwardTraits<Kind::AllGradients, 32, 128, 64, float, 128, Walk<64>>{}, "simt_all");
+  add(BackwardTraits<Kind::AllGradients, 64, 64, 32, float, 128, Walk<32>>{}, "simt_all");
+  add(BackwardTraits<Kind::AllGradients, 32, 64, 64, float, 128, Walk<64>>{}, "simt_all");
   add(BackwardTraits<Kind::AllGradients, 64, 64, 128, float, 128, Walk<64>>{}, "simt_all");
   add(BackwardTraits<Kind::AllGradients, 32, 64, 128, float, 128, Walk<64>>{}, "simt_all");
   return reports;

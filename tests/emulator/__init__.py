@@ -1,8 +1,8 @@
 """A GPU for a machine that has none: to import this gives PyTorch, a CPU build of it, a CUDA device that is emulated,
 and loads the build of the library that `build.py` made for it. What runs afterwards believes that it is on an H200,
-with the few multiprocessors of CUTLASS_EXT_EMULATOR_SMS (4), and the bytes of L2 of CUTLASS_EXT_EMULATOR_L2, where that
-is set. Kernels run from their PTX, instruction by instruction: sizes are to be small. CUDA graphs are not there: a test
-that wants one is skipped.
+with the few multiprocessors of CUTLASS_EXT_EMULATOR_SMS (4), and the bytes of L2 of CUTLASS_EXT_EMULATOR_L2 and of a
+block's shared memory of CUTLASS_EXT_EMULATOR_SHARED, where those are set. Kernels run from their PTX, instruction by
+instruction: sizes are to be small. CUDA graphs are not there: a test that wants one is skipped.
 
     python tests/emulator/run.py tests/sanitizer_sweep.py --shard 0/10
     PYTHONPATH=tests python -m pytest -p emulator -m gpu tests/python/test_shapes.py

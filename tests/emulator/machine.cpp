@@ -450,6 +450,8 @@ Module::~Module() {
   for (auto const& [name, memory] : variables_) remove_memory(memory.get());
 }
 
+int Module::target() const { return std::atoi(ptx_.c_str() + ptx_.find(".target sm_") + 11); }
+
 void Module::zero_variables() {
   for (auto const& [name, bytes] : declared_->global) std::memset(variables_.at(name).get(), 0, bytes);
 }

@@ -27,6 +27,8 @@ class Module {
   ~Module();
 
   bool has_kernel(std::string const& name) const { return entries_.count(name); }
+  /// The compute capability that it is compiled for; 90 for 9.0.
+  int target() const;
   bool has_variable(std::string const& name) const { return variables_.count(name); }
   /// A variable in global memory, which is the host's.
   void* address_of(std::string const& variable) const { return variables_.at(variable).get(); }

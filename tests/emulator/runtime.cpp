@@ -31,8 +31,8 @@
 namespace cutlass_ext::emulator {
 namespace {
 
-// An H200, but for its multiprocessors, and its L2.
-constexpr int kMajor = 9, kMinor = 0, kBlockShared = 227 << 10, kMultiprocessorShared = 228 << 10;
+// An H200, but for its multiprocessors, its L2, and its shared memory.
+constexpr int kMajor = 9, kMinor = 0;
 constexpr int kSharedUnlessRaised = 48 << 10, kReservedShared = 1024, kRegisters = 65536, kThreads = 2048;
 constexpr int kRegistersOfAThread = 128;  // as if; most kernels are held back by shared memory
 
@@ -43,6 +43,10 @@ int number_from(char const* variable, int else_this) {
 int multiprocessors() {
   static int const count = number_from("CUTLASS_EXT_EMULATOR_SMS", 4);
   return count;
+}
+int block_shared() {
+  static int const bytes = number_from("CUTLASS_EXT_EMULATOR_SHARED", 227 << 10);
+  return bytes;
 }
 int l2_bytes() {
   static int const bytes = number_from("CUTLASS_EXT_EMULATOR_L2", 60 << 20);
@@ -282,7 +286,7 @@ cudaError_t cudaGetDevice(int* device) {
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   std::map<cudaDeviceAttr, int> const values = {{cudaDevAttrMultiProcessorCount, multiprocessors()},
-                                                {cudaDevAttrMaxSharedMemoryPerBlockOptin, kBlockShared},
+                                                {cudaDevAttrMaxSharedMemoryPerBlockOptin, block_shared()},
                                                 {cudaDevAttrL2CacheSize, l2_bytes()},
                                                 {cudaDevAttrComputeCapabilityMajor, kMajor},
                                                 {cudaDevAttrComputeCapabilityMinor, kMinor}};
@@ -295,14 +299,22 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 cudaError_t cudaFuncSetAttribute(void const* entry, cudaFuncAttribute attribute, int value) {
   Function* const function = function_of(entry);
   if (!function) return failed(cudaErrorInvalidDeviceFunction, "no kernel that was registered");
-  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > kBlockShared)
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > block_shared())
     return failed(cudaErrorInvalidValue, "an attribute that the emulator does not know, or too much shared memory");
   function->shared_limit = value;
   return cudaSuccess;
 }
 
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void const* entry) {
+  std::lock_guard const lock(registry().mutex);
+  Function* const function = function_of(entry);
+  if (!function) return failed(cudaErrorInvalidDeviceFunction, "no kernel that was registered");
+  return attempt([&] { attributes->ptxVersion = module_of(&Module::has_kernel, function->name).target(); });
+}
+
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* ctas, void const*, int threads, size_t shared_bytes) {
-  int const by_shared = kMultiprocessorShared / (static_cast<int>(shared_bytes) + kReservedShared);
+  int const of_multiprocessor = block_shared() + kReservedShared,
+            by_shared = of_multiprocessor / (static_cast<int>(shared_bytes) + kReservedShared);
   *ctas = std::min({by_shared, kThreads / threads, kRegisters / kRegistersOfAThread / threads});
   return cudaSuccess;
 }

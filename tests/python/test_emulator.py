@@ -64,6 +64,13 @@ def test_gradients_of_more_keys_than_their_caller_says():
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.parametrize("kilobytes", (163, 99))  # a block of compute capability 8.0, and of 8.6 and 8.9
+def test_less_shared_memory(kilobytes):
+    done = emulated("tests/emulator/less_shared_memory.py", CUTLASS_EXT_EMULATOR_SHARED=str(kilobytes << 10))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert ("sm80 256: all_gradients 64x64" in done.stdout) == (kilobytes == 163)
+
+
 def test_processes_end_behind_a_backward_pass(tmp_path):
     """None of autograd's threads wants the GIL then, whose absence would end the process with an error."""
     script = tmp_path / "backward.py"

@@ -154,8 +154,8 @@ struct StatisticsRows : TiledRows {
 /// In which order the sums of dQ of a tile of rows and a head lie: that in which the threads that add them hold them,
 /// as accumulators: all columns of heads of up to kMostInOnePart, and else parts of 64. Of a part a warp's 16 rows lie
 /// in one piece, eight columns after the others: two columns of two rows of each lane, as vectors of the lanes side by
-/// side, which the copy engine adds, or the lanes' first numbers side by side, then their second ones, and so on, which
-/// instructions add.
+/// side, or, where instructions add them that have no vectors (add_in_memory.hpp), the lanes' first numbers side by
+/// side, then their second ones, and so on.
 struct SumsOfTile {
   enum class Order { Vectors, Lanes };
   static constexpr int kRows = 64, kPanel = 64, kMostInOnePart = 96;

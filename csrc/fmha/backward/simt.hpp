@@ -471,48 +471,58 @@ class BackwardTile {
     });
   }
 
-  /// Adds the tile's part of dQ, dS^T K, to memory, of four rows of a lane at a time. dS of all warps is there since
+  /// Adds the tile's part of dQ, dS^T K, to memory, of some rows of a lane at a time. dS of all warps is there since
   /// the last item came, and stays until the next does.
   CUTE_DEVICE void add_dq(int head, int tile) const {
     CUTE_NO_UNROLL  // a turn's instructions are to stay in the cache of 128 KB
-        for (int first = 0; first < Traits::DqRows; first += kVector) add_rows_of_dq(head, tile, first);
+        for (int first = 0; first < Traits::DqRows; first += kVector * Traits::DqFours)
+            add_rows_of_dq(head, tile, first);
   }
 
   CUTE_DEVICE void add_rows_of_dq(int head, int tile, int first) const {
     constexpr int kTurn = 4;  // chunks of own rows that are unrolled
+    constexpr int Fours = Traits::DqFours, kFourRows = kVector * kLaneRows;
+    // The next chunk's are loaded ahead: with few sums a load is waited for longer than it is worked on.
+    constexpr bool LoadsAhead = Fours == 1;
     Lane const lane;
     int const warp = lane.thread / 32, col = warp % Traits::DqColWarps * kPanel + dq_col(lane.thread),
               row = (warp / Traits::DqColWarps * Traits::DqRows + first) * kLaneRows + dq_row(lane.thread);
-    // The next chunk's are loaded ahead: with few sums a load is waited for longer than it is worked on.
-    float4 ds[2][kVector], own[2][kVector];
-    auto const load = [&](int chunk, int buffer) {
-      float const* const ds_at = shared_.p + own_chunk_offset<Walked>(chunk, row);
-      float const* const own_at = shared_.own[0] + own_chunk_offset<Traits::HeadDim>(chunk, col);
+    float4 ds[1 + LoadsAhead][kVector], own[1 + LoadsAhead][kVector];
+    auto const load = [&](float4(&to)[kVector], float const* from) {
       CUTE_UNROLL
-      for (int x = 0; x < kVector; ++x) {
-        ds[buffer][x] = load_vector(ds_at + x * kPanel);
-        own[buffer][x] = load_vector(own_at + x * kPanel);
-      }
+      for (int x = 0; x < kVector; ++x) to[x] = load_vector(from + x * kPanel);
     };
-    float sums[kVector][kVector] = {};
-    load(0, 0);
+    auto const load_own = [&](int chunk, int buffer) {
+      load(own[buffer], shared_.own[0] + own_chunk_offset<Traits::HeadDim>(chunk, col));
+    };
+    auto const load_ds = [&](int chunk, int four, int buffer) {
+      load(ds[buffer], shared_.p + own_chunk_offset<Walked>(chunk, row + four * kFourRows));
+    };
+    float sums[Fours * kVector][kVector] = {};
+    if constexpr (LoadsAhead) load_ds(0, 0, 0), load_own(0, 0);
     CUTE_NO_UNROLL
     for (int turn = 0; turn < Own / kVector; turn += kTurn) {
       CUTE_UNROLL
       for (int c = 0; c < kTurn; ++c) {
-        if (c < kTurn - 1) {
-          load(turn + c + 1, (c + 1) % 2);
-        } else if (turn + kTurn < Own / kVector) {
-          load(turn + kTurn, 0);
+        int const buffer = LoadsAhead ? c % 2 : 0, next = c < kTurn - 1 ? turn + c + 1 : turn + kTurn;
+        if constexpr (!LoadsAhead) {
+          load_own(turn + c, 0);
+        } else if (c < kTurn - 1 || next < Own / kVector) {
+          load_ds(next, 0, 1 - buffer), load_own(next, 1 - buffer);
         }
         CUTE_UNROLL
-        for (int e = 0; e < kVector; ++e) {
+        for (int four = 0; four < Fours; ++four) {
+          if constexpr (!LoadsAhead) load_ds(turn + c, four, 0);
           CUTE_UNROLL
-          for (int j = 0; j < kVector; ++j) {
+          for (int e = 0; e < kVector; ++e) {
             CUTE_UNROLL
-            for (int step = 0; step < kVector; ++step) {
-              int const i = j % 2 == 0 ? step : kVector - 1 - step;
-              sums[j][i] = fmaf(component(ds[c % 2][j], e), component(own[c % 2][i], e), sums[j][i]);
+            for (int j = 0; j < kVector; ++j) {
+              CUTE_UNROLL
+              for (int step = 0; step < kVector; ++step) {
+                int const i = j % 2 == 0 ? step : kVector - 1 - step;
+                float& sum = sums[four * kVector + j][i];
+                sum = fmaf(component(ds[buffer][j], e), component(own[buffer][i], e), sum);
+              }
             }
           }
         }
@@ -526,13 +536,14 @@ class BackwardTile {
     float* const to =
         row_at<float>(params_.dq, params_.dq_stride, task.sequence.batch, row0, query_head(task, head)) + first_col;
     CUTE_UNROLL
-    for (int j = 0; j < kVector; ++j) {
+    for (int j = 0; j < Fours * kVector; ++j) {
       transpose(sums[j], lane.thread);
-      if (j >= rows) continue;
+      int const of_lane = j / kVector * kFourRows + j % kVector;
+      if (of_lane >= rows) continue;
       CUTE_UNROLL
       for (int k = 0; k < kVector; ++k) {
         if (first_col + 8 * k < params_.head_dim)
-          add_in_memory(to + j * params_.dq_stride.row + 8 * k, sums[j][k] * ScoreMod::gradient_scale(params_));
+          add_in_memory(to + of_lane * params_.dq_stride.row + 8 * k, sums[j][k] * ScoreMod::gradient_scale(params_));
       }
     }
   }
@@ -682,6 +693,12 @@ struct Backward {
   static constexpr Features kTakes = feature::kScoreMods | (Traits::Pairs ? feature::kPairs : 0) | feature::Sink |
                                      feature::Packed | feature::kUnlike | feature::UnalignedRows;
   static constexpr TileLoop kLoop{false, true};  // splits
+};
+
+/// The same of calls whose keys one tile has.
+template <Kind Kind_, int B_r, int B_c, int HeadDim, class Element, int Threads, class Way>
+struct BackwardOfOneTile : Backward<Kind_, B_r, B_c, HeadDim, Element, Threads, Way> {
+  static bool takes_shape(Params const& params) { return params.n_kv <= B_c; }
 };
 
 }  // namespace cutlass_ext::simt

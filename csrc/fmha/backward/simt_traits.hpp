@@ -81,6 +81,7 @@ struct BackwardTraits {
   // Of the product dS^T K: warps side by side, and how many rows a thread has.
   static constexpr int DqColWarps = HeadDim / kPanel, DqRowWarps = Threads / 32 / DqColWarps,
                        DqRows = AddsDq ? Walked * DqColWarps * 8 / Threads : 0;
+  static constexpr int DqFours = DqRows % (2 * kVector) == 0 ? 2 : 1;  // of these at a time
 
   static_assert(std::is_same_v<Element, float>, "the CUDA-core family computes in fp32");
   static_assert(RowWarps * ColWarps * 32 == Threads && RowWarps % 2 == 0 && Own % (RowWarps * kHalfPanel) == 0 &&

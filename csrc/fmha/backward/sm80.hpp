@@ -121,6 +121,18 @@ class Streams {
     stage_ ^= 1;
     wait();
   }
+  /// With one stage and sharers: until what is under way beside the first product has landed; and the early part of
+  /// the next tile, once all warps have multiplied by this one's.
+  CUTE_DEVICE void finish_first() {
+    if constexpr (!Two) wait();
+  }
+  template <bool Plain>
+  CUTE_DEVICE void release_early(int head, int tile) {
+    if constexpr (!Two) {
+      __syncthreads();
+      copy_next<Plain>(head, tile);
+    }
+  }
 
  private:
   template <int Y>
@@ -166,7 +178,7 @@ class Streams {
       if (Two) copy_plain<Late>(late_next_, head, tile - 1);
     } else {
       if (tile-- == shared_.tiles.begin) {
-        if (++head == shared_.heads_end) return;
+        if (++head == shared_.heads.end) return;
         tile = shared_.tiles.end - 1;
       }
       copy_checked<Early>(head, tile, stage_to_fill());
@@ -225,7 +237,8 @@ class GradientLoop {
   static constexpr bool kInParts = Traits::Parts > 1;
   // Of a tile that is not plain, at a time: all where they are few registers and nothing spills.
   static constexpr bool kAtOnce = RowAtoms == 1 && (!kInParts || (Traits::Pairs && Traits::OneAfterTheOther));
-  static constexpr int kColumns = kAtOnce ? Streamed : kAtom;
+  static constexpr bool kShares = Traits::Sharers > 1;
+  static constexpr int kColumns = kShares ? Traits::WarpStreamed : kAtOnce ? Streamed : kAtom;
   static constexpr uint32_t X2 = sizeof(Traits::SharedStorage::x[0]), Y2 = sizeof(Traits::SharedStorage::y[0]);
 
  public:
@@ -247,10 +260,13 @@ class GradientLoop {
         place_(),
         own_at_(cast_smem_ptr_to_uint(shared.x) +
                 2 * chunk_offset<Own>(place_.warp_row + place_.lane % kAtom, place_.lane / kAtom)),
-        columns_at_(cast_smem_ptr_to_uint(shared.y) +
-                    2 * chunk_offset<Streamed>(place_.lane % 8 + place_.lane / 16 * 8, place_.lane / 8 % 2)),
-        rows_at_(cast_smem_ptr_to_uint(shared.y) +
-                 2 * chunk_offset<Streamed>(place_.lane % kAtom, place_.lane / kAtom)),
+        columns_at_(
+            cast_smem_ptr_to_uint(shared.y) +
+            2 * chunk_offset<Streamed>(place_.part * Traits::WarpStreamed + place_.lane % 8 + place_.lane / 16 * 8,
+                                       place_.lane / 8 % 2)),
+        rows_at_(
+            cast_smem_ptr_to_uint(shared.y) +
+            2 * chunk_offset<Streamed>(place_.lane % kAtom, place_.part * Whole::PartChunks + place_.lane / kAtom)),
         held1_(held1),
         held2_(held2),
         dX1_(dX1),
@@ -268,13 +284,22 @@ class GradientLoop {
       int tile = shared_.tiles.end - 1;
       while (tile >= shared_.tiles.begin) {
         if (!shared_.plain.contains(tile) || !seen(tile).all) {
-          checked_step(head, tile--);
+          if constexpr (kShares) {
+            shared_step<false>(head, tile--);
+          } else {
+            checked_step(head, tile--);
+          }
         } else {
-          do plain_step(head, tile--);
-          while (Traits::PlainLoop && tile >= shared_.plain.begin);
+          do {
+            if constexpr (kShares) {
+              shared_step<true>(head, tile--);
+            } else {
+              plain_step(head, tile--);
+            }
+          } while (Traits::PlainLoop && tile >= shared_.plain.begin);
         }
       }
-      bool const more = ++head < shared_.heads_end;
+      bool const more = ++head < shared_.heads.end;
       // All threads are done with the head before. Behind the last one comes the first.
       if (OfKeys && has_pairs() && threadIdx.x == 0)
         shared_.pairs.advance(params_, more ? 1 : 1 - params_.heads_per_kv.divisor);
@@ -307,9 +332,13 @@ class GradientLoop {
   CUTE_DEVICE uint32_t rows_at() const { return opaque(rows_at_) + streams_.here(); }
 
   CUTE_DEVICE void plain_step(int head, int tile) {
-    // dQ of the tile before comes behind the products of this one, where nobody waits for it, which is 2 to 3% faster
-    // than in front of them; elsewhere where 36 to 188 bytes spilled on 8.0.
-    constexpr bool DqFirst = RowAtoms > 1, DqBetween = !Two;
+    // dQ of the tile before comes behind the products of this one, where nobody waits for it, which is 3% faster than
+    // in front of them; but for 8.0, where 36 bytes spilled.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    constexpr bool DqFirst = true;
+#else
+    constexpr bool DqFirst = false;
+#endif
     if constexpr (DqFirst) add_dq<Traits::PlainLoop>();
     Scores<Streamed> S, dP;
     auto const copies = [&] { streams_.template during_first<true>(head, tile); };
@@ -318,7 +347,6 @@ class GradientLoop {
     if constexpr (First && !Two) {  // what comes early is multiplied first
       product2<Streamed>(dP, columns_at, copies);
       streams_.template between<true>(head, tile);
-      add_dq<Traits::PlainLoop>();
       product1<Streamed>(S, columns_at, nothing);
     } else {
       product1<Streamed>(S, columns_at, copies);
@@ -326,7 +354,7 @@ class GradientLoop {
       if constexpr (First) product2<Streamed>(dP, columns_at, nothing);
     }
     add_products<true, Streamed>(S, dP, of_parts(ScoreMod::gradient_scale(params_) * kLog2e), 0, rows_at());
-    if constexpr (!DqFirst && !DqBetween) add_dq<Traits::PlainLoop>();
+    if constexpr (!DqFirst) add_dq<Traits::PlainLoop>();
     if (AddsDq && !Traits::PlainLoop && shared_.own_rows < Own) clear_ds_of_no_keys();
     leave_ds(head, tile);
     streams_.next();
@@ -345,6 +373,97 @@ class GradientLoop {
     streams_.next();
   }
 
+  // ---------------------------------------------------------------------------------------------- rows that are shared
+  /// A tile of which the warp has the scores of a part of its rows, and the gradients of a part of the columns. P, and
+  /// then dS, of all of them come from the warps that share its own rows. dQ of the tile before is made where it was
+  /// measured to be fastest: at head_dim 256 behind the products (10.1 ms for 10.4 in front of them), at 128 and 192 in
+  /// front (8.6 for 9.0, 10.4 for 10.6).
+  template <bool Plain>
+  CUTE_DEVICE void shared_step(int head, int tile) {
+    constexpr int Columns = Traits::WarpStreamed, Steps = Columns / kAtom;
+    constexpr bool DqLast = Two && Traits::HeadDim > 192;
+    Scores<Columns> S, dP;
+    uint32_t p[Steps][RowAtoms][4], ds[Steps][RowAtoms][4];
+    int const column = opaque(place_.part) * Columns;
+    auto const copies = [&] { streams_.template during_first<Plain>(head, tile); };
+    auto const nothing = [] {};
+    if constexpr (!Plain) {
+      copies();
+      streams_.finish_first();
+      if (params_.empty_rows || tile * Streamed < shared_.hidden) streams_.zero_empty_rows(head, tile);
+      add_dq();
+      product2<Columns>(dP, columns_at(), nothing);
+      product1<Columns>(S, columns_at(), nothing);
+      float const scale = finish_scores<false>(S, dP, S, head, tile, column, ~0u, ~0u, shared_.unmasked.contains(tile));
+      if (shared_.own_rows < Own) hide_keys_that_are_not(S);
+      CUTE_UNROLL
+      for (int k = 0; k < Steps; ++k) operands<false>(p[k], ds[k], S, dP, k, scale, column, ~0u);
+    } else {
+      if constexpr (Two && !DqLast) add_dq<Traits::PlainLoop>();
+      product2<Columns>(dP, columns_at(), copies);
+      streams_.finish_first();
+      if constexpr (!Two) add_dq<Traits::PlainLoop>();
+      product1<Columns>(S, columns_at(), nothing);
+      float const scale = ScoreMod::gradient_scale(params_) * kLog2e;
+      CUTE_UNROLL
+      for (int k = 0; k < Steps; ++k) operands<true>(p[k], ds[k], S, dP, k, scale, column, ~0u);
+    }
+    add_shared<Y2>(dX2_, p, column);
+    streams_.template release_early<Plain>(head, tile);
+    meet_sharer<Whole>();  // P has been read
+    add_shared<0>(dX1_, ds, column);
+    if constexpr (Plain && DqLast) add_dq<Traits::PlainLoop>();
+    leave_ds(head, tile);
+    streams_.next();
+  }
+
+  /// dX += P Y, where P of the warp's part is in registers, from `column` on, and that of its sharers where they leave
+  /// it, which is waited for behind the first products.
+  template <uint32_t Beyond, int Steps>
+  CUTE_DEVICE void add_shared(Gradient& dX, uint32_t const (&own)[Steps][RowAtoms][4], int column) {
+    CUTE_UNROLL
+    for (int k = 0; k < Steps; ++k) store_ds(own[k], column + k * kAtom);
+    int const lane = opaque(place_.lane);
+    uint32_t const from = ds_at(cast_smem_ptr_to_uint(shared_.ds) +
+                                    2 * chunk_offset<Own>(place_.warp_row + lane % kAtom, lane / kAtom),
+                                streams_.turn()),
+                   rows_at = this->rows_at();
+    CUTE_UNROLL
+    for (int part = 0; part < Traits::Sharers; ++part) {
+      if (part == 1) meet_sharer<Whole>();
+      int const first = (column + part * Traits::WarpStreamed) % Streamed;
+      uint32_t const operand_at = chunk_at<Own>(from, 0, first / kVector),
+                     rows_of_part = chunk_at<Streamed>(rows_at, first, 0);
+      CUTE_UNROLL
+      for (int k = 0; k < Steps; ++k) {
+        uint32_t operand[RowAtoms][4];
+        CUTE_UNROLL
+        for (int a = 0; a < RowAtoms; ++a) {
+          if (part > 0) {
+            load_matrices(operand[a], chunk_at<Own>(operand_at, a * kAtom, 2 * k));
+          } else {
+            CUTE_UNROLL
+            for (int x = 0; x < 4; ++x) operand[a][x] = own[k][a][x];
+          }
+        }
+        gemm_pv_step<Whole, Beyond>(dX, operand, chunk_at<Streamed>(rows_of_part, k * kAtom, 0));
+      }
+    }
+  }
+
+  /// 0 times what the exponential of keys that do not exist may be is not 0.
+  template <class ScoreArray>
+  CUTE_DEVICE void hide_keys_that_are_not(ScoreArray& scores) const {
+    Tensor S = rows_and_columns(scores);
+    int const first = place_.warp_row + opaque(place_.lane) / 4;
+    CUTE_UNROLL
+    for (int i = 0; i < size<0>(S); ++i) {
+      if (first + row_of(i) < shared_.own_rows) continue;
+      CUTE_UNROLL
+      for (int j = 0; j < size<1>(S); ++j) S(i, j) = -INFINITY;
+    }
+  }
+
   // ---------------------------------------------------------------------------------------------------- sums of dQ
   /// Where the dS of every other tile lies, `address` being of the first: tiles of 32 rows side by side in one panel.
   CUTE_DEVICE static uint32_t ds_at(uint32_t address, uint32_t turn) {
@@ -355,9 +474,10 @@ class GradientLoop {
   CUTE_DEVICE void store_ds(uint32_t const (&ds)[RowAtoms][4], int column) const {
     if constexpr (AddsDq) {
       int const lane = opaque(place_.lane);
-      uint32_t const at = ds_at(
+      uint32_t at = ds_at(
           cast_smem_ptr_to_uint(shared_.ds) + 2 * (chunk_offset<Own>(place_.warp_row + lane / 4, 0) + lane % 4 * 2),
           streams_.turn());
+      if constexpr (kShares) at = chunk_at<Own>(at, 0, column / kVector), column = 0;
       CUTE_UNROLL
       for (int a = 0; a < RowAtoms; ++a) {
         CUTE_UNROLL
@@ -400,13 +520,9 @@ class GradientLoop {
     if constexpr (AddsDq) {
       if (!IsThere && !shared_.dq_sums[streams_.turn() ^ 1]) return;
       constexpr int WarpsOfRows = Streamed / 32, Columns = Traits::HeadDim * WarpsOfRows * 32 / Traits::Threads;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-      constexpr int Most = kAtom;  // at once, of columns: of more 40 bytes spilled
-#else
-      constexpr int Most = 48;  // 64: 224 bytes
-#endif
-      constexpr int AtOnce = Columns <= Most ? Columns : Columns % Most == 0 ? Most : Columns / 2;
-      static_assert(AtOnce % kAtom == 0, "a matrix load has two atoms");
+      // (2, 8192) at head_dim 128 takes 8.6 ms with 32 at once and 9.4 with 16, at 256 10.5 and 10.4.
+      constexpr int AtOnce = Traits::HeadDim == 128 ? 32 : kAtom;
+      static_assert(Columns % AtOnce == 0 && SumsOfTile::kPanel % AtOnce == 0, "columns that lie beside each other");
       int const warp = opaque(threadIdx.x) / 32, sixteen = warp % WarpsOfRows * 2;
       CUTE_NO_UNROLL
       for (int column = 0; column < Columns; column += AtOnce)
@@ -418,19 +534,13 @@ class GradientLoop {
   template <int Atoms>
   CUTE_DEVICE void add_dq(int sixteen, int column) {
     constexpr int ColumnsOfPart = SumsOfTile::columns_of_part(Traits::HeadDim);
-    constexpr bool InOnePart = ColumnsOfPart % (Atoms * kAtomN) == 0;
     int const lane = opaque(place_.lane);
     uint32_t const ds_rows = chunk_at<Own>(ds_at(cast_smem_ptr_to_uint(shared_.ds) +
                                                      2 * chunk_offset<Own>(lane % 8 + lane / 16 * 8, lane / 8 % 2),
                                                  streams_.turn() ^ 1),
                                            0, sixteen * 2),
                    own_tile = cast_smem_ptr_to_uint(shared_.x) + 2 * chunk_offset<Own>(lane % kAtom, lane / kAtom);
-    // Columns that begin at a multiple of how many there are lie beside each other.
     uint32_t const first = chunk_at<Own>(own_tile, 0, column / kVector);
-    auto const own_at = [&](int k, int n) {
-      return InOnePart ? chunk_at<Own>(first, k, n)
-                       : chunk_at<Own>(chunk_at<Own>(own_tile, 0, column / kVector + n), k, 0);
-    };
     float dQ[2][Atoms][4];
     clear(dQ);
     CUTE_UNROLL
@@ -441,21 +551,16 @@ class GradientLoop {
       CUTE_UNROLL
       for (int n = 0; n < Atoms; n += 2) {
         uint32_t own[4];
-        load_matrices_transposed(own, own_at(k, n));
+        load_matrices_transposed(own, chunk_at<Own>(first, k, n));
         multiply<Element>(dQ, n, ds, own);
       }
     }
-    // Lanes side by side add to numbers side by side.
     float* const sums = *const_cast<float* volatile*>(&shared_.dq_sums[streams_.turn() ^ 1]);
+    float* const to = sums + ((column / ColumnsOfPart * 4 + sixteen) * ColumnsOfPart + column % ColumnsOfPart) * kAtom;
     CUTE_UNROLL
     for (int n = 0; n < Atoms; ++n) {
-      int const at = InOnePart ? column : column + n * kAtomN, beyond = InOnePart ? n * kAtomN : 0;
-      float* const to = sums + ((at / ColumnsOfPart * 4 + sixteen) * ColumnsOfPart + at % ColumnsOfPart) * kAtom + lane;
       CUTE_UNROLL
-      for (int a = 0; a < 2; ++a) {
-        CUTE_UNROLL
-        for (int x = 0; x < 4; ++x) add_in_memory(to + (a * ColumnsOfPart + beyond) * kAtom + x * 32, dQ[a][n][x]);
-      }
+      for (int a = 0; a < 2; ++a) add_in_memory(to + (a * ColumnsOfPart + n * kAtomN) * kAtom, lane, dQ[a][n]);
     }
   }
   // -----------------------------------------------------------------------------------------------------------------
@@ -807,7 +912,9 @@ class BackwardTile {
 
   /// Leaves in shared memory what the work item is; false where it has no rows.
   CUTE_DEVICE bool begin() {
-    WorkItem const work = params_.scheduler(blockIdx.x);
+    SharedTiles::Item const item =
+        Traits::Splits ? params_.shared_tiles(blockIdx.x) : SharedTiles::Item{int(blockIdx.x), -1};
+    WorkItem const work = params_.scheduler(item.index);
     Sequence const sequence = sequence_of(params_, work.batch);
     Visibility seen = sequence.visibility;
     // Query rows that see no key count nowhere, whatever they hold: for keys they do not exist, or are hidden.
@@ -819,12 +926,19 @@ class BackwardTile {
     Visibility const view = OfKeys ? seen.transposed() : seen;
     if (work.row0 >= view.n_q) return false;  // packed: the launch counts the tiles of the longest sequence for each
     if (threadIdx.x == 0) {
-      int const heads = OfKeys ? params_.heads_per_kv.divisor : 1;
+      int const heads = OfKeys ? params_.heads_per_kv.divisor : 1, first_head = work.head * heads;
       shared_.work = work;
-      shared_.heads_end = (work.head + 1) * heads;
+      shared_.heads = {first_head, first_head + heads};
       shared_.view = view;
       shared_.own_rows = view.n_q - work.row0;
       shared_.tiles = view.tiles_of(work.row0, Own, Streamed);
+      shared_.split_row0 = -1;
+      if (Traits::Splits && item.split >= 0) {
+        Range const of_split = params_.shared_tiles.turns(item.split, heads, &shared_.tiles);
+        shared_.heads = {first_head + of_split.begin, first_head + of_split.end};
+        shared_.split_row0 =
+            Traits::split_sums(params_).first_row(item, false, sequence, work.batch, work.head, work.row0);
+      }
       shared_.unmasked = view.unmasked_tiles_of(work.row0, Own, Streamed);
       // Behind the first tile of a head comes the last one of another, of which rows may be missing. In a loop that
       // adds to dQ there is always a tile before, and all keys exist.
@@ -837,7 +951,7 @@ class BackwardTile {
         shared_.plain = {0, 0};
       shared_.sequence = sequence;
       if (Traits::Pairs && has_pairs(params_))
-        shared_.pairs = PairMod(params_, sequence, work.batch, work.head * heads);
+        shared_.pairs = PairMod(params_, sequence, work.batch, shared_.heads.begin);
       shared_.own_row0 = (OfKeys ? sequence.k_row0 : sequence.q_row0) + work.row0;
       shared_.first_query = rows.begin;
       shared_.hidden = hidden;
@@ -874,12 +988,11 @@ class BackwardTile {
     if (shared_.tiles.size() > 0) {
       if (Second || !Traits::OneAfterTheOther) copy_own<0>();
       if (First) copy_own<1>();
-      int const head = shared_.work.head * (OfKeys ? params_.heads_per_kv.divisor : 1);
       if (!OfKeys && threadIdx.x < Own) shared_.statistics[0][threadIdx.x] = own_statistics()[threadIdx.x];
       typename Loop::Held1 held1;
       typename Loop::Held2 held2;
       Streams<Traits, Loop::Early> streams(params_, shared_);
-      Loop(params_, shared_, streams, held1, held2, dX1, dX2, sums).run(head);
+      Loop(params_, shared_, streams, held1, held2, dX1, dX2, sums).run(shared_.heads.begin);
       if (Traits::AddsDq && First) __syncthreads();  // the own tiles have been read by all warps
     }
     if constexpr (kInParts) {
@@ -929,12 +1042,37 @@ class BackwardTile {
     Tensor out = rows_and_columns(gradient);
     CUTE_UNROLL
     for (int e = 0; e < size(out); ++e) out(e) *= scale;
+    if constexpr (Traits::Splits) {
+      if (shared_.split_row0 >= 0)
+        return leave(gradient, OfKeys && tile == shared_.x[1] ? Traits::split_sums(params_).size(Traits::HeadDim) : 0);
+    }
     auto const to_of = [&](int row, int chunk) {
       return row_at<Element>(to, stride, shared_.sequence.batch, shared_.own_row0, shared_.work.head) +
              row * stride.row + chunk * kVector;
     };
     Place<Products> const place;
-    store_rows<Element, Own>(out, tile, place.lane, place.warp_row, 0, to_of, stride.row, own_rows(), cols);
+    store_rows<Element, Own, Products::PanelChunks>(
+        out, tile, place.lane, place.warp_row, place.part * Products::PartChunks, to_of, stride.row, own_rows(), cols);
+  }
+
+  /// Leaves a split's part of a gradient for the launch that adds them up (postprocess.hpp), `from` numbers into their
+  /// sums.
+  CUTE_DEVICE void leave(Gradient const& gradient, int64_t from) const {
+    constexpr int kColumns = Traits::HeadDim, kRows = SumsOfTile::kRows;
+    Place<Products> const place;
+    CUTE_UNROLL
+    for (int a = 0; a < Products::RowAtoms; ++a) {
+      int const row = place.warp_row + a * kAtom;
+      if (row >= own_rows()) return;
+      auto* const to = reinterpret_cast<float4*>(params_.shared_tiles.sums + from +
+                                                 (shared_.split_row0 + row / kRows * kRows) * kColumns);
+      CUTE_UNROLL
+      for (int n = 0; n < Products::OutAtoms; ++n) {
+        int const chunk = place.part * Products::PartChunks + Products::chunk_of(n);
+        to[SumsOfTile::first(kColumns, chunk / 8, row % kRows / kAtom) + chunk % 8 * 32 + place.lane] =
+            *reinterpret_cast<float4 const*>(gradient[a][n]);
+      }
+    }
   }
 
   /// Writes what operands in parts have summed up, of float32.
@@ -994,9 +1132,9 @@ __global__ void __launch_bounds__(Traits::Threads) backward_kernel(__grid_consta
 
 /// The kernel of a kind and tile shape, launched for every tile of its side.
 template <Kind Kind_, bool Pairs, int B_r, int B_c, int HeadDim, class Element, int Threads, int Stages = 2,
-          int Held = 0>
+          int Held = 0, int Sharers = 1>
 struct Backward {
-  using Traits = BackwardTraits<Kind_, B_r, B_c, HeadDim, Element, Threads, Stages, Held, Pairs>;
+  using Traits = BackwardTraits<Kind_, B_r, B_c, HeadDim, Element, Threads, Stages, Held, Sharers, Pairs>;
   static constexpr char const* kFamily = "sm80";
   static constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
   static constexpr auto kernel = &backward_kernel<Traits>;
@@ -1005,6 +1143,7 @@ struct Backward {
   static constexpr Features kTakes = feature::kScoreMods | feature::Sink | feature::Packed | feature::kUnlike |
                                      (Pairs ? feature::kPairs : 0) |
                                      (Traits::Parts == 1 && !Traits::AddsDq ? feature::UnalignedRows : 0);
+  static constexpr TileLoop kLoop{false, Traits::Splits};
 };
 
 }  // namespace cutlass_ext::sm80

@@ -11,9 +11,12 @@ namespace cutlass_ext::sm80 {
 /// are made one after the other, since dK and dV of 16 keys then fill the registers of a warp. Tiles of operands in two
 /// parts (operand.hpp) have twice the columns, the high parts first. `Kind`: which gradients are made; of all of them
 /// the own tiles are keys, and dS goes through shared memory to those warps that add its part of dQ to sums in memory.
+/// `Sharers` warps share own rows: each has the scores of its part of the streamed rows, and its part of the gradients'
+/// columns, so that P goes through shared memory, too.
 template <Kind Kind_, int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_, int Stages_, int Held_,
-          bool Pairs_>
+          int Sharers_, bool Pairs_>
 struct BackwardTraits {
+  static constexpr int Sharers = Sharers_;
   static constexpr bool Pairs = Pairs_;
   static constexpr int B_r = B_r_, B_c = B_c_, HeadDim = HeadDim_, HeadDimV = HeadDim_, Threads = Threads_;
   static constexpr int Stages = Stages_, Held = Held_;
@@ -22,23 +25,30 @@ struct BackwardTraits {
   static constexpr int Parts = Operand<Element>::Parts, Columns = HeadDim * Parts;  // in shared memory
   static constexpr bool OfKeys = Kind_ != Kind::QueryGradients, AddsDq = Kind_ == Kind::AllGradients;
   static constexpr int Own = OfKeys ? B_c : B_r, Streamed = OfKeys ? B_r : B_c;  // rows of a tile
-  static constexpr bool OneAfterTheOther = OfKeys && Columns > 128;
+  static constexpr bool OneAfterTheOther = OfKeys && Columns > 128 && Sharers == 1;
+  static constexpr int WarpStreamed = Streamed / Sharers;  // streamed rows of a warp's scores
   // Whether plain tiles have a loop of their own: a mask may hide the next one. With all accumulators of keys, or of
   // float32, it spilled; elsewhere plain calls take 10% less.
-  static constexpr bool PlainLoop = !Pairs && (!OfKeys || (Own / (Threads / 32) == kAtom && Parts == 1));
+  static constexpr bool PlainLoop = !Pairs && (!OfKeys || Sharers > 1 || (Own / (Threads / 32) == kAtom && Parts == 1));
 
   /// The products as warp.hpp knows them, of `Columns` streamed rows: own rows stand in the place of query rows,
   /// streamed ones in that of keys.
   template <bool InRegisters, int Columns>
-  struct Products : Traits<Own, Streamed, HeadDim, Element, Threads, Stages> {
+  struct Products : Traits<Own, Streamed, HeadDim, Element, Threads, Stages, Sharers> {
     static constexpr bool QueriesInRegisters = InRegisters;
     static constexpr int KeyAtoms = Columns / kAtomN;
   };
 
+  CUTE_DEVICE static SplitSums split_sums(BackwardParams const& params) {
+    return {params, OfKeys ? Axis::Keys : Axis::Rows, Own};
+  }
+  static constexpr bool Splits = Parts == 1 && !Pairs;  // several CTAs may share a tile; with pairs 12 bytes spilled
+
   static_assert(OfKeys || StatisticsRows::kTile % Own == 0,
                 "statistics of rows that do not exist are there to the end of a tile");
-  static_assert(Stages == 2 || (Stages == 1 && (!OfKeys || OneAfterTheOther)),
+  static_assert(Stages == 2 || (Stages == 1 && (!OfKeys || OneAfterTheOther || Sharers > 1)),
                 "with one stage, one of the streamed tiles is wanted only once");
+  static_assert(Sharers == 1 || (AddsDq && Streamed == kPanel), "P lies where dS does, in whole panels");
   static_assert(B_r <= Threads, "a thread copies the statistics of one row");
   static_assert(Streamed == 32 || !Pairs, "a word has the bits of a thread's pairs");
   static_assert(!AddsDq || (Parts == 1 && !Pairs), "dS has 16 bits, and dropout's scale, which sums of dQ get later");
@@ -52,7 +62,8 @@ struct BackwardTraits {
     alignas(16) RowStatistics statistics[OfKeys ? Stages : 1][B_r];
     // Of the work item, what is wanted now and then: in registers it would spill.
     WorkItem work;
-    int heads_end;                             // past the last query head
+    Range heads;                               // query heads that are gone through
+    int64_t split_row0;                        // of the sums of splits, the first of the tile's; -1: it has none
     PairMod pairs;                             // of the query head in work, where it has any
     SeenTiles seen;                            // likewise
     Visibility view;                           // own rows in the place of query rows, streamed ones in that of keys

@@ -64,6 +64,11 @@ struct Traits {
   static constexpr int Rows = 2 * RowAtoms;                         // rows of a thread
   static constexpr int KeyAtoms = WarpKeys / kAtomN;                // 8-column atoms of S
   static constexpr int OutAtoms = WarpColumns / kAtomN;             // and of O
+  // Chunks of O that a warp has of each of its panels: of whole panels all, else its part of every panel.
+  static constexpr int PanelChunks = WarpColumns % kPanel == 0 ? 8 : 8 / Sharers;
+  static constexpr int PartChunks = PanelChunks < 8 ? PanelChunks : WarpColumns / kVector;  // to the next part's first
+  /// The chunk of an atom of O, counted from the warp's first.
+  CUTE_HOST_DEVICE static constexpr int chunk_of(int atom) { return atom / PanelChunks * 8 + atom % PanelChunks; }
   static constexpr bool QueriesInRegisters = HeadDim <= 64 && Parts * RowAtoms <= 2;
   static constexpr bool Shared = Sharers > 1;
 
@@ -75,8 +80,8 @@ struct Traits {
   using Columns16 = uint32_t[Parts][4];
 
   static_assert(std::is_same_v<Part, half_t> || std::is_same_v<Part, bfloat16_t>, "mma.sync takes 16-bit operands");
-  static_assert(Sharers == 1 || (Sharers == 2 && Parts * B_c <= kPanel && WarpColumns % kPanel == 0),
-                "parts of a panel of P");
+  static_assert(Sharers == 1 || (Sharers <= 4 && Parts * B_c <= kPanel && PanelChunks % 2 == 0),
+                "parts of a panel of P, and pairs of atoms of O");
   static_assert(B_r % (Warps / Sharers * kAtom) == 0, "every warp owns whole atoms of 16 query rows");
   static_assert(WarpKeys % kAtom == 0, "P V runs through the keys 16 at a time");
   static_assert(HeadDim % kPanel == 0, "head_dim is padded to whole panels of 64 columns");

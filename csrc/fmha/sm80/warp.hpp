@@ -192,7 +192,7 @@ CUTE_DEVICE void gemm_pv_step(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4],
   uint32_t values[Traits::OutAtoms / 2][4];  // both halves of the 16 keys, two atoms of 8 columns
   CUTE_UNROLL
   for (int n = 0; n < Traits::OutAtoms; n += 2)
-    load_matrices_transposed(values[n / 2], chunk_at<Traits::B_c>(values_at, 0, n) + Beyond);
+    load_matrices_transposed(values[n / 2], chunk_at<Traits::B_c>(values_at, 0, Traits::chunk_of(n)) + Beyond);
   CUTE_UNROLL
   for (int n = 0; n < Traits::OutAtoms; n += 2) multiply<typename Traits::Element>(O, n, p, values[n / 2]);
 }
@@ -325,33 +325,35 @@ CUTE_DEVICE void gemm_pv_shared(float (&O)[Traits::RowAtoms][Traits::OutAtoms][4
 
 /// Writes a warp's rows of a tile in the dtype, 16 bytes at a time, through its own rows of a tile of `TileRows` rows
 /// in shared memory, which begins at `tile`. `to_of(row, chunk)` is where a row's chunk goes; of the tile, `rows` rows
-/// and `cols` columns exist. What parameters hold comes by reference, so that it is read where it is wanted.
-template <class Element, int TileRows, class OutTensor, class ToOf>
-CUTE_DEVICE void store_rows(OutTensor const& out, Element const* tile, int lane, int warp_row, int first_column,
+/// and `cols` columns exist. What parameters hold comes by reference, so that it is read where it is wanted. The warp
+/// has `PanelChunks` chunks of each of its panels, from `first_chunk` on.
+template <class Element, int TileRows, int PanelChunks = 8, class OutTensor, class ToOf>
+CUTE_DEVICE void store_rows(OutTensor const& out, Element const* tile, int lane, int warp_row, int first_chunk,
                             ToOf const& to_of, int64_t const& row_stride, int rows, int const& cols) {
   constexpr int Rows = decltype(size<0>(out))::value, Columns = decltype(size<1>(out))::value * 4;
   uint32_t const tile_at = cast_smem_ptr_to_uint(tile);
-  uint32_t const to_tile =
-      tile_at + 2 * (chunk_offset<TileRows>(warp_row + lane / 4, first_column / kVector) + lane % 4 * 2);
+  uint32_t const to_tile = tile_at + 2 * (chunk_offset<TileRows>(warp_row + lane / 4, first_chunk) + lane % 4 * 2);
   __syncwarp();  // the rows may have been read a moment ago
   CUTE_UNROLL
   for (int i = 0; i < Rows; ++i) {
     CUTE_UNROLL
     for (int n = 0; n < Columns / kAtomN; ++n)
-      store_shared(chunk_at<TileRows>(to_tile, row_of(i), n), pack<Element>(out(i, 2 * n), out(i, 2 * n + 1)));
+      store_shared(chunk_at<TileRows>(to_tile, row_of(i), n / PanelChunks * 8 + n % PanelChunks),
+                   pack<Element>(out(i, 2 * n), out(i, 2 * n + 1)));
   }
   __syncwarp();
-  int const row = warp_row + lane / 8, chunk = first_column / kVector + lane % 8;
+  constexpr int RowsAPass = 32 / PanelChunks;
+  int const row = warp_row + lane / PanelChunks, chunk = first_chunk + lane % PanelChunks;
   Element* to = to_of(row, chunk);
   uint32_t const from[2] = {tile_at + 2 * chunk_offset<TileRows>(row, chunk),
                             tile_at + 2 * chunk_offset<TileRows>(row + 4, chunk)};
   CUTE_UNROLL
-  for (int pass = 0; pass < Rows * 2; ++pass, to += 4 * row_stride) {
+  for (int first = 0; first < Rows * 8; first += RowsAPass, to += RowsAPass * row_stride) {
     CUTE_UNROLL
-    for (int panel = 0; panel < Columns / kPanel; ++panel) {
-      if (row + pass * 4 < rows && (panel * 8 + chunk) * kVector < cols)
+    for (int panel = 0; panel < Columns / kVector / PanelChunks; ++panel) {
+      if (row + first < rows && (panel * 8 + chunk) * kVector < cols)
         *reinterpret_cast<uint4*>(to + panel * kPanel) =
-            load_shared(from[pass % 2] + (panel * TileRows + pass / 2 * 8) * kPanel * uint32_t(sizeof(Element)));
+            load_shared(from[first / 4 % 2] + (panel * TileRows + first / 8 * 8) * kPanel * uint32_t(sizeof(Element)));
     }
   }
 }
@@ -417,7 +419,7 @@ CUTE_DEVICE void store(Params const& params, typename Traits::SharedStorage& sha
   // O leaves through the warp's own part of the query tile, which nobody reads any more.
   if constexpr (!kFloat32) {
     auto const to_of = [&](int row, int chunk) { return o_of(row, chunk * kVector); };
-    store_rows<Element, B_r>(out, shared.q, lane, warp_row, first_column, to_of, params.o_stride.row, rows,
+    store_rows<Element, B_r>(out, shared.q, lane, warp_row, first_column / kVector, to_of, params.o_stride.row, rows,
                              params.head_dim_v);
   }
 }
