@@ -47,8 +47,8 @@ inline bool have_few_rows_for_hopper(Params const& p, Device const& device) {
          int64_t(p.batch) * p.heads_kv > 3 * device.multiprocessors / 4 && !(features_of(p) & feature::kMods);
 }
 
-/// The same of a kernel of mma.sync, of which `resident_ctas` are there at once: of 310 random calls at head_dim 64 to
-/// 256 it takes 0.84 of what two take in the mean. It is slower, by up to 1.39 times, of many heads of few rows and
+/// The same of a kernel of mma.sync, of which `resident_ctas` are there at once: of 220 random calls at head_dim 64 to
+/// 256 it takes 0.82 of what two take in the mean. It is slower, by up to 1.39 times, of many heads of few rows and
 /// keys, whose sums are of whole tiles of 64 rows. An H200's us in one and in two: (64, 20, 8, 256) 92 and 66, (64, 22,
 /// 4, 224) 50 and 39; but (64, 27 on 77, 1, 256) 24 and 32, (16, 36, 8, 128) 28 and 30.
 inline bool adds_to_queries_by_mma_sync(Params const& p, Kernel const& kernel, int64_t resident_ctas) {

@@ -98,5 +98,29 @@ TEST(Sm80Layouts, SharedPIsReadWhereItIsWritten) {
   EXPECT_EQ(written, read);
 }
 
+/// Warps that share rows have each a part of the columns of what P multiplies, of which an ldmatrix loads two chunks.
+template <class T>
+void check_parts() {
+  std::set<int> chunks;
+  for (int part = 0; part < T::Sharers; ++part) {
+    for (int atom = 0; atom < T::OutAtoms; ++atom) {
+      int const first = part * T::PartChunks, chunk = T::chunk_of(atom);
+      EXPECT_TRUE(chunks.insert(first + chunk).second) << "two warps have chunk " << first + chunk;
+      if (atom % 2 == 0) {
+        EXPECT_EQ(T::chunk_of(atom + 1), chunk + 1);
+        EXPECT_EQ((first + 1) & chunk, 0) << "no step of chunk_at";
+      }
+    }
+  }
+  EXPECT_EQ(int(chunks.size()), T::HeadDim / kVector);
+  EXPECT_EQ(*chunks.rbegin(), T::HeadDim / kVector - 1);
+}
+
+TEST(Sm80Layouts, PartsHaveEveryColumnOnce) {
+  check_parts<Traits<128, 64, 128, half_t, 256, 2, 2>>();
+  check_parts<Traits<64, 64, 192, half_t, 256, 2, 4>>();
+  check_parts<Traits<64, 64, 256, half_t, 256, 2, 4>>();
+}
+
 }  // namespace
 }  // namespace cutlass_ext::sm80
