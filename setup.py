@@ -85,12 +85,15 @@ def progress(total: int, done: int):
 
 
 def discard_all_but_ptx():
-    """Of what nvcc kept, some 20 MB a source; of a source that has it twice the PTX for newer GPUs."""
+    """Of what nvcc kept, some 20 MB a source. Of a source that has it twice what is for 8.0 lies in a folder."""
     for path in PTX.glob("*"):
-        if path.suffix != ".ptx":
+        if path.is_file() and path.suffix != ".ptx":
             path.unlink()
-    for path in sorted(PTX.glob("*.compute_*.ptx")):
-        path.replace(PTX / (path.name.split(".")[0] + ".ptx"))
+    of_older = PTX / "8.0"
+    of_older.mkdir(exist_ok=True)
+    for path in PTX.glob("*.compute_*.ptx"):
+        source, compiled_for = path.stem.split(".")
+        path.replace((of_older if compiled_for == "compute_80" else PTX) / f"{source}.ptx")
 
 
 def require_build_tools(cpp_extension):

@@ -161,7 +161,8 @@ struct GradientCosts {
 /// Of Hopper's kernels for all gradients, where any tile may add to dQ at any time. Fitted to 1,886 random calls of up
 /// to 150 us, each in up to 14 numbers of splits, on an H200: those chosen so take 1.005 of the fastest.
 constexpr GradientCosts kInAnyOrder{3.1, 0.67, 0.8, 0, 1.16, 1.1, 3.7e6, 1, true};
-/// Of two kernels, and where tiles add in their order. Fitted when sums took longer, and to whole tiles of them.
+/// Of Hopper's two kernels, and where tiles add in their order. Fitted when sums took longer, and to whole tiles of
+/// them.
 constexpr GradientCosts kOfFixedBits{3, 0.35, 0.8, 2 / 3., 1.03, 4, 2.5e6, 0.9, false},
     kOnCudaCores{3, 0.5, 27, 3 / 4., 1.03, 4, 2.5e6, 0.9, false};
 /// By mma.sync: what the rows of suites take on an H200, where a CTA at head_dim 128 takes 6 us beside its turns. With

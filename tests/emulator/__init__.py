@@ -1,8 +1,9 @@
 """A GPU for a machine that has none: to import this gives PyTorch, a CPU build of it, a CUDA device that is emulated,
 and loads the build of the library that `build.py` made for it. What runs afterwards believes that it is on an H200,
-with the few multiprocessors of CUTLASS_EXT_EMULATOR_SMS (4), and the bytes of L2 of CUTLASS_EXT_EMULATOR_L2 and of a
-block's shared memory of CUTLASS_EXT_EMULATOR_SHARED, where those are set. Kernels run from their PTX, instruction by
-instruction: sizes are to be small. CUDA graphs are not there: a test that wants one is skipped.
+with the few multiprocessors of CUTLASS_EXT_EMULATOR_SMS (4), and the bytes of L2 of CUTLASS_EXT_EMULATOR_L2, where that
+is set. CUTLASS_EXT_EMULATOR_CAPABILITY=80, or 86, makes it a GPU of that compute capability, which runs what is
+compiled for 8.0. Kernels run from their PTX, instruction by instruction: sizes are to be small. CUDA graphs are not
+there: a test that wants one is skipped.
 
     python tests/emulator/run.py tests/sanitizer_sweep.py --shard 0/10
     PYTHONPATH=tests python -m pytest -p emulator -m gpu tests/python/test_shapes.py
@@ -27,7 +28,10 @@ if "torch" in sys.modules:
 library = ctypes.CDLL(str(BUILT / "libtorch_cuda.so"))
 for function in (library.emulator_bytes_allocated, library.emulator_most_allocated):
     function.restype = ctypes.c_size_t
-library.emulator_read_ptx(str(BUILT.parent / "ptx").encode())
+CAPABILITY = int(os.environ.get("CUTLASS_EXT_EMULATOR_CAPABILITY") or 90)
+PTX = BUILT.parent / "ptx"
+for folder in (PTX,) if CAPABILITY >= 90 else (PTX / "8.0", PTX):  # of two forms of a kernel the first counts
+    library.emulator_read_ptx(str(folder).encode())
 
 import torch  # noqa: E402
 
@@ -36,9 +40,9 @@ if torch.version.cuda:
 
 BYTES = 1 << 34  # of memory, that the GPU says it has
 PROPERTIES = types.SimpleNamespace(
-    name="an emulated H200",
-    major=9,
-    minor=0,
+    name="an emulated H200" if CAPABILITY == 90 else f"an emulated GPU of {CAPABILITY / 10}",
+    major=CAPABILITY // 10,
+    minor=CAPABILITY % 10,
     multi_processor_count=int(os.environ.get("CUTLASS_EXT_EMULATOR_SMS") or 4),
     total_memory=BYTES,
     L2_cache_size=int(os.environ.get("CUTLASS_EXT_EMULATOR_L2") or 60 << 20),

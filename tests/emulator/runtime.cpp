@@ -31,8 +31,7 @@
 namespace cutlass_ext::emulator {
 namespace {
 
-// An H200, but for its multiprocessors, its L2, and its shared memory.
-constexpr int kMajor = 9, kMinor = 0;
+// An H200, but for its multiprocessors and its L2, or a GPU before it.
 constexpr int kSharedUnlessRaised = 48 << 10, kReservedShared = 1024, kRegisters = 65536, kThreads = 2048;
 constexpr int kRegistersOfAThread = 128;  // as if; most kernels are held back by shared memory
 
@@ -44,10 +43,11 @@ int multiprocessors() {
   static int const count = number_from("CUTLASS_EXT_EMULATOR_SMS", 4);
   return count;
 }
-int block_shared() {
-  static int const bytes = number_from("CUTLASS_EXT_EMULATOR_SHARED", 227 << 10);
-  return bytes;
+int capability() {  // 90 for 9.0
+  static int const number = number_from("CUTLASS_EXT_EMULATOR_CAPABILITY", 90);
+  return number;
 }
+int block_shared() { return (capability() >= 90 ? 227 : capability() == 80 ? 163 : 99) << 10; }
 int l2_bytes() {
   static int const bytes = number_from("CUTLASS_EXT_EMULATOR_L2", 60 << 20);
   return bytes;
@@ -214,7 +214,7 @@ using namespace cutlass_ext::emulator;
 
 extern "C" {
 
-/// Reads every .ptx of a folder. Called once, before the first launch.
+/// Reads every .ptx of a folder, before the first launch. A kernel that is there already stays as it is.
 void emulator_read_ptx(char const* folder) {
   for (auto const& entry : std::filesystem::directory_iterator(folder)) {
     if (entry.path().extension() != ".ptx") continue;
@@ -288,8 +288,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   std::map<cudaDeviceAttr, int> const values = {{cudaDevAttrMultiProcessorCount, multiprocessors()},
                                                 {cudaDevAttrMaxSharedMemoryPerBlockOptin, block_shared()},
                                                 {cudaDevAttrL2CacheSize, l2_bytes()},
-                                                {cudaDevAttrComputeCapabilityMajor, kMajor},
-                                                {cudaDevAttrComputeCapabilityMinor, kMinor}};
+                                                {cudaDevAttrComputeCapabilityMajor, capability() / 10},
+                                                {cudaDevAttrComputeCapabilityMinor, capability() % 10}};
   auto const found = values.find(attribute);
   if (found == values.end()) return failed(cudaErrorInvalidValue, "a device attribute that the emulator does not know");
   *value = found->second;

@@ -1,8 +1,8 @@
 // The backward pass on mma.sync tensor cores: dK and dV of a tile of keys, or dQ of a tile of query rows, by one main
-// loop that sees the tile from either side. No two CTAs add to one number and no warp waits for another's part of a
-// product: gradients have the same bits in every run. Where bits may differ, tiles of keys add to sums of dQ besides
-// (FlashAttention-2, arXiv:2307.08691, section 3.1.2): five products for seven. Instantiated by
-// csrc/kernels/sm80_backward_*.cu.
+// loop that sees the tile from either side. No two CTAs add to one number: gradients have the same bits in every run.
+// Where bits may differ, tiles of keys add to sums of dQ besides (FlashAttention-2, arXiv:2307.08691, section 3.1.2):
+// five products for seven; at head_dim 128 and more several warps then share keys. Several CTAs may share a tile.
+// Instantiated by csrc/kernels/sm80_backward_*.cu.
 //
 //   X1, X2   what the CTA owns        K, V         Q, dO
 //   Y1, Y2   what passes by           Q, dO        K, V

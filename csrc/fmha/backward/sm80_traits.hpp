@@ -7,12 +7,12 @@
 namespace cutlass_ext::sm80 {
 
 /// A CTA owns the tiles X1 and X2 and lets Y1 and Y2 pass by: of keys, K and V past Q and dO; of rows, Q and dO past K
-/// and V. Of the own tiles, the first `Held` are operands in registers. Gradients of keys with more than 128 columns
-/// are made one after the other, since dK and dV of 16 keys then fill the registers of a warp. Tiles of operands in two
-/// parts (operand.hpp) have twice the columns, the high parts first. `Kind`: which gradients are made; of all of them
-/// the own tiles are keys, and dS goes through shared memory to those warps that add its part of dQ to sums in memory.
-/// `Sharers` warps share own rows: each has the scores of its part of the streamed rows, and its part of the gradients'
-/// columns, so that P goes through shared memory, too.
+/// and V. Of the own tiles, the first `Held` are operands in registers. Tiles of operands in two parts (operand.hpp)
+/// have twice the columns, the high parts first. `Kind`: which gradients are made; of all of them the own tiles are
+/// keys, and dS goes through shared memory to those warps that add its part of dQ to sums in memory. `Sharers` warps
+/// share own rows: each has the scores of its part of the streamed rows, and its part of the gradients' columns, so
+/// that P goes through shared memory, too. Where none do, gradients of keys with more than 128 columns are made one
+/// after the other: dK and dV of 16 keys fill the registers of a warp.
 template <Kind Kind_, int B_r_, int B_c_, int HeadDim_, class Element_, int Threads_, int Stages_, int Held_,
           int Sharers_, bool Pairs_>
 struct BackwardTraits {

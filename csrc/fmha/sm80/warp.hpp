@@ -272,7 +272,7 @@ CUTE_DEVICE void gemm_pv_in_parts(float (&O)[Traits::RowAtoms][Traits::OutAtoms]
   }
 }
 
-/// Until both warps that share the rows have come here: what they wrote to shared memory before is there.
+/// Until all warps that share the rows have come here: what they wrote to shared memory before is there.
 template <class Traits>
 CUTE_DEVICE void meet_sharer() {
   int const barrier = 1 + threadIdx.x / 32 / Traits::Sharers;  // 0 is __syncthreads

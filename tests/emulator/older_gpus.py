@@ -1,6 +1,7 @@
-"""Gradients and results of the kernels for GPUs with less shared memory than Hopper, beside the CPU path's.
+"""Results and gradients on GPUs before Hopper, which have what is compiled for 8.0 and less shared memory, beside the
+CPU path's. Prints the kernels of gradients.
 
-CUTLASS_EXT_EMULATOR_SHARED=166912 python tests/emulator/run.py tests/emulator/less_shared_memory.py
+CUTLASS_EXT_EMULATOR_CAPABILITY=80 python tests/emulator/run.py tests/emulator/older_gpus.py
 """
 
 import torch
